@@ -1,6 +1,6 @@
-//! The smallest guest that is alive: 111 bytes of 16-bit code in place of the firmware, which count 200 times a second
-//! and write each number into one page of memory after another. It starts in a tenth of a second, and what its memory
-//! has to be follows from how far it has counted: every page can be checked, at any time, on any host.
+//! The smallest running guest: 111 bytes of 16-bit code in place of the firmware, which count 200 times per second and write each
+//! number into the next page of memory. It starts in a tenth of a second. Its counter determines the content of its memory, so every
+//! page can be checked at any time, on any host.
 //!
 //! ```text
 //!  0x00500             the last number, 32 bits
@@ -8,7 +8,7 @@
 //!                      at 0 and at 4092: the last number of this page; at 4: the sum of all its numbers, added to what was there
 //!  everything else     as it was at the start
 //! ```
-//! A page that was not carried along at some moment lacks a number in its sum for ever.
+//! A page that a migration missed at some moment lacks a number in its sum for ever.
 
 use std::fs::{self, File};
 use std::io;
@@ -21,7 +21,7 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::qemu::{Binary, Builder};
 use crate::ram::{self, Fill, PAGE};
 
-/// Writes the firmware into a file, which has to stay as long as QEMUs are started with it.
+/// Writes the firmware into a file, which must exist while QEMUs are started with it.
 pub fn write_firmware(path: &Path) -> Result<()> {
     let mut rom = vec![0; 64 << 10];
     rom[..CODE.len()].copy_from_slice(&CODE);
@@ -29,21 +29,21 @@ pub fn write_firmware(path: &Path) -> Result<()> {
     fs::write(path, rom).with_context(|| format!("writing {}", path.display()))
 }
 
-/// A machine with this guest and `ram` bytes, which are filled with every kind of page by `seed`.
+/// A machine with this guest and `ram` bytes, filled with [`Fill::Mixed`] by `seed`.
 pub fn machine(binary: &Binary, ram: u64, firmware: &Path, seed: u64) -> Builder {
     Builder::firmware(binary, ram, firmware).content(Fill::Mixed, seed)
 }
 
-/// What the memory of a guest was at its start.
+/// The initial memory of a guest.
 #[derive(Clone, Debug)]
 pub struct Image {
     start: Vec<u8>,
-    /// What its firmware goes on to use, of what is above the guest's vectors and stack.
+    /// Memory above the guest's stack that its firmware uses while it runs.
     of_firmware: Vec<Range<usize>>,
 }
 
 impl Image {
-    /// Of [`machine`] with the same `ram` and `seed`.
+    /// The initial memory of [`machine`] with the same `ram` and `seed`.
     pub fn new(size: u64, seed: u64) -> Result<Self> {
         let file = tempfile::NamedTempFile::new().context("creating a temporary file")?;
         ram::write(file.path(), size, &Fill::Mixed, seed)?;
@@ -55,7 +55,7 @@ impl Image {
         })
     }
 
-    /// Of a guest that has begun to count, whose pages were zeros before.
+    /// The initial memory of a guest that has begun to count, if its pages were zeros before.
     pub(crate) fn of_begun(ram: &Path, of_firmware: Vec<Range<usize>>) -> Result<Self> {
         let mut start = fs::read(ram).with_context(|| format!("reading {}", ram.display()))?;
         ensure!(start.len() > PAGES.end, "a guest has 1 MiB at least");
@@ -64,10 +64,10 @@ impl Image {
         Ok(Self { start, of_firmware })
     }
 
-    /// Checks all memory of a paused guest; returns how far it has counted.
+    /// Checks all memory of a paused guest. Returns its counter.
     ///
     /// # Errors
-    /// Which page is not as it must be, or why the file cannot be read.
+    /// When a page is wrong, or the file cannot be read.
     pub fn check(&self, ram: &Path) -> Result<u32> {
         let memory = fs::read(ram).with_context(|| format!("reading {}", ram.display()))?;
         ensure!(
@@ -75,7 +75,7 @@ impl Image {
             "the guest has {} bytes of memory",
             memory.len()
         );
-        // A guest that has never run has not made its counter zero yet.
+        // A guest that has never run has not set its counter to zero yet.
         let begun = memory[..PAGE] != self.start[..PAGE];
         let last = if begun { word(&memory, COUNTER) } else { 0 };
         let pages = memory.chunks(PAGE).zip(self.start.chunks(PAGE));
@@ -97,12 +97,12 @@ impl Image {
     }
 }
 
-/// How far a guest has counted, running or not. Any number before it has begun to.
+/// The counter of a guest, running or not. Undefined before the guest has begun to count.
 pub fn count(ram: &Path) -> Result<u32> {
     word_at(ram, COUNTER as u64)
 }
 
-/// A word of 32 bits of a guest's memory.
+/// A 32-bit word of a guest's memory.
 pub(crate) fn word_at(ram: &Path, address: u64) -> Result<u32> {
     let mut bytes = [0; 4];
     let read =
@@ -111,7 +111,7 @@ pub(crate) fn word_at(ram: &Path, address: u64) -> Result<u32> {
     Ok(u32::from_le_bytes(bytes))
 }
 
-/// The guest may have been stopped between any two of its stores, so the number after `last` may be on its page in part.
+/// The guest may have been paused between two stores, so its page may hold part of the number after `last`.
 fn check_page(page: &[u8], before: &[u8], index: usize, last: u32) -> Result<()> {
     let mut expected = before.to_vec();
     let mut newest = None;
@@ -141,7 +141,7 @@ fn check_page(page: &[u8], before: &[u8], index: usize, last: u32) -> Result<()>
     )
 }
 
-/// Does the first so many of the three stores by which the guest puts a number on a page.
+/// Makes the first of the three stores that write a number to a page.
 fn store(page: &mut [u8], number: u32, stores: usize) {
     let sum = word(page, SUM).wrapping_add(number);
     for (at, value) in [(0, number), (SUM, sum), (END, number)].iter().take(stores) {
@@ -149,7 +149,7 @@ fn store(page: &mut [u8], number: u32, stores: usize) {
     }
 }
 
-/// The numbers up to `last` that go to a page.
+/// The numbers up to `last` that are written to a page.
 fn numbers_of(index: usize, last: u32) -> impl Iterator<Item = u32> + Clone {
     (1..=last).filter(move |number| *number as usize % COUNT == index)
 }
@@ -161,13 +161,13 @@ pub(crate) fn word(bytes: &[u8], at: usize) -> u32 {
 }
 
 const COUNTER: usize = 0x500;
-/// The pages that are counted into.
+/// The pages that numbers are written to.
 pub(crate) const PAGES: Range<usize> = 0x10000..0x90000;
 const COUNT: usize = (PAGES.end - PAGES.start) / PAGE;
 const SUM: usize = 4;
 const END: usize = 4092;
 
-/// Where the processor begins, 16 bytes below the end of the firmware: a jump to its start.
+/// The reset vector, 16 bytes below the end of the firmware: a jump to its start.
 const RESET: usize = 0xfff0;
 const JUMP: [u8; 5] = [0xea, 0x00, 0x00, 0x00, 0xf0];
 

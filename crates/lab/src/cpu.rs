@@ -1,4 +1,4 @@
-//! What a set of processes or threads costs in CPU time between two moments.
+//! The CPU time of processes or threads between two moments.
 
 use anyhow::{Context, Result};
 use serde_json::json;
@@ -9,17 +9,17 @@ use crate::qemu::Qemu;
 /// CPU time of some processes or threads since the meter was started.
 #[derive(Debug)]
 pub struct Meter {
-    /// The `stat` in /proc of each, and the CPU seconds it had used at the start.
+    /// The path of each `stat` in /proc, and the CPU seconds at the start.
     at_start: Vec<(String, f64)>,
 }
 
 impl Meter {
-    /// Notes what the processes have used so far.
+    /// Starts measuring processes.
     pub fn start(pids: &[u32]) -> Result<Self> {
         Self::of(pids.iter().map(|pid| format!("/proc/{pid}/stat")))
     }
 
-    /// Notes what these threads of a process have used so far.
+    /// Starts measuring threads of a process.
     pub fn of_threads(pid: u32, threads: &[u64]) -> Result<Self> {
         let stat = |thread| format!("/proc/{pid}/task/{thread}/stat");
         Self::of(threads.iter().map(stat))
@@ -35,16 +35,14 @@ impl Meter {
         })
     }
 
-    /// CPU seconds (user and system) since the start, in the order of the start. A process that has ended still counts
-    /// until it is reaped.
+    /// CPU seconds (user and system) since the start, in the same order. A process that has ended counts until it is reaped.
     pub fn read(&self) -> Result<Vec<f64>> {
         let used = |(stat, before): &(String, f64)| Ok(proc::seconds_in(stat)? - before);
         self.at_start.iter().map(used).collect()
     }
 }
 
-/// What a migration costs in a QEMU, apart from the guest that runs meanwhile: the guest is emulated by vCPU threads and the
-/// migration is done by others, so it is the whole process less its vCPU threads.
+/// The CPU time of a migration in a QEMU, without the guest: the whole process less its vCPU threads.
 #[derive(Debug)]
 pub struct QemuMeter {
     process: Meter,
@@ -52,7 +50,7 @@ pub struct QemuMeter {
 }
 
 impl QemuMeter {
-    /// Notes what the QEMU has used so far.
+    /// Starts measuring a QEMU.
     pub fn start(qemu: &mut Qemu) -> Result<Self> {
         let answer = qemu.qmp.execute("query-cpus-fast", json!({}))?;
         let cpus = answer.as_array().context("query-cpus-fast gave no list")?;
@@ -68,7 +66,7 @@ impl QemuMeter {
     pub fn read(&self) -> Result<(f64, f64)> {
         let guest: f64 = self.vcpus.read()?.iter().sum();
         let whole: f64 = self.process.read()?.iter().sum();
-        // Clock ticks of threads and processes are rounded apart.
+        // The clock ticks of threads and processes are rounded separately.
         Ok(((whole - guest).max(0.0), guest))
     }
 }

@@ -1,5 +1,5 @@
-//! A Linux guest that is alive: it fills its memory, rewrites some of it, checks all of it, and ticks ten times a second on
-//! its serial port. The program in it is `guest/ticker.rs`, which says what the lines mean.
+//! A Linux guest that fills its memory, rewrites part of it, checks all of it, and ticks ten times per second on its serial port. Its
+//! program is `guest/ticker.rs`, which documents the lines.
 //!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {
@@ -30,7 +30,7 @@ use crate::qemu::{Binary, Builder, Qemu};
 use crate::serial::{Log, Serial};
 use crate::{ram, skipped, target_dir};
 
-/// What a guest boots from: a kernel and an initramfs. All guests of a test can share one.
+/// A boot image: kernel and initramfs. All guests of a test can share one.
 #[derive(Debug)]
 pub struct Image {
     kernel: PathBuf,
@@ -38,29 +38,29 @@ pub struct Image {
     _dir: TempDir,
 }
 
-/// What an image is built of.
+/// A part of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// Of Linux.
+    /// The Linux kernel.
     Kernel,
-    /// A static one.
+    /// A static busybox.
     Busybox,
     /// The program in the guest.
     Ticker,
 }
 
-/// What the program in the guest does.
+/// The load of the program in the guest.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
-    /// Memory it fills and checks, in MiB.
+    /// Memory that it fills and checks, in MiB.
     pub fill: u32,
-    /// The part of `fill` that it rewrites, in MiB.
+    /// The rewritten part of `fill`, in MiB.
     pub hot: u32,
-    /// Pages it rewrites a second. Under TCG a page costs about 10 µs of a CPU.
+    /// Pages rewritten per second. Under TCG a page costs about 10 µs of CPU.
     pub rate: u32,
 }
 
-/// What changes in a page that a guest rewrites.
+/// The part of a page that a rewrite changes.
 #[derive(Clone, Copy, Debug)]
 pub enum Pattern {
     /// Everything.
@@ -72,19 +72,19 @@ pub enum Pattern {
 }
 
 impl Image {
-    /// What is not there of what images are built of.
+    /// A part that is missing for building images.
     pub fn missing() -> Option<Part> {
         let parts = [Part::Kernel, Part::Busybox, Part::Ticker];
         parts.into_iter().find(|part| part.find().is_none())
     }
 
-    /// Builds an initramfs with `content` MiB of this machine's files to fill memory from. A guest needs about twice that
-    /// beside what it fills, and 100 MiB for itself.
+    /// Builds an initramfs with `content` MiB of this machine's files to fill memory from. A guest needs about twice that besides the
+    /// filled memory, and 100 MiB for itself.
     pub fn build(content: u32) -> Result<Self> {
         Self::of(entries(u64::from(content) << 20)?)
     }
 
-    /// Of what is in the initramfs.
+    /// Builds an image with these entries in the initramfs.
     pub(crate) fn of(entries: Vec<(Entry, Cursor<Vec<u8>>)>) -> Result<Self> {
         let kernel = Part::Kernel.path()?;
         let dir = TempDir::with_prefix("vamoose-").context("creating a temporary directory")?;
@@ -100,7 +100,7 @@ impl Image {
         })
     }
 
-    /// As [`Image::build`], but where `scripts/setup guest` has not run, says loudly that the test is skipped and gives `None`.
+    /// As [`Image::build`], but where `scripts/setup guest` has not run, reports the test as skipped and returns `None`.
     ///
     /// # Errors
     /// As [`Image::build`], and when skipping is forbidden, see [`skipped`].
@@ -112,23 +112,23 @@ impl Image {
         Self::build(content).map(Some)
     }
 
-    /// The kernel and the initramfs, for who starts QEMU otherwise.
+    /// The files of the kernel and the initramfs.
     pub fn files(&self) -> [&Path; 2] {
         [&self.kernel, &self.initrd]
     }
 
-    /// A machine with `ram` bytes that boots this image, with these parameters for what is in it.
+    /// A machine with `ram` bytes that boots this image with these kernel parameters.
     pub fn boot(&self, binary: &Binary, ram: u64, parameters: &str) -> Builder {
         let command_line = command_line(parameters);
         Builder::linux(binary, ram, &self.kernel, &self.initrd, &command_line)
     }
 
-    /// A machine with `ram` bytes that boots this image and runs the load. The two ends of a migration need the same.
+    /// A machine with `ram` bytes that boots this image and runs the load. Both ends of a migration need the same one.
     pub fn machine(&self, binary: &Binary, ram: u64, load: &Load) -> Builder {
         self.machine_that_writes(binary, ram, load, Pattern::All)
     }
 
-    /// The same, which does not change all of a page that it rewrites.
+    /// A machine whose load changes part of a page when it rewrites the page.
     pub fn machine_that_writes(
         &self,
         binary: &Binary,
@@ -147,7 +147,7 @@ impl Image {
 }
 
 impl Load {
-    /// The kernel's command line of a guest with this load.
+    /// The kernel command line of a guest with this load.
     pub fn command_line(&self) -> String {
         command_line(&self.parameters())
     }
@@ -162,14 +162,14 @@ fn command_line(parameters: &str) -> String {
     format!("{QUIET} {parameters}")
 }
 
-/// loglevel: kernel messages would get between the lines. panic: with -no-reboot it ends QEMU, which is noticed.
-/// no_timer_check: on a busy machine the ticks that the kernel counts come too late, and it panics.
+/// loglevel: kernel messages would mix with the lines. panic: with -no-reboot, a panic ends QEMU. no_timer_check: on a busy machine
+/// the ticks that the kernel counts come too late, and it panics.
 const QUIET: &str = "console=ttyS0 quiet loglevel=2 panic=-1 mitigations=off no_timer_check";
 
-/// A QEMU whose guest is watched.
+/// A QEMU with a watched guest.
 #[derive(Debug)]
 pub struct Guest {
-    /// The QEMU it runs in.
+    /// The QEMU that runs the guest.
     pub qemu: Qemu,
     serial: Serial,
 }
@@ -202,12 +202,12 @@ impl Guest {
         self.explain(self.serial.wait_rounds(count, within))
     }
 
-    /// Waits until this is so of the output.
+    /// Waits until a condition holds for the output.
     pub fn wait(&self, what: &str, within: Duration, is_so: impl Fn(&Log) -> bool) -> Result<()> {
         self.explain(self.serial.wait(what, within, is_so))
     }
 
-    /// Types a line at the guest's serial port.
+    /// Writes a line to the guest's serial port.
     pub fn say(&self, line: &str) -> Result<()> {
         self.serial.say(line)
     }
@@ -217,7 +217,7 @@ impl Guest {
         self.serial.log()
     }
 
-    /// Kills QEMU and gives all output of the guest.
+    /// Kills QEMU and returns all output of the guest.
     pub fn finish(mut self) -> Result<Log> {
         self.qemu.kill()?;
         Ok(self.serial.finish())
@@ -229,7 +229,7 @@ impl Guest {
 }
 
 impl Part {
-    /// That of `scripts/setup guest`, or else the host's own, if there is one that can be used.
+    /// The file from `scripts/setup guest`, or else a usable one of the host.
     fn find(self) -> Option<PathBuf> {
         let ours = target_dir().join("guest").join(self.name());
         if ours.exists() {
@@ -242,7 +242,7 @@ impl Part {
         };
         let can_be_used = |path: &&Path| match self {
             Self::Busybox => is_static(path).unwrap_or(false),
-            // Some distributions keep it for root.
+            // Some distributions let only root read it.
             _ => File::open(path).is_ok(),
         };
         let found = host.iter().map(Path::new).find(can_be_used);
@@ -265,16 +265,16 @@ impl Part {
     }
 }
 
-/// Whether a program of 64 bits needs no loader: the guest has none.
+/// Whether a 64-bit program needs no loader, which the guest does not have.
 fn is_static(program: &Path) -> Result<bool> {
-    // The lower half of a part's type.
+    // The lower half of a program header's type.
     const INTERPRETER: u16 = 3;
     let bytes = fs::read(program)?;
     let number = |at: usize| -> Result<u16> {
         let bytes = bytes.get(at..at + 2).context("not a program")?;
         Ok(u16::from_le_bytes(bytes.try_into()?))
     };
-    // The table of its parts is right behind the header.
+    // The table of program headers is right behind the ELF header.
     let (size, count) = (usize::from(number(54)?), usize::from(number(56)?));
     for part in 0..count {
         if number(64 + part * size)? == INTERPRETER {
@@ -289,7 +289,7 @@ pub(crate) const DEVICE: u32 = 0o020_600;
 pub(crate) const PROGRAM: u32 = 0o100_755;
 const FILE: u32 = 0o100_644;
 
-/// What is in the initramfs: the guest's program, and `content` bytes of files to fill memory from.
+/// The entries of the initramfs: the guest's program, and `content` bytes of files to fill memory from.
 fn entries(content: u64) -> Result<Vec<(Entry, Cursor<Vec<u8>>)>> {
     let read = |path: &Path| fs::read(path).with_context(|| format!("reading {}", path.display()));
     let mut entries = Vec::new();
@@ -305,7 +305,7 @@ fn entries(content: u64) -> Result<Vec<(Entry, Cursor<Vec<u8>>)>> {
         let bytes = read(&part.path()?)?;
         add(Entry::new(name), PROGRAM, bytes);
     }
-    // Of what is there: a machine with a kernel of its own has none, and its guests no disk.
+    // Drivers may be missing: with the host's own kernel, guests have no disk.
     let drivers = fs::read_dir(target_dir().join("guest/drivers"));
     for driver in drivers.into_iter().flatten().flatten() {
         let name = format!("drivers/{}", driver.file_name().to_string_lossy());

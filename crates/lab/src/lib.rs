@@ -1,17 +1,16 @@
 //! The laboratory: QEMUs, guests and networks for the tests and the benchmarks. Internal only.
 //!
 //! - [`qemu`] finds and runs QEMUs: bare ones whose RAM is a file, and ones with a Linux guest;
-//! - [`qmp`] talks to them, [`guest`] watches a running guest, [`program`] is one with a real program in it, [`counter`] is the smallest one,
-//!   [`writer`] the smallest one with a disk, [`ram`] makes and compares memory images;
-//! - [`vamoose`] runs the program under test, [`stand_in`] makes the libraries that it finds instead of hardware, [`qatzip`] finds
-//!   the real one;
-//! - [`net`] makes links of given rates that can be pulled, [`middlebox`] breaks connections, [`sockets`] ports and single
-//!   ones;
-//! - [`process`] runs and ends processes, [`proc`] and [`cpu`] read what they cost;
-//! - [`watched`] is how threads here wait for one another.
+//! - [`qmp`] controls them, [`guest`] watches a running guest, [`program`] runs a real program in one, [`counter`] is the smallest
+//!   guest, [`writer`] the smallest one with a disk, [`ram`] makes and compares memory images;
+//! - [`vamoose`] runs the program under test, [`stand_in`] compiles substitutes for hardware libraries, [`qatzip`] finds the real one;
+//! - [`net`] makes links of given rates that can be pulled, [`middlebox`] is a proxy that breaks connections, [`sockets`] has ports
+//!   that refuse them;
+//! - [`process`] runs and ends processes, [`proc`] and [`cpu`] measure them;
+//! - [`watched`] lets threads wait for each other.
 //!
 //! Everything cleans up after itself on drop: processes are killed and reaped, files and namespaces removed.
-//! `scripts/setup` fetches what this needs; what is missing makes tests skip, loudly (see [`skipped`]).
+//! `scripts/setup` fetches what this needs; tests that lack something are reported as skipped (see [`skipped`]).
 
 pub mod counter;
 pub mod cpu;
@@ -38,18 +37,18 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// Says on the terminal that a test did not run, and why, even where the test harness captures output.
+/// Reports on the terminal that a test was skipped, and why, even if the test harness captures output.
 pub fn skipped(reason: &str) -> Result<()> {
     if std::env::var_os("VAMOOSE_NO_SKIP").is_some() {
         bail!("{reason}, and VAMOOSE_NO_SKIP forbids to skip");
     }
-    // Written to the handle itself: print macros are captured in tests that pass.
+    // The print macros are captured in tests that pass.
     let _ = std::io::stderr().write_all(format!("\nSKIPPED: {reason}\n").as_bytes());
     Ok(())
 }
 
-/// Where the things of `scripts/setup` are: the workspace's `target`, whatever CARGO_TARGET_DIR says. `scripts/package` builds
-/// with `VAMOOSE_TARGET`, the folder of what a package has of them; at run time it is another such folder.
+/// The folder of what `scripts/setup` has fetched: the workspace's `target`, whatever CARGO_TARGET_DIR is. `scripts/package` sets
+/// `VAMOOSE_TARGET` at build time to the folder of an installed package; at run time it overrides the folder.
 pub fn target_dir() -> PathBuf {
     const BUILT_FOR: &str = match option_env!("VAMOOSE_TARGET") {
         Some(folder) => folder,
@@ -58,7 +57,7 @@ pub fn target_dir() -> PathBuf {
     std::env::var_os("VAMOOSE_TARGET").map_or_else(|| BUILT_FOR.into(), PathBuf::from)
 }
 
-/// The exit code of a program of the lab; its error is one line with all causes.
+/// The exit code of a program of the lab. Prints an error on one line with all causes.
 pub fn exit_code(program: &str, result: Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -69,7 +68,7 @@ pub fn exit_code(program: &str, result: Result<()>) -> ExitCode {
     }
 }
 
-/// Runs a command to its end and gives its output; its failure is an error with what it wrote to stderr.
+/// Runs a command to its end and returns its output. Its failure is an error with its stderr.
 pub fn run(command: &mut Command) -> Result<String> {
     let output = command
         .output()
@@ -82,7 +81,7 @@ pub fn run(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The middle one of some values, or the mean of the middle two; `None` when there are none.
+/// The median of some values; `None` if there are none.
 pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);

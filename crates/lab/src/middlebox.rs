@@ -4,8 +4,8 @@
 //!  dialler ──> Middlebox ──> listener      one thread per connection; numbers in order of arrival
 //!               └ apply(All, Reset), apply_at(byte 1000 of connection 2, ...), admit(Refuse), flip(...)
 //! ```
-//! Each change is complete when the call returns: not a byte passes afterwards that should not. So tests need no sleeps: they
-//! say at which byte something breaks, or wait for a number of bytes or connections.
+//! A change is complete when its call returns: no further byte passes that should not. So tests need no sleeps: they name the byte
+//! at which something breaks, or wait for a number of bytes or connections. An [`Observer`] decides piece by piece what passes.
 //!
 //! ```
 //! use std::io::{Read, Write};
@@ -79,25 +79,25 @@ pub trait Observer: Send + Sync {
 /// What happens to connections to come.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Admission {
-    /// Each is joined to one to the listener.
+    /// Each is joined to a connection to the listener.
     #[default]
     Pass,
-    /// The kernel answers with RST: nobody listens.
+    /// The kernel answers with RST, as if nothing listened.
     Refuse,
-    /// Each is accepted, and nothing ever passes: the listener does not learn of it. This holds for good, until it is reset.
+    /// Each is accepted and never passes anything, until it is reset; the listener does not see it.
     Silence,
 }
 
 /// Which connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
-    /// All that have arrived so far.
+    /// All that exist.
     All,
-    /// The one of this number in order of arrival, from 0.
+    /// The connection of this number, in order of arrival, from 0.
     One(usize),
 }
 
-/// Which way bytes go.
+/// A direction of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the dialler to the listener.
@@ -106,44 +106,44 @@ pub enum Direction {
     ToDialler,
 }
 
-/// What is done to a connection.
+/// A change to a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// Both ends get RST. Bytes on their way are dropped.
+    /// Both ends get RST. Bytes in flight are dropped.
     Reset,
-    /// Both ends get FIN behind what has passed. Bytes on their way, and those to come, are dropped.
+    /// Both ends get FIN after what has passed. Bytes in flight and later ones are dropped.
     Close,
-    /// In both directions.
+    /// Changes both directions.
     Flow(Flow),
-    /// In one direction; the other one stays as it is.
+    /// Changes one direction.
     OneWay(Direction, Flow),
 }
 
-/// What happens to bytes of one direction of a connection, and to the end of its sender.
+/// What happens to the bytes of a direction, and to its sender's FIN or RST.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Flow {
     /// They pass.
     #[default]
     Pass,
-    /// So many of them pass in a second.
+    /// At most this many pass per second.
     Slow(u64),
-    /// They pass this much later.
+    /// They pass this much later than they arrive.
     Late(Duration),
-    /// They wait, and so does the sender's end: a wire that is mended before a time-out.
+    /// They wait, and so does the sender's FIN or RST, like on a cable that is plugged in again before a timeout.
     Hold,
-    /// They are dropped, and the sender's end is hidden: a NAT that has lost its table. A direction that has lost bytes never passes
-    /// again.
+    /// They are dropped, and so is the sender's FIN or RST, like in a NAT that has lost its table. A direction that has lost bytes
+    /// never passes any again.
     Drop,
 }
 
-/// When so many bytes of a direction of a connection have passed: exactly these, and no more.
+/// The moment when exactly this many bytes of a direction have passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark {
-    /// The number in order of arrival, from 0; it need not have arrived.
+    /// The connection's number in order of arrival, from 0; it may be one to come.
     pub connection: usize,
-    /// Which of its bytes are counted.
+    /// The direction whose bytes are counted.
     pub direction: Direction,
-    /// 0 is before the first one.
+    /// 0 is before the first byte.
     pub bytes: u64,
 }
 
@@ -158,40 +158,40 @@ pub struct Connection {
     pub to_dialler: Traffic,
 }
 
-/// Whether a connection is open.
+/// The state of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
-    /// Accepted, and not yet joined to the listener.
+    /// Accepted, not yet joined to the listener.
     Dialling,
-    /// Open, as far as the middlebox can know.
+    /// Open, as far as the middlebox knows.
     Open,
-    /// Closed by its ends, or by [`Change::Close`].
+    /// Closed by its ends or by [`Change::Close`].
     Closed,
-    /// Reset by one end, by a listener that is not there, or by [`Change::Reset`].
+    /// Reset by one end, by a missing listener, or by [`Change::Reset`].
     Reset,
 }
 
 /// The bytes of one direction of a connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Passed on. A reset may have overtaken the last of them.
+    /// Passed on. A reset may have overtaken the last bytes.
     pub passed: u64,
-    /// Read, and dropped.
+    /// Read and dropped.
     pub dropped: u64,
-    /// Bits flipped in what was passed on.
+    /// Bits flipped in what passed.
     pub flipped: u64,
 }
 
-/// A bit that is another one at the receiver.
+/// A bit that was flipped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Flipped {
     /// The number of the connection.
     pub connection: usize,
     /// The direction of the byte.
     pub direction: Direction,
-    /// The number of the byte, from the beginning of the connection.
+    /// The position of the byte in its direction.
     pub byte: u64,
-    /// The bit; 0 is the lowest.
+    /// The bit, 0 for the lowest.
     pub bit: u8,
 }
 
@@ -236,7 +236,7 @@ impl Deref for Middlebox {
 }
 
 impl Handle {
-    /// Where diallers connect to.
+    /// The address that diallers connect to.
     pub fn address(&self) -> SocketAddr {
         self.0.port.address()
     }
@@ -265,12 +265,12 @@ impl Handle {
         Ok(())
     }
 
-    /// Changes connections now. Returns how many there were to change.
+    /// Changes connections now. Returns how many were open.
     pub fn apply(&self, which: Which, change: Change) -> usize {
         self.0.state.update(|state| state.apply(which, change))
     }
 
-    /// Changes connections at a mark: at once, if that has been passed.
+    /// Changes connections at a mark, or at once if the mark has been passed.
     pub fn apply_at(&self, mark: Mark, which: Which, change: Change) {
         self.0.state.update(|state| {
             state.planned.push((mark, which, change));
@@ -286,49 +286,49 @@ impl Handle {
         });
     }
 
-    /// Flips a bit (0 to 7, the lowest first) of one of the bytes to come in a direction of a connection: byte 0 is the next one.
+    /// Flips a bit (0 for the lowest) of a byte to come; byte 0 is the next one.
     pub fn flip(&self, connection: usize, direction: Direction, byte: u64, bit: u8) -> Result<()> {
         let flip = |state: &mut State| state.flip(connection, direction, byte, bit);
         let found = self.0.state.update(flip);
         found.with_context(|| format!("there is no connection {connection}"))
     }
 
-    /// Flips a bit of the byte behind a mark, if that has not been passed.
+    /// Flips a bit of the byte at a mark, if the mark has not been passed.
     pub fn flip_at(&self, mark: Mark, bit: u8) {
         self.0.state.update(|state| state.flip_at(mark, bit));
     }
 
-    /// Flips a random bit in one of `every` bytes to come, on average, of all connections in a direction, also those to come. The same
-    /// seed flips the same bits of the same connection.
+    /// Flips a random bit in one of `every` bytes on average, on all connections, also those to come. The same seed flips the same
+    /// bits.
     pub fn flip_one_in(&self, direction: Direction, every: u64, seed: u64) {
         self.0
             .state
             .update(|state| state.flip_one_in(direction, every, seed));
     }
 
-    /// The bits that have been flipped so far.
+    /// The bits flipped so far.
     pub fn flips(&self) -> Vec<Flipped> {
         self.0.state.lock().flipped.clone()
     }
 
-    /// Keeps what passes from now on.
+    /// Records what passes from now on.
     pub fn record(&self) {
         self.0.state.update(|state| state.records = true);
     }
 
-    /// What has passed in a direction of a connection while it was kept, as its sender wrote it: before bits were flipped.
+    /// What was recorded of a direction, before bits were flipped.
     pub fn recorded(&self, connection: usize, direction: Direction) -> Vec<u8> {
         let state = self.0.state.lock();
         let entry = state.entries.get(connection);
         entry.map_or_else(Vec::new, |entry| entry.lane_of(direction).record.clone())
     }
 
-    /// The connections that have arrived, in this order.
+    /// All connections in order of arrival.
     pub fn connections(&self) -> Vec<Connection> {
         self.0.state.lock().connections()
     }
 
-    /// Waits until so many connections have arrived since the beginning, and bytes can pass.
+    /// Waits until this many connections have been joined since the beginning.
     pub fn wait_for_connections(&self, count: usize, within: Duration) -> Result<()> {
         self.wait_until(within, |connections| {
             let arrived = |it: &&Connection| it.status != Status::Dialling;
@@ -336,7 +336,7 @@ impl Handle {
         })
     }
 
-    /// Waits until so many bytes have passed in a direction, of all connections together.
+    /// Waits until this many bytes have passed in a direction of all connections together.
     pub fn wait_for_bytes(&self, direction: Direction, bytes: u64, within: Duration) -> Result<()> {
         self.wait_until(within, |connections| {
             let passed = connections.iter().map(|it| it.traffic(direction).passed);
@@ -344,7 +344,7 @@ impl Handle {
         })
     }
 
-    /// Waits until something is so of the connections.
+    /// Waits until a condition holds for the connections.
     pub fn wait_until(
         &self,
         within: Duration,
@@ -353,7 +353,7 @@ impl Handle {
         self.wait(within, |state| is_so(&state.connections()))
     }
 
-    /// Waits until everything of [`Handle::apply_at`] has been done.
+    /// Waits until all changes of [`Handle::apply_at`] have been made.
     pub fn wait_for_changes(&self, within: Duration) -> Result<()> {
         self.wait(within, |state| state.planned.is_empty())
     }
@@ -373,7 +373,7 @@ impl Drop for Middlebox {
     fn drop(&mut self) {
         self.handle.0.state.update(State::end);
         connection::wake(&self.handle.0.wake);
-        // It ends after its connections.
+        // The acceptor ends after its connections.
         let _ = self.acceptor.take().map(JoinHandle::join);
     }
 }
@@ -392,7 +392,7 @@ impl Direction {
 }
 
 impl Connection {
-    /// The bytes of a direction.
+    /// The traffic of a direction.
     pub fn traffic(&self, direction: Direction) -> Traffic {
         match direction {
             Direction::ToListener => self.to_listener,

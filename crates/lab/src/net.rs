@@ -1,4 +1,4 @@
-//! Two hosts and the wires between them: network namespaces joined by virtual links of given rates, which can be pulled. Needs root.
+//! Two hosts and the wires between them: network namespaces joined by virtual cables of given rates, which can be pulled. Needs root.
 
 mod lan;
 
@@ -15,7 +15,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 pub use self::lan::Lan;
 use crate::{run, skipped};
 
-/// Two namespaces and their wires. Dropping it removes all; end what runs in them first.
+/// Two namespaces and their wires. Dropping it removes them; end their processes first.
 #[derive(Debug)]
 pub struct Link {
     /// One end.
@@ -24,8 +24,8 @@ pub struct Link {
     pub destination: Namespace,
     /// At least one. The addresses of the namespaces are those of the first.
     ///
-    /// At the source the address that a socket is bound to decides the wire, whichever address of the destination it connects to.
-    /// Without one the destination's address does. Answers come back on the same wire.
+    /// At the source, the address that a socket is bound to decides the wire, whichever address of the destination it connects to.
+    /// For an unbound socket the destination's address decides. Answers return on the same wire.
     pub wires: Vec<Wire>,
 }
 
@@ -43,7 +43,7 @@ pub struct Wire {
     number: u8,
     /// The names of the namespaces.
     namespaces: [String; 2],
-    /// Whether other wires need to be told from this one.
+    /// Whether the link has other wires.
     is_one_of_many: bool,
     shape: Mutex<Shape>,
 }
@@ -57,7 +57,7 @@ pub enum End {
     Destination,
 }
 
-/// What has gone through one end of a wire, in bytes, with the headers of Ethernet, IP and TCP.
+/// Bytes through one end of a wire, including the headers of Ethernet, IP and TCP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Traffic {
     /// Sent from here.
@@ -66,10 +66,10 @@ pub struct Traffic {
     pub received: u64,
 }
 
-/// What the namespace in which a process is has sent over its links so far, in bytes, with all headers.
+/// Bytes that the network namespace of a process has sent so far, including all headers.
 ///
 /// # Errors
-/// When the process has ended, or is in the host's own namespace, whose traffic is everybody's.
+/// When the process has ended, or is in the host's own namespace, which it shares.
 pub fn sent_by(process: u32) -> Result<u64> {
     let of = |process: &str| fs::read_link(format!("/proc/{process}/ns/net"));
     ensure!(
@@ -77,7 +77,7 @@ pub fn sent_by(process: u32) -> Result<u64> {
         "process {process} is in no namespace of its own"
     );
     let devices = fs::read_to_string(format!("/proc/{process}/net/dev"))?;
-    // Two lines of headings; of each device 8 columns of what was received, then what was sent.
+    // Two lines of headings; for each device 8 columns of received traffic, then sent traffic.
     let sent = |line: &str| {
         let (device, columns) = line.split_once(':')?;
         let bytes = columns.split_ascii_whitespace().nth(8)?;
@@ -86,7 +86,7 @@ pub fn sent_by(process: u32) -> Result<u64> {
     Ok(devices.lines().filter_map(sent).sum())
 }
 
-/// Whether links can be made here.
+/// Checks that links can be made here.
 pub fn available() -> Result<()> {
     if !rustix::process::geteuid().is_root() {
         bail!("network namespaces need root");
@@ -95,16 +95,16 @@ pub fn available() -> Result<()> {
         let found = Command::new(program).arg("-V").output();
         found.with_context(|| format!("there is no {program}: install iproute2"))?;
     }
-    // Kernels without namespaces, veth or tbf, and containers that forbid them, show only when one tries.
+    // Only a try shows whether the kernel has namespaces, veth and tbf, and a container allows them.
     Link::new(Some(1_000_000_000)).map(drop)
 }
 
-/// Makes a link as [`Link::new`]. Where that is not possible, says loudly that the test is skipped, and gives `None`.
+/// Makes a link like [`Link::new`]. Where that is impossible, reports the test as skipped and returns `None`.
 pub fn link_or_skip(rate: Option<u64>) -> Result<Option<Link>> {
     link_of_wires_or_skip(&[rate])
 }
 
-/// Makes a link as [`Link::of_wires`]. Where that is not possible, says loudly that the test is skipped, and gives `None`.
+/// Makes a link like [`Link::of_wires`]. Where that is impossible, reports the test as skipped and returns `None`.
 pub fn link_of_wires_or_skip(rates: &[Option<u64>]) -> Result<Option<Link>> {
     match available().and_then(|()| Link::of_wires(rates)) {
         Ok(link) => Ok(Some(link)),
@@ -113,12 +113,12 @@ pub fn link_of_wires_or_skip(rates: &[Option<u64>]) -> Result<Option<Link>> {
 }
 
 impl Link {
-    /// Makes a link of one wire that carries `rate` bits a second in each direction, or as much as the CPU can.
+    /// Makes a link of one wire that carries `rate` bits per second in each direction, or as much as the CPU can.
     pub fn new(rate: Option<u64>) -> Result<Self> {
         Self::of_wires(&[rate])
     }
 
-    /// No link: both ends are this host, on its loopback device. Needs no rights.
+    /// No link: both ends are this host, on its loopback device. Needs no privileges.
     pub fn loopback() -> Self {
         let host = || Namespace {
             name: String::new(),
@@ -131,12 +131,12 @@ impl Link {
         }
     }
 
-    /// Makes a link of several wires, each of its own rate.
+    /// Makes a link of several wires, each with its own rate.
     pub fn of_wires(rates: &[Option<u64>]) -> Result<Self> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let name = format!("vm{}-{count}", std::process::id());
-        // From here on drop cleans up, however far this gets.
+        // From here on, drop cleans up.
         let mut link = Self {
             source: Namespace::new(format!("{name}a"), address(0, End::Source))?,
             destination: Namespace::new(format!("{name}b"), address(0, End::Destination))?,
@@ -158,29 +158,29 @@ impl Link {
         Ok(link)
     }
 
-    /// Makes all wires carry `rate` bits a second from now on, whatever they carried before.
+    /// Sets the rate of all wires, in bits per second.
     pub fn set_rate(&self, rate: u64) -> Result<()> {
         self.wires.iter().try_for_each(|wire| wire.set_rate(rate))
     }
 }
 
 impl Namespace {
-    /// The name, as for `ip netns exec`; empty where it is this host's own, see [`Link::loopback`].
+    /// The name for `ip netns exec`; empty for this host's own, see [`Link::loopback`].
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The address of this end of the first wire; the other one reaches it there.
+    /// The address of this end of the first wire.
     pub fn address(&self) -> Ipv4Addr {
         self.address
     }
 
-    /// A command that will run in this namespace. Its process is the program itself, no wrapper.
+    /// A command to run in this namespace. Its process is the program itself, not a wrapper.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         command_in(&self.name, program)
     }
 
-    /// Takes the calling thread into this namespace: sockets that it opens are there.
+    /// Moves the calling thread into this namespace, where it opens its sockets from now on.
     pub fn enter(&self) -> Result<()> {
         if self.name.is_empty() {
             return Ok(());
@@ -191,7 +191,7 @@ impl Namespace {
             .context("entering the network namespace")
     }
 
-    /// What has gone through this end of the first wire since the link was made.
+    /// The traffic of this end of the first wire since the link was made.
     pub fn traffic(&self) -> Result<Traffic> {
         traffic(&self.name, 0)
     }
@@ -214,13 +214,13 @@ impl Wire {
         address(self.number, end)
     }
 
-    /// Takes the device of an end down, as if the cable was pulled out of it: there the routes are gone and sending is an error;
-    /// the other end has no carrier, and what it sends is lost.
+    /// Takes the device of an end down, as if its cable was pulled: its routes are gone and sending fails; the other end has no
+    /// carrier, and what it sends is lost.
     pub fn pull(&self, end: End) -> Result<()> {
         self.ip(end, &["link", "set", &self.device(), "down"])
     }
 
-    /// Makes up for [`Wire::pull`] at both ends. The first packets may still be lost.
+    /// Undoes [`Wire::pull`] at both ends. The first packets may still be lost.
     pub fn plug(&self) -> Result<()> {
         for end in End::BOTH {
             self.bring_up(end)?;
@@ -228,22 +228,22 @@ impl Wire {
         Ok(())
     }
 
-    /// Loses everything that an end sends, without a sign at either end. What the other one sends passes.
+    /// Silently loses everything that an end sends. What the other end sends passes.
     pub fn lose(&self, end: End) -> Result<()> {
         self.reshape(|shape| shape.loses[end as usize] = true)
     }
 
-    /// Loses nothing any more.
+    /// Undoes [`Wire::lose`].
     pub fn deliver(&self) -> Result<()> {
         self.reshape(|shape| shape.loses = [false; 2])
     }
 
-    /// Makes it carry `rate` bits a second from now on, whatever it carried before.
+    /// Sets the rate, in bits per second.
     pub fn set_rate(&self, rate: u64) -> Result<()> {
         self.reshape(|shape| shape.rate = Some(rate))
     }
 
-    /// What has gone through an end since the wire was made.
+    /// The traffic of an end since the wire was made.
     pub fn traffic(&self, end: End) -> Result<Traffic> {
         traffic(self.namespace(end), self.number)
     }
@@ -267,18 +267,18 @@ impl Wire {
             let (address, table) = (self.address(End::Source).to_string(), self.table());
             let rule = ["rule", "add", "from", &address, "table", &table];
             self.ip(End::Source, &rule)?;
-            // While the wire is pulled, too: it has no device.
+            // Also applies while the wire is pulled, when its device is gone.
             let rest = ["route", "add", "unreachable", "default", "table", &table];
             self.ip(End::Source, &rest)?;
         }
         Ok(())
     }
 
-    /// Takes the device up, and gives it what it loses when it is down.
+    /// Brings the device up, with the settings that it loses when it is down.
     fn bring_up(&self, end: End) -> Result<()> {
         let device = self.device();
         self.ip(end, &["link", "set", &device, "up"])?;
-        // Otherwise a loss of one direction becomes one of both when the neighbour is asked for next.
+        // Otherwise the loss of one direction would break both, when ARP asks for the neighbour.
         let peer = self.address(end.other()).to_string();
         let hardware = self.hardware_address(end.other());
         let neighbour = [
@@ -325,10 +325,9 @@ impl Wire {
         };
         match queue {
             Queue::None => run(&mut tc("delete")),
-            // Every kernel that has queues has this one.
             Queue::Blackhole => run(tc("replace").arg("blackhole")),
             Queue::Rate(rate) => {
-                // 4 ms of the rate, as the kernel's timer is not finer everywhere, and never less than one offloaded segment.
+                // 4 ms of the rate, the resolution of some kernels' timers, and at least one offloaded segment.
                 let burst = (rate / 8 / 250).max(128 << 10).to_string();
                 let rate = format!("{rate}bit");
                 let shape = ["tbf", "rate", &rate, "burst", &burst, "latency", "50ms"];
@@ -346,13 +345,13 @@ impl Wire {
         &self.namespaces[end as usize]
     }
 
-    /// Its name in both namespaces.
+    /// The device's name in both namespaces.
     fn device(&self) -> String {
         device(self.number)
     }
 
     fn hardware_address(&self, end: End) -> String {
-        // Locally administered.
+        // A locally administered address.
         format!("02:00:00:00:{:02x}:{:02x}", self.number, end.host())
     }
 
@@ -374,7 +373,7 @@ impl End {
         }
     }
 
-    /// The last part of its addresses.
+    /// The last byte of its addresses.
     fn host(self) -> u8 {
         match self {
             Self::Source => 1,
@@ -386,7 +385,7 @@ impl End {
 impl Drop for Namespace {
     fn drop(&mut self) {
         if !self.name.is_empty() {
-            // The devices go with it. Errors are ignored.
+            // This removes the devices, too. Errors are ignored.
             let _ = run(Command::new("ip").args(["netns", "delete", &self.name]));
         }
     }
@@ -396,7 +395,7 @@ impl Drop for Namespace {
 #[derive(Clone, Copy, Debug, Default)]
 struct Shape {
     rate: Option<u64>,
-    /// What an end sends is lost.
+    /// Which ends' packets are lost.
     loses: [bool; 2],
 }
 

@@ -1,16 +1,15 @@
-//! CPU time, memory and threads of any process, from /proc.
+//! CPU time, memory and threads of a process, from /proc.
 
 use std::{fs, path::Path};
 
 use anyhow::{Context, Result};
 
-/// CPU time (user and system) that a process with all its threads has used, in seconds. The resolution is the kernel's
-/// clock tick, usually 10 ms.
+/// CPU seconds (user and system) of a process with all its threads. The resolution is the kernel's clock tick, usually 10 ms.
 pub fn cpu_seconds(pid: u32) -> Result<f64> {
     seconds_in(&format!("/proc/{pid}/stat"))
 }
 
-/// The same of a process or thread, by the path of its `stat`.
+/// CPU seconds of a process or thread, by the path of its `stat`.
 pub(crate) fn seconds_in(path: &str) -> Result<f64> {
     let stat = fs::read_to_string(path).with_context(|| format!("reading {path}"))?;
     let ticks = cpu_ticks(&stat).with_context(|| format!("{path} is not as expected: {stat}"))?;
@@ -22,7 +21,7 @@ pub(crate) fn seconds_in(path: &str) -> Result<f64> {
 pub struct Memory {
     /// Resident now, private and shared.
     pub resident: u64,
-    /// The most that was ever resident.
+    /// The most that was resident at any time.
     pub peak: u64,
     /// The part of `resident` that is private (heap, stacks).
     pub anonymous: u64,
@@ -30,7 +29,7 @@ pub struct Memory {
     pub shared: u64,
 }
 
-/// What memory a process has.
+/// The memory of a process.
 pub fn memory(pid: u32) -> Result<Memory> {
     let path = format!("/proc/{pid}/status");
     let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
@@ -38,8 +37,8 @@ pub fn memory(pid: u32) -> Result<Memory> {
         .with_context(|| format!("no memory figures in {path}: has the process ended?"))
 }
 
-/// What each thread of a process does (R: runs or wants to, S: sleeps, D: waits for storage) and where in the kernel it
-/// waits, for a message about a process that does not react.
+/// The state of each thread of a process (R: running, S: sleeping, D: waiting for storage) and where it waits in the kernel, for a
+/// message about a process that does not react.
 pub fn threads(pid: u32) -> String {
     let tasks = fs::read_dir(format!("/proc/{pid}/task"));
     let about = |task: &Path| {
@@ -53,7 +52,7 @@ pub fn threads(pid: u32) -> String {
     threads.collect::<Vec<_>>().join(", ")
 }
 
-/// Memory that the machine could still give out without swapping, in bytes.
+/// The bytes of memory that are available without swapping.
 pub fn available_memory() -> Result<u64> {
     let info = fs::read_to_string("/proc/meminfo").context("reading /proc/meminfo")?;
     kilobytes(&info, "MemAvailable:").context("no MemAvailable in /proc/meminfo")

@@ -1,4 +1,4 @@
-//! Processes by their pidfd: waited for with a limit, signalled and limited, children killed and reaped on drop.
+//! Processes by their pidfd: waits with a limit, signals and resource limits; children are killed and reaped on drop.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -15,17 +15,17 @@ use rustix::process::{
 
 use crate::proc;
 
-/// A process, which stays the same one even when its number is another's.
+/// A process, identified by its pidfd, so that its id is never confused with a later process's.
 #[derive(Clone, Debug)]
 pub struct Process {
     pid: Pid,
     handle: Arc<OwnedFd>,
-    /// When it was first seen dead.
+    /// When it was first found dead.
     ended: Arc<OnceLock<Duration>>,
 }
 
 impl Process {
-    /// One of our children that has not been reaped.
+    /// Opens a child of this process that has not been reaped.
     pub fn open(pid: u32) -> Result<Self> {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
         let pid = pid.context("not a process id")?;
@@ -37,18 +37,18 @@ impl Process {
         })
     }
 
-    /// Sends a signal; nothing happens if it has ended.
+    /// Sends a signal, unless the process has ended.
     pub fn signal(&self, signal: Signal) {
         let _ = pidfd_send_signal(&*self.handle, signal);
     }
 
-    /// Kills it, and waits until it is dead.
+    /// Kills the process and waits until it is dead.
     pub fn kill(&self) {
         self.signal(Signal::KILL);
         self.wait(Duration::from_secs(5));
     }
 
-    /// Whether it has ended, within this time.
+    /// Waits for the end of the process; whether it came in time.
     pub fn wait(&self, within: Duration) -> bool {
         let ended = wait_readable([self.as_fd()], within).is_ok_and(|[ended]| ended);
         if ended {
@@ -57,18 +57,18 @@ impl Process {
         ended
     }
 
-    /// Whether it has ended by now.
+    /// Whether the process has ended.
     pub fn has_ended(&self) -> bool {
         self.wait(Duration::ZERO)
     }
 
-    /// When it was first seen dead, since 1970, if it is.
+    /// When the process was first found dead, since 1970.
     pub fn ended_at(&self) -> Option<Duration> {
         self.has_ended();
         self.ended.get().copied()
     }
 
-    /// Lets it have `more` files than it has now, and returns what it was allowed before.
+    /// Limits the process to `more` open files than it has now. Returns the earlier limit.
     pub fn limit_files(&self, more: u64) -> Result<Rlimit> {
         let folder = format!("/proc/{}/fd", self.pid.as_raw_nonzero());
         let open = fs::read_dir(&folder).context(folder)?.count() as u64;
@@ -79,9 +79,9 @@ impl Process {
         prlimit(Some(self.pid), Resource::Nofile, limit).context("limiting files")
     }
 
-    /// Gives back what [`Process::limit_files`] took.
+    /// Restores the limit that [`Process::limit_files`] returned.
     pub fn allow_files(&self, limit: Rlimit) {
-        // It may have ended.
+        // Its id may be another process's after its end.
         if !self.has_ended() {
             let _ = prlimit(Some(self.pid), Resource::Nofile, limit);
         }
@@ -98,7 +98,7 @@ impl AsFd for Process {
 /// A child process. Killed and reaped on drop.
 #[derive(Debug)]
 pub struct Child {
-    /// Its pipes.
+    /// The standard library's child, with its pipes.
     pub pipes: process::Child,
     process: Process,
 }
@@ -113,24 +113,24 @@ impl Child {
         Ok(Self { pipes, process })
     }
 
-    /// Its process id.
+    /// The process id.
     pub fn id(&self) -> u32 {
         self.pipes.id()
     }
 
-    /// The process, for other threads.
+    /// A handle for other threads.
     pub fn process(&self) -> &Process {
         &self.process
     }
 
-    /// Ends it as a crash would; nothing of it is left when this returns.
+    /// Kills and reaps the process.
     pub fn kill(&mut self) -> Result<()> {
         self.pipes.kill().context("cannot kill a child")?;
         self.pipes.wait().context("cannot wait for a child")?;
         Ok(())
     }
 
-    /// Waits for its end: how it ended, `None` if it runs on after `within`.
+    /// Waits for the end of the process; `None` if it still runs after `within`.
     pub fn wait(&mut self, within: Duration) -> Result<Option<ExitStatus>> {
         if !self.process.wait(within) {
             return Ok(None);
@@ -139,7 +139,7 @@ impl Child {
         Ok(Some(status))
     }
 
-    /// Waits for its end: how it ended, and the CPU seconds that it used, which can be read until it is reaped.
+    /// Waits for the end of the process. Returns its status and the CPU seconds it used, which are readable until it is reaped.
     pub fn finish(&mut self, within: Duration) -> Result<(ExitStatus, f64)> {
         ensure!(
             self.process.wait(within),
@@ -153,19 +153,19 @@ impl Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // It may have ended already.
         let _ = self.kill();
     }
 }
 
-/// Since 1970, as QEMU tells the time of its events.
+/// The time since 1970, like the timestamps of QEMU's events.
 pub fn now() -> Duration {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default()
 }
 
-/// Waits until one of `files` can be read or has been closed; which, none after `within`.
+/// Waits until one of `files` is readable or closed, at most for `within`. Returns which are.
 pub fn wait_readable<const N: usize>(
     files: [BorrowedFd<'_>; N],
     within: Duration,

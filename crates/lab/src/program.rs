@@ -1,5 +1,5 @@
-//! Linux guests that run real programs: Redis, PostgreSQL, or a compiler without end. `scripts/setup workloads` fetches them.
-//! The guest's script is `guest/workload`. Under TCG; the network is [`Lan`].
+//! Linux guests under TCG that run real programs: Redis, PostgreSQL, or a compiler in a loop. `scripts/setup workloads` fetches them.
+//! The guest's script is `guest/workload`; the network is [`Lan`].
 
 use std::fs;
 use std::io::Cursor;
@@ -14,14 +14,14 @@ use crate::net::Lan;
 use crate::qemu::{Binary, Builder};
 use crate::target_dir;
 
-/// What runs in the guest.
+/// The program in the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Program {
-    /// On port 6379.
+    /// Redis on port 6379.
     Redis,
-    /// On port 5432, without a password, as `postgres`.
+    /// PostgreSQL on port 5432, user `postgres` without a password.
     Postgres,
-    /// gcc, which compiles one file after the other; each is a line `compiled N` on the serial port.
+    /// gcc, which compiles files in a loop and prints `compiled N` for each.
     Compiler,
 }
 
@@ -32,7 +32,7 @@ impl Program {
         tree.is_dir() && target_dir().join("guest/drivers").is_dir()
     }
 
-    /// What a guest with this program boots from.
+    /// The boot image of a guest with this program.
     pub fn image(self) -> Result<Image> {
         let tree = target_dir().join("workloads").join(self.name());
         let guest = target_dir().join("guest");
@@ -66,7 +66,7 @@ impl Program {
         Lan::connect(image.boot(binary, ram, &parameters))
     }
 
-    /// Of its tree, and of the function in the guest's script.
+    /// The name of its file tree, and of the function in the guest's script.
     fn name(self) -> &'static str {
         match self {
             Self::Redis => "redis",
@@ -76,7 +76,7 @@ impl Program {
     }
 }
 
-/// What is in an initramfs.
+/// The content of an initramfs.
 #[derive(Default)]
 struct Content(Vec<(Entry, Cursor<Vec<u8>>)>);
 
@@ -86,7 +86,7 @@ impl Content {
             .push((Entry::new(name).mode(mode), Cursor::new(bytes)));
     }
 
-    /// Adds the folder and all below it; links are not followed, there are none.
+    /// Adds a folder and everything below it. There are no links.
     fn add_tree(&mut self, folder: &Path, name: &str) -> Result<()> {
         if !name.is_empty() {
             self.add(name, DIRECTORY, Vec::new());

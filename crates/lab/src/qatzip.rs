@@ -1,5 +1,4 @@
-//! The real libqatzip, which does a session's work in software if it is allowed to: for tests of what is written
-//! against it.
+//! The real libqatzip, which can run sessions in software, for tests of the code that calls it.
 
 use std::path::{Path, PathBuf};
 
@@ -7,10 +6,10 @@ use anyhow::Result;
 
 use crate::{skipped, target_dir};
 
-/// What the library is called.
+/// The name of the library.
 const NAME: &str = "libqatzip.so.3";
 
-/// The libraries that it needs, each before those that need it.
+/// The libraries that it needs, in load order.
 const NEEDED: [&str; 6] = [
     "libcrypto.so.3",
     "libnuma.so.1",
@@ -20,8 +19,7 @@ const NEEDED: [&str; 6] = [
     "libqat.so.4",
 ];
 
-/// The folder that has the library and what it needs: that of `scripts/setup qatzip`, else the system's. Where there is
-/// none, says loudly that the test is skipped, and gives `None`.
+/// The folder with the library and what it needs: from `scripts/setup qatzip`, else the system's. If there is none, reports the test as skipped and returns `None`.
 pub fn folder_or_skip() -> Result<Option<PathBuf>> {
     let system = ["/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib"].map(PathBuf::from);
     let mut folders = [target_dir().join("qatzip")].into_iter().chain(system);
@@ -32,8 +30,8 @@ pub fn folder_or_skip() -> Result<Option<PathBuf>> {
     Ok(found)
 }
 
-/// The libraries in `folder` in the order in which a process can load them, libqatzip last: the loader of a process
-/// that has started looks for what they need in the system's folders only, and among what has been loaded.
+/// The libraries in `folder` in load order, libqatzip last. The loader of a running process searches only the system's folders and
+/// loaded libraries for what they need.
 pub fn libraries(folder: &Path) -> impl Iterator<Item = PathBuf> {
     let libraries = NEEDED.into_iter().chain([NAME]);
     libraries

@@ -1,8 +1,8 @@
 //! Finds QEMUs on this machine and runs them.
 //!
-//! Four kinds of machine: a *bare* one, without CPU or firmware, whose whole content is a RAM file (migrates in milliseconds),
-//! one that runs a few bytes of *firmware* (see [`crate::counter`]), one whose BIOS boots from a *disk* (see
-//! [`crate::writer`]), and one with a *Linux* guest under TCG (see [`crate::guest`]). RAM is a file, so that two ends can be compared; or memory of another kind, see [`Backend`].
+//! There are four kinds of machine: a *bare* one without CPU and firmware, which consists of a RAM file and migrates in milliseconds;
+//! one that runs a few bytes of *firmware* ([`crate::counter`]); one whose BIOS boots from a *disk* ([`crate::writer`]); and one with
+//! a *Linux* guest under TCG ([`crate::guest`]). RAM is a file, so that two ends can be compared, or other memory, see [`Backend`].
 
 use std::ffi::OsString;
 use std::fmt;
@@ -22,29 +22,29 @@ use crate::qmp::Qmp;
 use crate::ram::{self, Fill};
 use crate::{proc, skipped, target_dir};
 
-/// The machine type of Linux guests: the newest that every supported QEMU has, so that they can migrate to one another.
+/// The machine type of guests: the newest one that all supported QEMUs have, so that guests can migrate between them.
 pub const MACHINE: &str = "pc-i440fx-7.2";
 
-/// Major and minor versions that `scripts/setup qemu` fetches, oldest first: all that migrations are tested between.
+/// The major and minor versions that `scripts/setup qemu` fetches and migrations are tested with, oldest first.
 pub const VERSIONS: [(u32, u32); 3] = [(7, 2), (10, 0), (11, 1)];
 
-/// Bytes to add to the memory of a guest that runs while it leaves a QEMU before 8.0 under TCG: QEMU's quick way to collect
-/// dirty pages, which loses writes there, is for memory of whole pieces of 256 KiB.
+/// Bytes to add to the memory of a running guest that leaves a QEMU before 8.0 under TCG. Memory of whole multiples of 256 KiB takes
+/// QEMU's fast path of collecting dirty pages, which loses writes there.
 pub const AWKWARD: u64 = 8 << 10;
 
 /// A version of QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version {
-    /// 10 in 10.0.2.
+    /// For example 10 in 10.0.2.
     pub major: u32,
-    /// 0 in 10.0.2.
+    /// For example 0 in 10.0.2.
     pub minor: u32,
-    /// 2 in 10.0.2.
+    /// For example 2 in 10.0.2.
     pub micro: u32,
 }
 
 impl Version {
-    /// From what `qemu-system-x86_64 --version` prints.
+    /// Parses the output of `qemu-system-x86_64 --version`.
     fn parse(banner: &str) -> Option<Self> {
         let (_, rest) = banner.split_once("version ")?;
         let digits = rest
@@ -59,7 +59,7 @@ impl Version {
         })
     }
 
-    /// Whether a source of this version loses writes of a guest that runs, by itself (docs/qemu.md).
+    /// Whether a source of this version loses writes of a running guest, a defect of QEMU (docs/qemu.md).
     pub fn loses_writes(&self) -> bool {
         self.major < 8
     }
@@ -71,17 +71,17 @@ impl fmt::Display for Version {
     }
 }
 
-/// A QEMU that was found.
+/// An installed QEMU.
 #[derive(Clone, Debug)]
 pub struct Binary {
-    /// The program, or a wrapper that becomes it.
+    /// The program, or a wrapper that replaces itself by it.
     pub path: PathBuf,
-    /// What it calls itself.
+    /// The version it reports.
     pub version: Version,
 }
 
-/// The QEMUs of this machine, oldest first: those of `scripts/setup qemu`, those that the environment variable
-/// `VAMOOSE_QEMU` names (paths with colons between), and the one on the PATH. Of one major and minor version only the first.
+/// The QEMUs of this machine, oldest first: those of `scripts/setup qemu`, those in the environment variable `VAMOOSE_QEMU` (paths
+/// separated by colons), and the one on the PATH. Of each major and minor version only the first counts.
 pub fn available() -> &'static [Binary] {
     static FOUND: OnceLock<Vec<Binary>> = OnceLock::new();
     FOUND.get_or_init(|| {
@@ -95,14 +95,14 @@ pub fn available() -> &'static [Binary] {
         paths.extend(fetched.map(|entry| entry.path().join(program)));
         paths.push(PathBuf::from(program));
         let mut found: Vec<Binary> = paths.into_iter().filter_map(probe).collect();
-        // Stable: what was named first stays first among equals.
+        // A stable sort: among equals, the first one named stays first.
         found.sort_by_key(|binary| (binary.version.major, binary.version.minor));
         found.dedup_by_key(|binary| (binary.version.major, binary.version.minor));
         found
     })
 }
 
-/// The QEMU of this major and minor version. When there is none, says loudly that the test is skipped, and gives `None`.
+/// The QEMU of this major and minor version. If there is none, reports the test as skipped and returns `None`.
 pub fn find_or_skip(major: u32, minor: u32) -> Result<Option<Binary>> {
     let fits = |binary: &&Binary| (binary.version.major, binary.version.minor) == (major, minor);
     let found = available().iter().find(fits).cloned();
@@ -112,7 +112,7 @@ pub fn find_or_skip(major: u32, minor: u32) -> Result<Option<Binary>> {
     Ok(found)
 }
 
-/// Every QEMU of [`VERSIONS`] with every one, itself included: source and destination. Says loudly which are missing.
+/// All pairs of source and destination from [`VERSIONS`], including equal ones. Reports missing versions as skipped.
 pub fn pairs_or_skip() -> Result<Vec<(Binary, Binary)>> {
     let mut found = Vec::new();
     for (major, minor) in VERSIONS {
@@ -125,7 +125,7 @@ pub fn pairs_or_skip() -> Result<Vec<(Binary, Binary)>> {
     Ok(pairs)
 }
 
-/// The newest QEMU there is. When there is none, says loudly that the test is skipped, and gives `None`.
+/// The newest QEMU. If there is none, reports the test as skipped and returns `None`.
 pub fn newest_or_skip() -> Result<Option<Binary>> {
     let found = available().last().cloned();
     if found.is_none() {
@@ -134,7 +134,7 @@ pub fn newest_or_skip() -> Result<Option<Binary>> {
     Ok(found)
 }
 
-/// Whether QEMUs can use KVM. When they cannot, says loudly what is skipped.
+/// Whether QEMUs can use KVM. If not, reports it as skipped.
 pub fn kvm_or_skip() -> Result<bool> {
     let opened = File::options().read(true).write(true).open("/dev/kvm");
     if let Err(error) = &opened {
@@ -153,7 +153,7 @@ fn probe(path: PathBuf) -> Option<Binary> {
     Some(Binary { path, version })
 }
 
-/// How to start a QEMU.
+/// The configuration of a QEMU to start.
 #[derive(Clone, Debug)]
 pub struct Builder {
     binary: Binary,
@@ -169,17 +169,17 @@ pub struct Builder {
     arguments: Vec<OsString>,
 }
 
-/// What a guest's RAM is made of.
+/// The kind of memory that a guest's RAM is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
-    /// A file that is shared, with the content of [`Builder::content`], or made by QEMU if that is zeros. Everything else
-    /// begins with zeros.
+    /// A shared file with the content of [`Builder::content`]; QEMU creates it if the content is zeros. All other kinds start with
+    /// zeros.
     File,
     /// A memfd.
     Memfd,
     /// A memfd of huge pages.
     HugeMemfd,
-    /// Memory of the process alone, which nobody else can look at.
+    /// Private memory of the process, which nothing else can read.
     Private,
 }
 
@@ -196,18 +196,18 @@ enum Machine {
 }
 
 impl Builder {
-    /// A machine that is nothing but `ram` bytes of memory.
+    /// A bare machine with `ram` bytes of memory.
     pub fn bare(binary: &Binary, ram: u64) -> Self {
         Self::new(binary, Machine::Bare, ram)
     }
 
-    /// A machine of type [`MACHINE`] with `ram` bytes and one CPU that runs this firmware and nothing else.
+    /// A machine of type [`MACHINE`] with `ram` bytes and one CPU that runs only this firmware.
     pub fn firmware(binary: &Binary, ram: u64, firmware: &Path) -> Self {
         Self::new(binary, Machine::Firmware(firmware.to_owned()), ram)
     }
 
-    /// A machine of type [`MACHINE`] with `ram` bytes and one CPU, whose BIOS boots from a disk that is to be added. What comes
-    /// out of its serial port is in a file, see [`Qemu::printed`].
+    /// A machine of type [`MACHINE`] with `ram` bytes and one CPU, whose BIOS boots from a disk that the caller adds. Its serial
+    /// output goes to a file, see [`Qemu::printed`].
     pub fn bios(binary: &Binary, ram: u64) -> Self {
         Self::new(binary, Machine::Bios, ram)
     }
@@ -244,38 +244,38 @@ impl Builder {
         }
     }
 
-    /// What RAM holds at the start, see [`ram::write`]. Nothing (zeros) by default.
+    /// Sets the initial content of RAM, see [`ram::write`]. The default is zeros.
     pub fn content(mut self, fill: Fill, seed: u64) -> Self {
         self.content = (fill, seed);
         self
     }
 
-    /// What RAM is made of, a file by default.
+    /// Sets the kind of RAM, a file by default.
     pub fn backend(mut self, backend: Backend) -> Self {
         self.backend = backend;
         self
     }
 
-    /// Has QEMU touch all RAM before it starts, as a destination in production would.
+    /// Makes QEMU touch all RAM before it starts, like a destination in production.
     pub fn preallocate(mut self) -> Self {
         self.preallocate = true;
         self
     }
 
-    /// Waits for a migration: nothing runs before [`Qmp::migrate_incoming`] and its completion.
+    /// Waits for a migration by [`Qmp::migrate_incoming`]; the guest does not run before.
     pub fn incoming(mut self) -> Self {
         self.incoming = true;
         self
     }
 
-    /// Does not let the guest run before [`Qmp::cont`], not even after an incoming migration. Bare machines never run.
+    /// The guest does not run before [`Qmp::cont`], not even after an incoming migration. Bare machines never run.
     pub fn paused(mut self) -> Self {
         self.paused = true;
         self
     }
 
-    /// Runs a machine with firmware under KVM instead of TCG. Linux does not boot under a KVM that emulates instruction by
-    /// instruction, as in many a machine that is virtual itself; firmware runs under any, though a BIOS takes seconds there.
+    /// Runs a machine with firmware under KVM instead of TCG. Firmware also runs under nested KVM that emulates instruction by
+    /// instruction, where Linux does not boot and a BIOS takes seconds.
     pub fn kvm(mut self) -> Self {
         self.kvm = true;
         self
@@ -287,9 +287,9 @@ impl Builder {
         self
     }
 
-    /// Has a bare machine of a newer QEMU keep to the habits of an older one at the other end (possibly behind a relay):
-    /// a SYNC after each section, zero pages in the main stream, no announcement of the switchover. Linux machines do by
-    /// their versioned type, but a bare one has no version, and without this the two ends wait for each other for ever.
+    /// Makes a bare machine compatible with an older QEMU at the other end, possibly behind a relay: a SYNC after each section, zero
+    /// pages in the main stream, no announcement of the switchover. The other machines have a versioned type that does this. Without
+    /// it the two ends would wait for each other for ever.
     pub fn peer(mut self, other: Version) -> Self {
         let habits = [
             (9, "multifd-flush-after-each-section=on"),
@@ -305,7 +305,7 @@ impl Builder {
         self
     }
 
-    /// What this QEMU's process is to be called, instead of after its program or its loader.
+    /// Names this QEMU's process.
     pub fn process_name(self, name: &str) -> Self {
         self.argument("-name").argument(format!("x,process={name}"))
     }
@@ -377,7 +377,7 @@ impl Builder {
         let prealloc = if self.preallocate { "on" } else { "off" };
         let (dir, ram) = (dir.display(), ram.display());
         command.args(["-nodefaults", "-no-user-config", "-display", "none"]);
-        // This one first: then it listens when QEMU has connected to the other one.
+        // First, so that QEMU listens here once it has connected to the other socket.
         command.args(["-qmp", &format!("unix:{dir}/qmp,server=on,wait=off")]);
         command.args(["-qmp", &format!("unix:{dir}/qmp-lab")]);
         let backend = match self.backend {
@@ -414,7 +414,7 @@ impl Builder {
                 initrd,
                 command_line,
             } => {
-                // The cache for translated code is 1 GiB by default.
+                // The translation cache is 1 GiB by default.
                 command.args(["tcg,thread=multi,tb-size=128", "-cpu", "qemu64"]);
                 command.args(["-smp", "2", "-serial", "chardev:serial", "-chardev"]);
                 command.arg(format!("socket,id=serial,path={dir}/serial"));
@@ -438,9 +438,9 @@ impl Builder {
 pub struct Qemu {
     /// The lab's own QMP connection.
     pub qmp: Qmp,
-    /// What runs.
+    /// The version.
     pub version: Version,
-    // Before the directories: the process goes first.
+    // Dropped before the directories.
     child: Child,
     stderr: PathBuf,
     serial: Option<UnixStream>,
@@ -455,43 +455,43 @@ impl Qemu {
         self.child.id()
     }
 
-    /// The same, for other threads.
+    /// A handle for other threads.
     pub fn process(&self) -> &Process {
         self.child.process()
     }
 
-    /// The file that is the guest's memory; of a memfd, as long as QEMU runs.
+    /// The file that holds the guest's memory; a memfd exists as long as QEMU runs.
     pub fn ram(&self) -> &Path {
         &self.ram
     }
 
-    /// A second QMP socket, on which QEMU listens for others than the lab.
+    /// A second QMP socket, for other clients than the lab.
     pub fn qmp_socket(&self) -> PathBuf {
         self.dir.path().join("qmp")
     }
 
-    /// A path for a socket that goes away with this QEMU; the URI for QEMU is `unix:` and this.
+    /// A path for a socket, removed with this QEMU. Its URI for QEMU is `unix:` and the path.
     pub fn socket(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    /// What the guest of a [`Builder::bios`] has printed here so far, on its serial port.
+    /// The serial output so far of a guest of [`Builder::bios`], if it has not moved here.
     pub fn printed(&self) -> Result<String> {
         let path = self.dir.path().join("printed");
         fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
     }
 
-    /// What QEMU has written to stderr so far.
+    /// QEMU's stderr so far.
     pub fn stderr(&self) -> String {
         read_stderr(&self.stderr)
     }
 
-    /// QEMU's memory, with what it has touched of the guest's.
+    /// QEMU's memory, including the touched part of the guest's.
     pub fn memory(&self) -> Result<proc::Memory> {
         proc::memory(self.pid())
     }
 
-    /// Waits for QEMU to end by itself.
+    /// Waits until QEMU exits by itself.
     pub fn wait_exit(&mut self, within: Duration) -> Result<ExitStatus> {
         let ended = self.child.wait(within)?;
         ended.with_context(|| {
@@ -500,18 +500,18 @@ impl Qemu {
         })
     }
 
-    /// Ends QEMU as a crash would.
+    /// Kills QEMU.
     pub fn kill(&mut self) -> Result<()> {
         self.child.kill()
     }
 
-    /// The host's end of the guest's serial port, once.
+    /// The host's end of the guest's serial port; available once.
     pub(crate) fn take_serial(&mut self) -> Option<UnixStream> {
         self.serial.take()
     }
 }
 
-/// The memfd that a QEMU has its RAM in.
+/// The memfd that holds a QEMU's RAM.
 fn memfd(pid: u32) -> Result<PathBuf> {
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let path = entry?.path();
@@ -523,24 +523,24 @@ fn memfd(pid: u32) -> Result<PathBuf> {
     bail!("process {pid} has no memfd for RAM")
 }
 
-/// Starting takes longest where all memory is touched first.
+/// Starting takes longest if all memory is touched first.
 const START: Duration = Duration::from_secs(60);
 
-/// A QEMU that does not listen yet.
+/// A starting QEMU.
 struct Starting {
     child: Child,
     stderr: PathBuf,
 }
 
 impl Starting {
-    /// Takes the connection that QEMU makes, unless it ends first.
+    /// Accepts QEMU's connection, unless QEMU exits first.
     fn accept(&mut self, listener: &UnixListener) -> Result<UnixStream> {
         let files = [listener.as_fd(), self.child.process().as_fd()];
         let [connects, _] = wait_readable(files, START)?;
         if connects {
             let (stream, _) = listener
                 .accept()
-                .context("accepting a connection of QEMU's")?;
+                .context("accepting a connection from QEMU")?;
             return Ok(stream);
         }
         let problem = match self.child.wait(Duration::ZERO)? {
@@ -560,7 +560,7 @@ fn listen(path: &Path) -> Result<UnixListener> {
     UnixListener::bind(path).with_context(|| format!("listening at {}", path.display()))
 }
 
-/// A directory with room for this much guest memory: in memory if it can be there without hurting, else on disk.
+/// A directory for this much guest memory: in memory if enough is free, else on disk.
 fn ram_dir(size: u64) -> Result<TempDir> {
     const RESERVE: u64 = 1 << 30;
     let shm = Path::new("/dev/shm");

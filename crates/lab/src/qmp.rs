@@ -1,7 +1,7 @@
-//! A small synchronous client for QEMU's control protocol, QMP, with what migrations need.
+//! A small synchronous QMP client with what migrations need.
 //!
-//! Not the client of `vamoose-relay` on purpose: an oracle shares no code with what it tests. One thread uses a connection; events
-//! are queued in order. Every wait has a limit. All commands fail as [`Qmp::execute`].
+//! It deliberately shares no code with the client of `vamoose-relay`, which it helps to test. One thread uses a connection; events are
+//! queued in order. Every wait has a limit. All commands fail like [`Qmp::execute`].
 
 use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Write};
@@ -16,39 +16,39 @@ use serde_json::{Value, json};
 #[derive(Debug)]
 pub struct Qmp {
     stream: BufReader<UnixStream>,
-    /// Received bytes that are not a whole line yet.
+    /// The received part of an incomplete line.
     line: Vec<u8>,
     events: Vec<Event>,
     commands: u64,
-    /// How long a command may take.
+    /// The limit for a command.
     timeout: Duration,
-    /// Where QEMU's stderr goes, to quote it in errors.
+    /// The file with QEMU's stderr, quoted in errors.
     stderr: Option<PathBuf>,
 }
 
 /// An event.
 #[derive(Clone, Debug)]
 pub struct Event {
-    /// Such as `MIGRATION` or `STOP`.
+    /// The name, such as `MIGRATION` or `STOP`.
     pub name: String,
     /// The event's own data.
     pub data: Value,
-    /// When QEMU sent it, by its host's wall clock, since 1970.
+    /// When QEMU sent the event, since 1970.
     pub timestamp: Duration,
 }
 
-/// What a look at QEMU has shown.
+/// The result of a check.
 enum Look<T> {
     Found(T),
-    /// And what there is instead.
+    /// Not yet; what was found instead.
     NotYet(String),
 }
 
-/// No command takes this long unless QEMU hangs.
+/// A command takes this long only if QEMU hangs.
 const COMMAND: Duration = Duration::from_secs(60);
-/// What is in the socket's buffer can be read at once.
+/// Enough to read what is in the socket's buffer.
 const AT_HAND: Duration = Duration::from_millis(1);
-/// How often to ask again where QEMU may change state without an event.
+/// How often state is polled that changes without an event.
 const AGAIN: Duration = Duration::from_millis(50);
 
 impl Qmp {
@@ -77,11 +77,11 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Runs one command and gives what it returns.
+    /// Runs a command and returns its result.
     ///
     /// # Errors
-    /// When QEMU refuses the command (with its reason), has gone (with its stderr) or does not answer within a minute, or what
-    /// [`Qmp::set_timeout`] says.
+    /// When QEMU refuses the command (with its reason), has exited (with its stderr), or does not answer within a minute or the time
+    /// of [`Qmp::set_timeout`].
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
         self.commands += 1;
         let id = self.commands;
@@ -98,7 +98,7 @@ impl Qmp {
             if let Some(event) = Event::parse(&message) {
                 self.events.push(event);
             } else if message["id"] != id {
-                // A late answer to a command that has timed out.
+                // The late answer to a command that timed out.
             } else if let Some(error) = message.get("error") {
                 bail!(
                     "QEMU refused {command} {arguments}: {}",
@@ -110,7 +110,7 @@ impl Qmp {
         }
     }
 
-    /// Takes the first event of this name whose data fits, from the queue or as it arrives; earlier others stay queued.
+    /// Takes the first event of this name whose data fits, waiting for it if needed. Other events stay queued.
     pub fn wait_event(
         &mut self,
         name: &str,
@@ -131,19 +131,19 @@ impl Qmp {
         }
     }
 
-    /// Takes all events that have been queued so far, oldest first.
+    /// Takes all queued events, oldest first.
     pub fn take_events(&mut self) -> Vec<Event> {
         std::mem::take(&mut self.events)
     }
 
-    /// Takes all events that QEMU has sent so far, oldest first, also those of a QEMU that has ended since.
+    /// Takes all events that QEMU has sent, oldest first, even if it has exited since.
     pub fn drain_events(&mut self) -> Vec<Event> {
-        // Whatever ends this, there is no more to be had.
+        // Any error means that there is nothing more to read.
         while let Ok(true) = self.receive_event(Instant::now() + AT_HAND) {}
         self.take_events()
     }
 
-    /// How long commands may take from now on.
+    /// Sets the limit for commands.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
@@ -157,7 +157,7 @@ impl Qmp {
             .to_owned())
     }
 
-    /// Waits until the guest is in this state.
+    /// Waits for a state of the guest.
     pub fn wait_status(&mut self, wanted: &str, within: Duration) -> Result<()> {
         self.wait(within, |qmp| {
             let status = qmp.query_status()?;
@@ -168,7 +168,7 @@ impl Qmp {
         })
     }
 
-    /// Lets the guest run.
+    /// Runs the guest.
     pub fn cont(&mut self) -> Result<()> {
         self.execute("cont", json!({})).map(drop)
     }
@@ -193,25 +193,25 @@ impl Qmp {
         self.execute("migrate-set-parameters", parameters).map(drop)
     }
 
-    /// Switches on what Vamoose wants of both ends: multifd with this many channels, the return path, and events. The
-    /// bandwidth limit is lifted.
+    /// Enables what Vamoose needs at both ends: multifd with this many channels, the return path, and events. Removes the bandwidth
+    /// limit.
     pub fn use_multifd(&mut self, channels: u8) -> Result<()> {
         self.set_capabilities(&[("events", true), ("return-path", true), ("multifd", true)])?;
         self.set_parameters(json!({ "multifd-channels": channels, "max-bandwidth": 1_u64 << 40 }))
     }
 
-    /// Starts to migrate to a URI of QEMU's, such as `unix:PATH`; does not wait for the end.
+    /// Starts a migration to a QEMU URI, such as `unix:PATH`, without waiting for its end.
     pub fn migrate(&mut self, uri: &str) -> Result<()> {
         self.execute("migrate", json!({ "uri": uri })).map(drop)
     }
 
-    /// Makes a QEMU that was started with [`crate::qemu::Builder::incoming`] listen at a URI. It does when this returns.
+    /// Makes a QEMU started with [`crate::qemu::Builder::incoming`] listen at a URI.
     pub fn migrate_incoming(&mut self, uri: &str) -> Result<()> {
         self.execute("migrate-incoming", json!({ "uri": uri }))
             .map(drop)
     }
 
-    /// The TCP port at which this QEMU waits for its migration: for [`Qmp::migrate_incoming`] at port 0.
+    /// The TCP port that this QEMU chose for [`Qmp::migrate_incoming`] at port 0.
     pub fn incoming_port(&mut self) -> Result<u16> {
         let info = self.query_migrate()?;
         let port = info["socket-address"][0]["port"]
@@ -220,24 +220,24 @@ impl Qmp {
         port.with_context(|| format!("QEMU does not wait at a TCP port: {info}"))
     }
 
-    /// Cancels the migration under way; does not wait for the end.
+    /// Cancels the migration without waiting for its end.
     pub fn migrate_cancel(&mut self) -> Result<()> {
         self.execute("migrate_cancel", json!({})).map(drop)
     }
 
-    /// All that QEMU tells about the current or last migration.
+    /// The result of query-migrate, about the current or last migration.
     pub fn query_migrate(&mut self) -> Result<Value> {
         self.execute("query-migrate", json!({}))
     }
 
-    /// Has QEMU count the pages that the guest changes within some time, on a sample of them.
+    /// Starts a measurement of the dirty rate, on a sample of pages.
     pub fn begin_dirty_rate(&mut self, time: Duration) -> Result<()> {
-        // Of each GiB; by default 512.
+        // Per GiB; the default is 512.
         let arguments = json!({ "calc-time": time.as_secs(), "sample-pages": 8192 });
         self.execute("calc-dirty-rate", arguments).map(drop)
     }
 
-    /// How many MiB a second it has counted.
+    /// The measured dirty rate in MiB per second.
     pub fn dirty_rate(&mut self, within: Duration) -> Result<u64> {
         self.wait(within, |qmp| {
             let info = qmp.execute("query-dirty-rate", json!({}))?;
@@ -250,8 +250,8 @@ impl Qmp {
         })
     }
 
-    /// Waits until QEMU has cleaned up after a migration: it says *failed* or *cancelled* before, and neither takes another
-    /// one nor bears a change of its capabilities until then.
+    /// Waits until QEMU has cleaned up after a migration. It reports *failed* or *cancelled* earlier, but accepts no migration and no
+    /// change of capabilities before.
     pub fn wait_idle(&mut self, within: Duration) -> Result<()> {
         self.wait(within, |qmp| {
             let instances = qmp.execute("query-yank", json!({}))?;
@@ -265,11 +265,10 @@ impl Qmp {
         })
     }
 
-    /// Waits until the migration is in one of these states and gives what query-migrate says then.
+    /// Waits until the migration is in one of these states, and returns query-migrate's result.
     ///
     /// # Errors
-    /// At once when the migration ends in another state (with QEMU's reason) or QEMU goes (with its stderr), or when the
-    /// time is over.
+    /// At once when the migration ends in another state (with QEMU's reason) or QEMU exits (with its stderr), and at the limit.
     pub fn wait_migration(&mut self, wanted: &[&str], within: Duration) -> Result<Value> {
         self.wait(within, |qmp| {
             let info = qmp.query_migrate()?;
@@ -288,7 +287,7 @@ impl Qmp {
         })
     }
 
-    /// Waits until a migration that is under way has moved this many bytes of memory.
+    /// Waits until the migration has moved this many bytes of memory.
     pub fn wait_moved(&mut self, bytes: u64, within: Duration) -> Result<()> {
         self.wait(within, |qmp| {
             let info = qmp.wait_migration(&["active"], within)?;
@@ -300,7 +299,7 @@ impl Qmp {
         })
     }
 
-    /// Waits until a migration has begun this round over the guest's memory, or has completed.
+    /// Waits until the migration has begun this round, or has completed.
     pub fn wait_rounds(&mut self, rounds: u64, within: Duration) -> Result<()> {
         self.wait(within, |qmp| {
             let info = qmp.wait_migration(&["active", "device", "completed"], within)?;
@@ -312,7 +311,7 @@ impl Qmp {
         })
     }
 
-    /// Looks again and again, at each event and in between, until there is what is looked for.
+    /// Repeats a check, at each event and in between, until it succeeds.
     fn wait<T>(
         &mut self,
         within: Duration,
@@ -330,7 +329,7 @@ impl Qmp {
         }
     }
 
-    /// Queues the next event; false when the deadline passes first.
+    /// Queues the next event; false if the deadline passes first.
     fn receive_event(&mut self, deadline: Instant) -> Result<bool> {
         while let Some(message) = self.receive_until(deadline)? {
             if let Some(event) = Event::parse(&message) {
@@ -346,7 +345,7 @@ impl Qmp {
         message.ok_or_else(|| self.with_stderr(anyhow!("QEMU does not answer")))
     }
 
-    /// The next message, or nothing when the deadline passes first.
+    /// The next message, or `None` if the deadline passes first.
     fn receive_until(&mut self, deadline: Instant) -> Result<Option<Value>> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -357,7 +356,7 @@ impl Qmp {
                 .get_ref()
                 .set_read_timeout(Some(left))
                 .context("setting a timeout")?;
-            // What has come of a line stays in `self.line` when the time is over.
+            // An incomplete line stays in `self.line` at the deadline.
             match self.stream.read_until(b'\n', &mut self.line) {
                 Ok(_) if self.line.ends_with(b"\n") => {
                     let line = std::mem::take(&mut self.line);

@@ -1,4 +1,4 @@
-//! Guest memory images: files of a given kind of content, and the comparison of two of them.
+//! Images of guest memory: creation with given content, and comparison.
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
@@ -8,25 +8,25 @@ use anyhow::{Context, Result, bail};
 use fastrand::Rng;
 use thiserror::Error;
 
-/// Bytes in a page of guest memory.
+/// The size of a page of guest memory.
 pub const PAGE: usize = 4096;
 
-/// What to fill an image with.
+/// The content of an image.
 #[derive(Clone, Debug)]
 pub enum Fill {
-    /// Nothing: a sparse file.
+    /// Zeros, in a sparse file.
     Zero,
-    /// Noise that no method can compress.
+    /// Incompressible noise.
     Random,
-    /// Every kind of page in turn, in an order drawn from the seed: zero, text-like, noise, one byte repeated, half noise.
+    /// Pages of all kinds in a random order: zero, text-like, noise, one repeated byte, half noise.
     Mixed,
-    /// The contents of these files, over and over, each time round from another place in them.
+    /// The contents of these files, repeatedly, each time from another offset.
     Files(Vec<PathBuf>),
-    /// This, but with so many percent of the pages zero, in runs of a quarter of a MiB that are evenly spread.
+    /// Another content with this percentage of zero pages, in evenly spread runs of 256 KiB.
     WithZeros(u8, Box<Fill>),
 }
 
-/// Writes an image of `size` bytes; the same seed gives the same image. An existing file is replaced in place.
+/// Writes an image of `size` bytes. The same seed gives the same image. An existing file is overwritten.
 pub fn write(path: &Path, size: u64, fill: &Fill, seed: u64) -> Result<()> {
     try_write(path, size, fill, seed)
         .with_context(|| format!("writing the memory image {}", path.display()))
@@ -49,7 +49,7 @@ fn try_write(path: &Path, size: u64, fill: &Fill, seed: u64) -> Result<()> {
     }
 }
 
-/// Overwrites so many percent of an image with zeros.
+/// Overwrites this percentage of an image with zeros.
 fn zero_runs(path: &Path, size: u64, percent: u8) -> Result<()> {
     const RUN: usize = 256 << 10;
     let zeros = [0; RUN];
@@ -65,8 +65,7 @@ fn zero_runs(path: &Path, size: u64, percent: u8) -> Result<()> {
     Ok(())
 }
 
-/// Files of this machine with realistic content (libraries, programs, texts), about `total` bytes of them in all, in the
-/// same order every time.
+/// Files of this machine with realistic content (libraries, programs, texts), about `total` bytes in all, always in the same order.
 pub fn host_files(total: u64) -> Result<Vec<PathBuf>> {
     let roots = ["/usr/lib/x86_64-linux-gnu", "/usr/bin", "/usr/share"];
     let mut lists: Vec<_> = roots
@@ -92,13 +91,13 @@ pub fn host_files(total: u64) -> Result<Vec<PathBuf>> {
     Ok(chosen)
 }
 
-/// How two images differ.
+/// Why two images are not equal.
 #[derive(Debug, Error)]
 pub enum Mismatch {
-    /// Their sizes, in bytes.
+    /// Different sizes, in bytes.
     #[error("the memory images have {0} and {1} bytes")]
     Size(u64, u64),
-    /// Their contents.
+    /// Different contents.
     #[error(
         "{different} of {total} pages differ, the first is page {first} (offset {:#x})",
         first * PAGE as u64
@@ -106,17 +105,17 @@ pub enum Mismatch {
     Pages {
         /// The number of the first page that differs.
         first: u64,
-        /// How many pages differ.
+        /// The number of pages that differ.
         different: u64,
-        /// How many pages there are.
+        /// The number of all pages.
         total: u64,
     },
-    /// One of them could not be read.
+    /// An image could not be read.
     #[error("reading {}", .0.display())]
     Unreadable(PathBuf, #[source] io::Error),
 }
 
-/// Compares two whole images, of whole pages.
+/// Compares two images.
 pub fn compare(a: &Path, b: &Path) -> Result<(), Mismatch> {
     let unreadable = |path: &Path| {
         let path = path.to_owned();
@@ -179,7 +178,7 @@ impl Image {
                 let context = || format!("reading {}", path.display());
                 let mut file = File::open(path).with_context(context)?;
                 let length = file.metadata().with_context(context)?.len();
-                // The first half of the file at least is always taken.
+                // At least the first half of the file is used.
                 file.seek(SeekFrom::Start(random.u64(..=length / 2)))
                     .with_context(context)?;
                 while self.left > 0 {
@@ -197,7 +196,7 @@ impl Image {
         Ok(())
     }
 
-    /// Writes these bytes, or as many of them as are still missing.
+    /// Writes these bytes, at most as many as are missing.
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
         let count = usize::try_from(self.left).map_or(bytes.len(), |left| left.min(bytes.len()));
         self.file.write_all(&bytes[..count])?;
@@ -234,13 +233,13 @@ fn mixed_page(random: &mut Rng, page: &mut [u8]) {
     }
 }
 
-/// The files below a directory that are neither tiny nor huge, with their sizes, in order of their paths. No links are
-/// followed, what cannot be read is left out, and large trees are cut short.
+/// The files below a directory that are neither tiny nor huge, with their sizes, sorted by path. Does not follow links, skips
+/// unreadable files, and truncates large trees.
 fn files_below(root: &Path) -> Vec<(PathBuf, u64)> {
     const SIZES: std::ops::RangeInclusive<u64> = 4 << 10..=4 << 20;
     const ENOUGH: usize = 2000;
     let mut found = Vec::new();
-    // A stack whose top is the next path in order.
+    // A stack with the next path on top.
     let mut pending = vec![root.to_owned()];
     while let Some(path) = pending.pop() {
         let Ok(metadata) = fs::symlink_metadata(&path) else {

@@ -1,4 +1,4 @@
-//! The serial port of a guest: every line with the moment of its arrival, and what the ticker says in them.
+//! The serial port of a guest: lines with the time of their arrival, and the ticker's messages in them.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::watched::Watched;
 
-/// Reads a serial port in a thread of its own.
+/// A serial port, read by a thread.
 #[derive(Debug)]
 pub struct Serial {
     log: Arc<Watched<Log>>,
@@ -18,12 +18,12 @@ pub struct Serial {
     reader: JoinHandle<()>,
 }
 
-/// What has come out of a serial port.
+/// The output of a serial port.
 #[derive(Clone, Debug, Default)]
 pub struct Log {
-    /// The whole lines, without their ends.
+    /// The complete lines, without line ends.
     pub lines: Vec<Line>,
-    /// The beginning of a line whose end has not come. At the end of a migration it may come at the destination.
+    /// The beginning of an incomplete line. During a migration, its end may arrive at the destination.
     pub tail: String,
     /// Whether the port is closed.
     pub ended: bool,
@@ -32,20 +32,20 @@ pub struct Log {
 /// One line of output.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
-    /// When its end arrived.
+    /// When the line was complete.
     pub at: Instant,
-    /// Its text.
+    /// The text.
     pub text: String,
 }
 
-/// A sign of life of the ticker in the guest.
+/// A tick of the ticker in the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tick {
-    /// Counts from 0 by one.
+    /// Counts from 0.
     pub number: u64,
-    /// The guest's own clock.
+    /// The time by the guest's clock.
     pub guest: Duration,
-    /// When it arrived.
+    /// The time of arrival.
     pub at: Instant,
 }
 
@@ -55,7 +55,7 @@ impl Log {
         self.lines.iter().filter_map(Line::tick).collect()
     }
 
-    /// The longest time between two ticks that follow one another; zero when there are less than two.
+    /// The longest time between two consecutive ticks; zero if there are less than two.
     pub fn largest_gap(&self) -> Duration {
         self.ticks()
             .windows(2)
@@ -64,7 +64,7 @@ impl Log {
             .unwrap_or_default()
     }
 
-    /// Whether the guest is in order so far.
+    /// Checks that the guest has reported no error.
     pub fn check(&self) -> Result<()> {
         let bad = |line: &&Line| {
             let text = &line.text;
@@ -112,32 +112,32 @@ impl Line {
     }
 }
 
-/// A guest's life across a migration, in ticks.
+/// The ticks of a guest across a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Continuity {
     /// The last tick at the source.
     pub last: Tick,
     /// The first tick at the destination.
     pub first: Tick,
-    /// Ticks before and after together.
+    /// The number of all ticks.
     pub ticks: usize,
 }
 
 impl Continuity {
-    /// The time between the last tick at the source and the first at the destination: the downtime as the guest's users
-    /// feel it, and up to one tick (100 ms) more.
+    /// The time from the last tick at the source to the first one at the destination: the downtime for the guest's users, plus up to
+    /// one tick (100 ms).
     pub fn gap(&self) -> Duration {
         self.first.at.saturating_duration_since(self.last.at)
     }
 
-    /// How much of the gap the guest's own clock has seen.
+    /// The gap by the guest's clock.
     pub fn guest_gap(&self) -> Duration {
         self.first.guest.saturating_sub(self.last.guest)
     }
 }
 
-/// Follows a guest from the source's serial port to the destination's. A line may have been cut by the migration; it counts
-/// at the destination.
+/// Checks that the ticks at the source and at the destination follow each other. A line that the migration divided counts at the
+/// destination.
 pub fn follow(source: &Log, destination: &Log) -> Result<Continuity> {
     let mut destination = destination.clone();
     if let Some(line) = destination.lines.first_mut() {
@@ -170,14 +170,14 @@ pub fn follow(source: &Log, destination: &Log) -> Result<Continuity> {
 }
 
 impl Serial {
-    /// Starts to read.
+    /// Starts reading.
     pub fn new(port: UnixStream) -> Result<Self> {
         let mut stream = port.try_clone().context("sharing a serial port")?;
         let log = Arc::<Watched<Log>>::default();
         let theirs = Arc::clone(&log);
         let reader = thread::spawn(move || {
             let mut buffer = [0; 4096];
-            // An error is an end like any other: QEMU has gone.
+            // An error means that QEMU has exited.
             while let Ok(count @ 1..) = stream.read(&mut buffer) {
                 theirs.update(|log| log.add(&buffer[..count]));
             }
@@ -186,7 +186,7 @@ impl Serial {
         Ok(Self { log, port, reader })
     }
 
-    /// Types a line at the port.
+    /// Writes a line to the port.
     pub fn say(&self, line: &str) -> Result<()> {
         let line = format!("{line}\n");
         (&self.port)
@@ -194,7 +194,7 @@ impl Serial {
             .context("writing to a serial port")
     }
 
-    /// A copy of everything so far.
+    /// A copy of the output so far.
     pub fn log(&self) -> Log {
         self.log.lock().clone()
     }
@@ -224,7 +224,7 @@ impl Serial {
         self.wait("a check of all memory", within, |log| rounds(log) >= wanted)
     }
 
-    /// Waits until this is so of the log.
+    /// Waits until a condition holds for the log.
     pub fn wait(&self, what: &str, within: Duration, is_so: impl Fn(&Log) -> bool) -> Result<()> {
         let over = |log: &Log| is_so(log) || log.ended || log.check().is_err();
         self.log.wait(within, |log| over(log).then_some(()));
@@ -244,7 +244,7 @@ impl Serial {
         )
     }
 
-    /// Waits until QEMU has closed the port, and gives everything that came out of it. Only for after QEMU's end.
+    /// Waits until QEMU has closed the port, and returns all output. Call it after QEMU's end.
     pub fn finish(self) -> Log {
         let _ = self.reader.join();
         self.log.lock().clone()

@@ -1,4 +1,4 @@
-//! A port that refuses connections and comes back, and how connections are reset.
+//! A port that can refuse connections for a while, and resets of connections.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -10,17 +10,17 @@ use rustix::net::{
     shutdown, socket_with, sockopt,
 };
 
-/// A port of 127.0.0.1 that is kept while it refuses connections: no other process gets it.
+/// A port of 127.0.0.1 that stays reserved while it refuses connections.
 #[derive(Debug)]
 pub struct Port {
     address: SocketAddr,
     listener: TcpListener,
-    /// Has chosen the port. A socket whose port the system chose loses it when it stops listening; the listener does not.
+    /// Reserves the port. A socket whose port the system chose would lose it when it stops listening; the listener does not.
     _held: OwnedFd,
 }
 
 impl Port {
-    /// A port that the system chooses, and that refuses connections.
+    /// A free port, which refuses connections.
     pub fn new() -> io::Result<Self> {
         let held = bound(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
         let address = SocketAddr::try_from(getsockname(&held)?)?;
@@ -33,17 +33,17 @@ impl Port {
         })
     }
 
-    /// Where to connect to.
+    /// The address to connect to.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Takes connections from now on.
+    /// Accepts connections from now on.
     pub fn listen(&self) -> io::Result<()> {
         Ok(listen(&self.listener, BACKLOG)?)
     }
 
-    /// Refuses connections from now on: the kernel answers with RST. Those that were not accepted are reset.
+    /// Refuses connections from now on: the kernel answers with RST. Connections not yet accepted are reset.
     pub fn refuse(&self) -> io::Result<()> {
         if sockopt::socket_acceptconn(&self.listener)? {
             shutdown(&self.listener, Shutdown::Read)?;
@@ -51,7 +51,7 @@ impl Port {
         Ok(())
     }
 
-    /// A connection that has come, without waiting for one.
+    /// Accepts a connection that has arrived, without waiting.
     pub fn accept(&self) -> io::Result<TcpStream> {
         self.listener.accept().map(|(stream, _)| stream)
     }
@@ -59,31 +59,31 @@ impl Port {
 
 impl Drop for Port {
     fn drop(&mut self) {
-        // A process that is just being started may still have the socket. Errors are ignored.
+        // A process that is being started may have inherited the socket. Errors are ignored.
         let _ = self.refuse();
     }
 }
 
-/// Readable when a connection has come, and always while the port refuses them.
+/// Readable when a connection has arrived, and always while the port refuses connections.
 impl AsFd for Port {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.listener.as_fd()
     }
 }
 
-/// Ends a connection with RST, now, whichever threads use it. Bytes that were not sent are dropped.
+/// Resets a connection now, whichever threads use it. Unsent bytes are dropped.
 pub fn reset(stream: &TcpStream) {
-    // It may have ended already.
+    // The connection may have ended already.
     let _ = connect_unspec(stream);
 }
 
-/// More connections at once than any test makes.
+/// More than any test opens at once.
 const BACKLOG: i32 = 128;
 
 fn bound(address: SocketAddr) -> io::Result<OwnedFd> {
     let (family, kind) = (AddressFamily::INET, SocketType::STREAM);
     let socket = socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
-    // Two sockets may be bound to one port as long as at most one of them listens.
+    // Two sockets may share a port while at most one of them listens.
     sockopt::set_socket_reuseaddr(&socket, true)?;
     bind(&socket, &address)?;
     Ok(socket)

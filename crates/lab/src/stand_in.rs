@@ -1,9 +1,8 @@
-//! Stand-ins for libraries that drive hardware which test machines do not have.
+//! Substitutes for libraries of hardware that test machines do not have.
 //!
-//! `stand_in/libqatzip.c` is a libqatzip with zlib instead of a QAT device, and with switches that make it fail in
-//! every way that the real one can. A program under test gets the switches through its environment
-//! (`STAND_IN_hw_session_stat=11`); a test that loads the library itself calls `stand_in_set(name, value)` and
-//! `stand_in_get(name)`. The C file lists the names.
+//! `stand_in/libqatzip.c` is a libqatzip that uses zlib instead of a QAT device, with switches for every failure of the real library.
+//! A program under test gets the switches through its environment (`STAND_IN_hw_session_stat=11`); a test that loads the library
+//! calls `stand_in_set(name, value)` and `stand_in_get(name)`. The C file lists the names.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +11,7 @@ use anyhow::{Result, ensure};
 
 use crate::{run, skipped};
 
-/// The functions of libqatzip that Vamoose calls, all of which the stand-in has.
+/// The functions of libqatzip that Vamoose calls. The stand-in has all of them.
 pub const LIBQATZIP_SYMBOLS: [&str; 10] = [
     "qzInit",
     "qzGetDefaultsDeflate",
@@ -26,11 +25,11 @@ pub const LIBQATZIP_SYMBOLS: [&str; 10] = [
     "qzClose",
 ];
 
-/// A function that Vamoose calls where the library has it: the first QATzips do not. The stand-in has it.
+/// A function that Vamoose calls if the library has it; the first versions of QATzip do not. The stand-in has it.
 pub const LIBQATZIP_OPTIONAL_SYMBOL: &str = "qzSetLogLevel";
 
-/// Compiles the stand-in for libqatzip into `folder`, without one of these symbols if that is wanted, and gives its path.
-/// A process that loads one file twice gets the same switches twice: every test compiles into a folder of its own.
+/// Compiles the stand-in for libqatzip into `folder`, optionally without a symbol, and returns its path. Every test needs a folder of
+/// its own: a process that loads a file twice shares its switches.
 pub fn libqatzip(folder: &Path, without: Option<&str>) -> Result<PathBuf> {
     let path = folder.join("libqatzip.so.3");
     let mut compiler = Command::new("cc");
@@ -40,7 +39,7 @@ pub fn libqatzip(folder: &Path, without: Option<&str>) -> Result<PathBuf> {
             symbol == LIBQATZIP_OPTIONAL_SYMBOL || LIBQATZIP_SYMBOLS.contains(&symbol),
             "the stand-in has no {symbol} to leave out"
         );
-        // A function with another name is not found.
+        // Renames the function, so that it is not found.
         compiler.arg(format!("-D{symbol}=without_{symbol}"));
     }
     compiler.arg("-o").arg(&path).arg(SOURCE).arg("-lz");
@@ -48,10 +47,10 @@ pub fn libqatzip(folder: &Path, without: Option<&str>) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// As [`libqatzip`]. Where that is not possible for want of a compiler or of zlib, says loudly that the test is
+/// Like [`libqatzip`]. Without a compiler or zlib, says loudly that the test is
 /// skipped, and gives `None`.
 pub fn libqatzip_or_skip(folder: &Path, without: Option<&str>) -> Result<Option<PathBuf>> {
-    // Whether there are a C compiler and zlib's header.
+    // Checks for a C compiler and zlib's header.
     let mut compiler = Command::new("cc");
     compiler.args(["-E", "-include", "zlib.h", "-x", "c", "/dev/null"]);
     if let Err(error) = run(&mut compiler) {

@@ -1,4 +1,4 @@
-//! Runs `vamoose` as a user would, as a process, and reads what it says.
+//! Runs `vamoose` as a process, as users do, and reads its output.
 
 use std::{
     fs::{self, Permissions},
@@ -23,7 +23,7 @@ use crate::{
     watched::Watched,
 };
 
-/// A folder for `--state-dir`, in memory as the default one is: what is measured is not a disk.
+/// A folder for `--state-dir`, in memory like the default, so that no disk is measured.
 pub fn state_dir() -> Result<TempDir> {
     let memory = Path::new("/dev/shm");
     let mut builder = tempfile::Builder::new();
@@ -36,8 +36,7 @@ pub fn state_dir() -> Result<TempDir> {
     .context("creating a state folder")
 }
 
-/// A program under test: `path`, or by default the one of this name beside this program, where cargo puts all of a
-/// workspace.
+/// A program under test: `path`, or by default the program of this name beside this one, where cargo puts those of a workspace.
 pub fn program(path: Option<&Path>, name: &str) -> Result<PathBuf> {
     let path = match path {
         Some(path) => path.to_owned(),
@@ -58,14 +57,14 @@ pub struct Keys {
     _dir: TempDir,
     /// The folder of the source host, for `--keys`.
     pub source: PathBuf,
-    /// That of the destination host.
+    /// The folder of the destination host.
     pub destination: PathBuf,
     /// The public keys, the source's first.
     pub public: [String; 2],
 }
 
 impl Keys {
-    /// Makes them by `program`, a `vamoose`.
+    /// Makes keys with `program`, a `vamoose`.
     pub fn make(program: &Path) -> Result<Self> {
         let dir = TempDir::new().context("creating a folder for keys")?;
         let [source, destination] = ["source", "destination"].map(|host| dir.path().join(host));
@@ -86,19 +85,19 @@ impl Keys {
     }
 }
 
-/// A `vamoose serve` for one destination QEMU. Nothing of it is remembered longer than it lives.
+/// A `vamoose serve` for one destination QEMU, with a state folder of its own.
 pub struct Server {
     serve: Vamoose,
-    /// Where sources reach it.
+    /// The address for sources.
     pub address: String,
-    /// Where it finds the QEMU, and what it and the source remember.
+    // The folder of monitors, and the state of both ends.
     _monitors: TempDir,
     state: TempDir,
 }
 
 impl Server {
-    /// Starts it with these options in the namespace `host`, where the QEMU of the monitor is. Without keys among the options
-    /// there is no authentication.
+    /// Starts a server with these options in the namespace `host` of the monitor's QEMU. Without `--keys` among the options it is
+    /// insecure.
     pub fn start(
         program: &Path,
         host: &Namespace,
@@ -124,7 +123,7 @@ impl Server {
         })
     }
 
-    /// A `vamoose migrate` from the namespace `host` to it, with the program's defaults and these options.
+    /// A `vamoose migrate` from the namespace `host` to this server, with these options.
     pub fn migrate(
         &self,
         program: &Path,
@@ -142,7 +141,7 @@ impl Server {
         command
     }
 
-    /// The process.
+    /// The server's process.
     pub fn process(&self) -> &Vamoose {
         &self.serve
     }
@@ -155,7 +154,7 @@ fn with_options<'a>(command: &'a mut Command, options: &[String]) -> &'a mut Com
     command.args(options)
 }
 
-/// What the guest of a [`Server`] is called.
+/// The name of the guest of a [`Server`].
 const GUEST: &str = "guest";
 
 /// A running `vamoose`. Killed and reaped on drop.
@@ -177,7 +176,7 @@ impl Vamoose {
         Self::spawn(command.env("NO_COLOR", "1").stderr(Stdio::piped()))
     }
 
-    /// The same, which shows what it says on stderr, as to a user, instead of telling it here.
+    /// Starts `command` with this program's stderr instead of recording it.
     pub fn show(command: &mut Command) -> Result<Self> {
         Self::spawn(command.stderr(Stdio::inherit()))
     }
@@ -197,8 +196,7 @@ impl Vamoose {
         })
     }
 
-    /// A relay from `listen` (which may end in port 0) to `connect`, ready for its source; returns
-    /// the address to migrate to, too.
+    /// Starts a relay from `listen`, possibly at port 0, to `connect`. Also returns the address to migrate to.
     pub fn relay(
         program: &Path,
         listen: &str,
@@ -217,12 +215,12 @@ impl Vamoose {
         self.child.id()
     }
 
-    /// The same, for other threads.
+    /// A handle for other threads.
     pub fn process(&self) -> &Process {
         self.child.process()
     }
 
-    /// Its memory.
+    /// The memory of the process.
     pub fn memory(&self) -> Result<Memory> {
         proc::memory(self.pid())
     }
@@ -247,7 +245,7 @@ impl Vamoose {
         Ok(())
     }
 
-    /// Ends it as a crash would; nothing of it is left when this returns.
+    /// Kills and reaps the process.
     pub fn kill(&mut self) -> Result<()> {
         self.child.kill()
     }
@@ -257,7 +255,7 @@ impl Vamoose {
         Ok(self.process().has_ended())
     }
 
-    /// Waits for its end and returns how it ended, with all it wrote.
+    /// Waits for the end of the process; returns its status and output.
     pub fn finish(mut self, within: Duration) -> Result<Ended> {
         let ended = self.child.finish(within);
         let (status, cpu_seconds) =
@@ -266,7 +264,7 @@ impl Vamoose {
         if let Some(mut pipe) = self.child.pipes.stdout.take() {
             pipe.read_to_string(&mut stdout)?;
         }
-        // It ends with the process.
+        // The reader ends with the process.
         let _ = self.reader.join();
         let stderr = self.said.lock().lines.join("\n");
         Ok(Ended {
@@ -277,7 +275,7 @@ impl Vamoose {
         })
     }
 
-    /// What it has written to stderr so far.
+    /// The output on stderr so far.
     pub fn stderr(&self) -> String {
         self.said.lock().lines.join("\n")
     }
@@ -286,21 +284,21 @@ impl Vamoose {
 /// A `vamoose` that has ended.
 #[derive(Debug)]
 pub struct Ended {
-    /// How.
+    /// The exit status.
     pub status: ExitStatus,
-    /// All that it wrote to stdout.
+    /// The output on stdout.
     pub stdout: String,
-    /// All that it wrote to stderr.
+    /// The output on stderr.
     pub stderr: String,
     /// CPU time of the whole process, user and system.
     pub cpu_seconds: f64,
 }
 
 impl Ended {
-    /// Passes only what ended with success.
+    /// Expects success.
     ///
     /// # Errors
-    /// With what it said, when it failed.
+    /// The output, after a failure.
     pub fn success(self) -> Result<Self> {
         ensure!(
             self.status.success(),
@@ -311,10 +309,10 @@ impl Ended {
         Ok(self)
     }
 
-    /// Passes only what ended with a failure and `text` on stderr.
+    /// Expects a failure with `text` on stderr.
     ///
     /// # Errors
-    /// With what it said, otherwise.
+    /// The output, otherwise.
     pub fn failure(self, text: &str) -> Result<Self> {
         ensure!(
             !self.status.success(),

@@ -1,9 +1,9 @@
-//! What one thread changes and others wait for.
+//! A shared value whose changes threads can wait for.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A value that threads share, and whose changes they can wait for.
+/// A shared value whose changes threads can wait for.
 #[derive(Debug, Default)]
 pub struct Watched<T> {
     value: Mutex<T>,
@@ -11,7 +11,7 @@ pub struct Watched<T> {
 }
 
 impl<T> Watched<T> {
-    /// A value that nothing waits for yet.
+    /// Wraps a value.
     pub fn new(value: T) -> Self {
         Self {
             value: Mutex::new(value),
@@ -19,19 +19,19 @@ impl<T> Watched<T> {
         }
     }
 
-    /// The value, for a look, or for changes that nothing waits for. A thread that panicked has left it valid.
+    /// The value, to read, or for changes that no thread waits for. A thread that panicked has left it valid.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         self.value.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the value, and lets those look that wait.
+    /// Changes the value and wakes waiting threads.
     pub fn update<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
         let result = change(&mut self.lock());
         self.changed.notify_all();
         result
     }
 
-    /// Waits until `find` finds something in the value. After `within` the last look counts.
+    /// Waits until `find` finds something in the value; after `within` it is called a last time.
     pub fn wait<R>(&self, within: Duration, find: impl Fn(&T) -> Option<R>) -> Option<R> {
         let deadline = Instant::now() + within;
         let mut value = self.lock();

@@ -1,18 +1,18 @@
-//! The smallest guest with a disk: a boot sector that writes each number into one sector after another, a hundred numbers a
-//! second, by calls of the BIOS. It starts in a second, and what its disk has to be follows from how far it has counted.
+//! The smallest guest with a disk: a boot sector that counts 100 times per second and writes each number into the next sector, by
+//! BIOS calls. It starts in a second. Its counter determines the content of its disk.
 //!
 //! ```text
 //!  disk    sector 0           the guest
 //!          sectors 1 .. 1025  number n goes to sector 1 + n % 1024, which is read, changed and written
 //!                             at 0 and at 508: the last number of this sector; at 4: the sum of all its numbers;
-//!                             at 8: how often it was written
-//!  memory  as that of `counter`: the last number, and 128 pages into which each number goes once the disk has it
-//!          0x504: how many calls have failed; 0x508: what the last one of them returned in AX
-//!  serial  a dot for each number that the disk has, and a `!` for each call that has failed
+//!                             at 8: how often the sector was written
+//!  memory  like `counter`: the last number, and 128 pages that each number is written to once it is on the disk
+//!          0x504: the number of failed calls; 0x508: AX after the last one
+//!  serial  a dot for each number on the disk, a `!` for each failed call
 //! ```
-//! A write that was lost, one that was made twice, and one that a guest with an old memory has made are in a sector's sum for
-//! ever. Every sector is a cluster of the image of its own, so that until all have been written once, each write changes the
-//! image's tables, too: also those have to be right at the host that the guest moves to.
+//! A lost write, a repeated one, and one of a guest with old memory stay visible in a sector's sum for ever. Every sector is a cluster
+//! of the image, so until all sectors have been written once, each write also changes the image's tables, which have to be right at
+//! the destination host, too.
 
 use std::fs::{self, File};
 use std::os::unix::fs::OpenOptionsExt;
@@ -29,23 +29,23 @@ use crate::counter::{self, Image, PAGES, word};
 use crate::qemu::{Binary, Builder, Qemu};
 use crate::{run, skipped};
 
-/// The disk of one guest, an image of the format qcow2, which all hosts open by the same path. It is removed on drop.
+/// The disk of one guest, a qcow2 image that all hosts open by the same path. Removed on drop.
 #[derive(Debug)]
 pub struct Disk {
     folder: TempDir,
     is_direct: bool,
 }
 
-/// How the QEMU ended that wrote to a disk last.
+/// How the last QEMU that wrote to a disk ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// When its guest had been stopped, or had moved on.
+    /// After its guest had been paused, or had moved on.
     Stopped,
-    /// While its guest was running: it may have been killed in the middle of a write.
+    /// While its guest was running, possibly in the middle of a write.
     Running,
 }
 
-/// Whether disks can be made and checked. When they cannot, says loudly what is skipped.
+/// Whether disks can be made and checked. If not, reports the test as skipped.
 pub fn available_or_skip() -> Result<bool> {
     let tried = Command::new("qemu-img")
         .arg("--version")
@@ -59,7 +59,7 @@ pub fn available_or_skip() -> Result<bool> {
 }
 
 impl Disk {
-    /// One whose guest has not begun to write.
+    /// A disk whose guest has not begun to write.
     pub fn new() -> Result<Self> {
         let memory = Path::new("/dev/shm");
         let folder = match memory.is_dir() {
@@ -85,20 +85,20 @@ impl Disk {
         self.folder().join("disk.qcow2")
     }
 
-    /// Where it is, with nothing of others.
+    /// The folder that holds only the image.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Whether QEMU can open it past the host's page cache, as is usual for storage that hosts share.
+    /// Whether QEMU can bypass the host's page cache, as is usual for shared storage.
     pub fn is_direct(&self) -> bool {
         self.is_direct
     }
 
-    /// A machine with this disk and `ram` bytes, which boots from it, unless it waits for the guest. Memory of one that waits has
+    /// A machine with this disk and `ram` bytes, which boots from the disk or waits for the guest. The memory of a waiting machine has
     /// to be zeros.
     pub fn machine(&self, binary: &Binary, ram: u64) -> Builder {
-        // Both flush after each write: this guest has no other way to be sure of one, as the BIOS has no call for it.
+        // Both flush after each write, as the BIOS has no call for it.
         let cache = match self.is_direct {
             true => "directsync",
             false => "writethrough",
@@ -114,12 +114,11 @@ impl Disk {
             .argument("virtio-blk-pci,drive=disk,bootindex=1")
     }
 
-    /// Checks the whole disk: every number is in its sector once, up to the one that the guest had come to, which is returned;
-    /// and no call has failed. `ram` is the memory of who had the guest last. No QEMU may have the image open to write to it:
-    /// the one that had has ended, and others have the guest no more, or have never had it.
+    /// Checks the whole disk: every number is in its sector once, up to the guest's counter, which is returned, and no call has failed.
+    /// `ram` is the memory of the QEMU that had the guest last. No QEMU may have the image open for writing.
     ///
     /// # Errors
-    /// Which sector is not as it must be, what is wrong with the image, or that somebody has it locked.
+    /// When a sector or the image is wrong, or a process has the image locked.
     pub fn check(&self, ram: &Path, ended: Ended) -> Result<u32> {
         let failures = counter::word_at(ram, FAILURES)?;
         ensure!(
@@ -132,8 +131,7 @@ impl Disk {
         Ok(last)
     }
 
-    /// The same for a guest that has told how far it has come, and may have come further since, by any number of writes that
-    /// follow one another.
+    /// Checks the disk of a guest that had reported this number, and may have made any further consecutive writes.
     pub fn check_since(&self, told: u32, ended: Ended) -> Result<u32> {
         let content = self.content(ended)?;
         let sectors = content.chunks(SECTOR).skip(1);
@@ -146,7 +144,7 @@ impl Disk {
         Ok(last)
     }
 
-    /// What is on the disk, if its image is as it must be.
+    /// The content of the disk, if its image is valid.
     fn content(&self, ended: Ended) -> Result<Vec<u8>> {
         self.check_image(ended)?;
         let raw = self.folder.path().join("raw");
@@ -156,9 +154,9 @@ impl Disk {
         fs::read(&raw).context("reading what is on a disk")
     }
 
-    /// What the format demands, and that nobody has the image locked.
+    /// Checks that the image is valid, and not locked.
     fn check_image(&self, ended: Ended) -> Result<()> {
-        /// There are clusters that nobody refers to.
+        /// Unreferenced clusters.
         const LEAKS: i32 = 3;
         let output = Command::new("qemu-img")
             .args(["check", "-f", "qcow2"])
@@ -177,7 +175,7 @@ impl Disk {
     }
 }
 
-/// Waits until the guest has written for the first time, and takes its memory as that at its start.
+/// Waits until the guest has written for the first time, and returns its initial memory.
 pub fn wait_begun(qemu: &Qemu, within: Duration) -> Result<Image> {
     let begin = Instant::now();
     loop {
@@ -200,7 +198,7 @@ pub fn wait_begun(qemu: &Qemu, within: Duration) -> Result<Image> {
     Image::of_begun(qemu.ram(), vec![PAGES.end..1 << 20, bios])
 }
 
-/// Waits until the guest has written so many numbers more.
+/// Waits until the guest has written this many more numbers.
 pub fn wait_written(qemu: &Qemu, more: u32, within: Duration) -> Result<()> {
     let (start, begin) = (counter::count(qemu.ram())?, Instant::now());
     while counter::count(qemu.ram())? < start + more {
@@ -214,7 +212,7 @@ pub fn wait_written(qemu: &Qemu, more: u32, within: Duration) -> Result<()> {
     Ok(())
 }
 
-/// What is on the disk before the guest has begun.
+/// The initial content of the disk.
 fn initial() -> Vec<u8> {
     let mut content = vec![0; (1 + SECTORS) * SECTOR];
     content[..CODE.len()].copy_from_slice(&CODE);
@@ -222,7 +220,7 @@ fn initial() -> Vec<u8> {
     content
 }
 
-/// Not every file system can.
+/// Whether the file system supports direct I/O.
 fn can_be_direct(file: &Path) -> bool {
     let flags = OFlags::DIRECT.bits().cast_signed();
     let mut options = File::options();
@@ -243,7 +241,7 @@ fn check_sectors(content: &[u8], last: u32) -> Result<()> {
     Ok(())
 }
 
-/// A write that was under way when the guest was stopped has been done, but the guest does not know yet.
+/// A write that was in progress when the guest was paused may be on the disk before the guest knows it.
 fn check_sector(sector: &[u8], index: usize, last: u32) -> Result<()> {
     let is_under_way = (last as usize + 1) % SECTORS == index;
     if sector == sector_at(index, last) || is_under_way && sector == sector_at(index, last + 1) {
@@ -258,7 +256,7 @@ fn check_sector(sector: &[u8], index: usize, last: u32) -> Result<()> {
     )
 }
 
-/// What a sector holds when the guest has come to `last`.
+/// The content of a sector at the number `last`.
 fn sector_at(index: usize, last: u32) -> [u8; SECTOR] {
     let mut sector = [0; SECTOR];
     let numbers = (1..=last).filter(|number| *number as usize % SECTORS == index);
@@ -273,14 +271,14 @@ fn sector_at(index: usize, last: u32) -> [u8; SECTOR] {
 }
 
 const SECTOR: usize = 512;
-/// Those that are written.
+/// The number of sectors that are written.
 const SECTORS: usize = 1024;
 const SUM: usize = 4;
 const WRITES: usize = 8;
 const END: usize = 508;
-/// Where in memory.
+/// The address in memory.
 const FAILURES: u64 = 0x504;
-/// SeaBIOS has this much for itself at the end of a memory, for its queues with devices among others.
+/// SeaBIOS reserves this much at the end of memory, for device queues among others.
 const BIOS: usize = 256 << 10;
 const LOOK: Duration = Duration::from_millis(2);
 

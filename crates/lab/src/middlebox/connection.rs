@@ -1,4 +1,4 @@
-//! The thread of one connection: takes bytes from one end and passes them to the other, as its state says.
+//! The thread of one connection: passes bytes from one end to the other as the state says.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -38,33 +38,33 @@ pub(super) fn serve(middlebox: &Handle, number: usize) {
     }
 }
 
-/// Ends a wait, or the next one.
+/// Wakes a thread that waits, or will wait next.
 pub(super) fn wake(eventfd: &OwnedFd) {
-    // It fails only when it counts to 2^64.
+    // Fails only at a count of 2^64.
     let _ = rustix::io::write(eventfd, &1_u64.to_ne_bytes());
 }
 
-/// Lets the next wait wait again.
+/// Resets what [`wake`] has set.
 pub(super) fn settle(eventfd: &OwnedFd) {
-    // It fails if nothing has woken.
+    // Fails if nothing was set.
     let _ = rustix::io::read(eventfd, &mut [0; 8]);
 }
 
-/// One direction's bytes that were read and not yet passed on.
+/// Passes the bytes of one direction.
 struct Pump {
     direction: Direction,
     buffer: Vec<u8>,
     waiting: Range<usize>,
-    /// How many of them may pass before the observer is asked: all without one.
+    /// How many of the waiting bytes may pass before the observer is asked again; all if there is no observer.
     piece: usize,
     is_observed: bool,
     /// Bytes or the sender's end have arrived, or a piece has passed, and the observer has not been asked since.
     has_news: bool,
-    /// How the sender has ended, if it has.
+    /// How the sender has ended the direction, if it has.
     end: Option<End>,
-    /// The receiver has been told the end.
+    /// The receiver has got the sender's FIN.
     is_done: bool,
-    /// The receiver takes no bytes any more.
+    /// The receiver takes no more bytes.
     is_blocked: bool,
 }
 
@@ -74,7 +74,7 @@ enum End {
     Broken,
 }
 
-/// What a thread waits for: one of these, or to be woken.
+/// What a thread waits for, besides being woken.
 struct Wait {
     awaited: Vec<Awaited>,
     wake: Arc<OwnedFd>,
@@ -86,17 +86,17 @@ enum Awaited {
     Time(Instant),
 }
 
-/// As much as is passed on at once.
+/// At most this much passes at once.
 const BUFFER: usize = 256 << 10;
 
-/// On loopback a listener answers at once, unless its queue is full.
+/// A listener on loopback answers at once, unless its queue is full.
 const DIALLING: Duration = Duration::from_secs(5);
 
 fn is_dialling(entry: &Entry) -> bool {
     entry.status == Status::Dialling
 }
 
-/// Connects to the listener. A dialler whose listener is not there is reset, the closest thing to a refusal.
+/// Connects to the listener. If there is none, the dialler gets RST, which is closest to a refusal.
 fn join(state: &Watched<State>, number: usize) {
     let listener = state.lock().listener;
     let dialled = TcpStream::connect_timeout(&listener, DIALLING);
@@ -112,7 +112,7 @@ fn join(state: &Watched<State>, number: usize) {
                 entry.far = Some(Arc::new(far));
                 entry.status = Status::Open;
             }
-            // It was changed meanwhile.
+            // Changed in the meantime.
             Ok(far) => match entry.status {
                 Status::Closed => drop(far.shutdown(Shutdown::Both)),
                 Status::Dialling | Status::Open | Status::Reset => reset(&far),
@@ -122,7 +122,7 @@ fn join(state: &Watched<State>, number: usize) {
     });
 }
 
-/// Passes on what can be, and says what to wait for next, if the connection has not ended.
+/// Passes what can pass. Returns what to wait for, or `None` if the connection has ended.
 fn step(state: &mut State, number: usize, pumps: &mut [Pump; 2]) -> Option<Wait> {
     for pump in &mut *pumps {
         pump.write(state, number);
@@ -164,12 +164,12 @@ impl Pump {
         }
     }
 
-    /// Whether what waits is not a whole piece yet.
+    /// Whether the waiting bytes are not a whole piece yet.
     fn needs_more(&self) -> bool {
         self.piece == 0 && !self.has_news
     }
 
-    /// Reads, if nothing waits or more is needed.
+    /// Reads, if nothing is waiting or more is needed.
     fn read(&mut self, entry: &mut Entry) {
         let Some(from) = self.readable_end(entry) else {
             return;
@@ -197,7 +197,7 @@ impl Pump {
         self.has_news = self.is_observed;
     }
 
-    /// Asks the observer, if there is news, how much passes next.
+    /// Asks the observer how much passes next, if anything has changed.
     fn ask(&mut self, middlebox: &Handle, number: usize) {
         let Some(observer) = middlebox.0.observer.as_ref().filter(|_| self.has_news) else {
             return;
@@ -210,7 +210,7 @@ impl Pump {
         };
     }
 
-    /// Where to read from now.
+    /// The socket to read from, if reading is wanted.
     fn readable_end(&self, entry: &Entry) -> Option<Arc<TcpStream>> {
         let is_wanted = (self.waiting.is_empty() || self.needs_more())
             && self.end.is_none()
@@ -218,7 +218,7 @@ impl Pump {
         entry.sender(self.direction).filter(|_| is_wanted)
     }
 
-    /// Passes on or drops what waits, as far as it can now.
+    /// Passes or drops waiting bytes, as far as possible now.
     fn write(&mut self, state: &mut State, number: usize) {
         while !self.waiting.is_empty() {
             let entry = &mut state.entries[number];
@@ -258,14 +258,14 @@ impl Pump {
         }
     }
 
-    /// Sees the end of its sender that the other direction has met when it wrote there.
+    /// Notes that the sender is gone, if the other direction could not write to it.
     fn see_broken_end(&mut self, other: &Self) {
         if other.is_blocked {
             self.end = Some(End::Broken);
         }
     }
 
-    /// Tells the receiver how the sender has ended, if everything has passed before.
+    /// Passes the sender's FIN or RST, once all bytes have passed.
     fn pass_end(&mut self, entry: &mut Entry) {
         let passes = match entry.flow(self.direction) {
             Flow::Pass | Flow::Slow(_) | Flow::Late(_) => self.waiting.is_empty(),
@@ -275,7 +275,7 @@ impl Pump {
             Some(End::Finished) if passes && !self.is_done => {
                 self.is_done = true;
                 if let Some(to) = entry.receiver(self.direction) {
-                    // It may be gone already.
+                    // The receiver may be gone.
                     let _ = to.shutdown(Shutdown::Write);
                 }
             }
@@ -284,7 +284,7 @@ impl Pump {
         }
     }
 
-    /// Whether nothing comes any more.
+    /// Whether nothing will arrive.
     fn is_over(&self, entry: &Entry) -> bool {
         self.end.is_some() || entry.sender(self.direction).is_none()
     }
@@ -318,7 +318,7 @@ impl Wait {
         }
         let left = until.map(|at| at.saturating_duration_since(Instant::now()));
         let left = left.and_then(|left| Timespec::try_from(left).ok());
-        // What has happened shows in the next step.
+        // The next step finds out what has happened.
         let _ = poll(&mut files, left.as_ref());
         settle(&self.wake);
     }

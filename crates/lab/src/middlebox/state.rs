@@ -1,4 +1,4 @@
-//! What is known of all connections, and the changes to them.
+//! The state of all connections, and changes to it.
 
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
@@ -18,19 +18,19 @@ use crate::sockets::reset;
 pub(super) struct State {
     pub(super) listener: SocketAddr,
     pub(super) admission: Admission,
-    /// Of connections to come, by direction.
+    /// The flows of connections to come, by direction.
     pub(super) flows: [Flow; 2],
     /// The middlebox is being dropped.
     ending: bool,
     pub(super) entries: Vec<Entry>,
-    /// What is to be done when a mark is passed.
+    /// Changes to be made when marks are passed.
     pub(super) planned: Vec<(Mark, Which, Change)>,
     pub(super) flipped: Vec<Flipped>,
-    /// Which bits of connections that have not arrived are flipped.
+    /// Bits to flip on connections to come.
     flips: Vec<(Mark, u8)>,
-    /// Whether what passes is kept.
+    /// Whether what passes is recorded.
     pub(super) records: bool,
-    /// Which bits of connections to come are flipped, per direction: one in so many, by a seed.
+    /// Random flips on connections to come, by direction: one in this many bytes, and the seed.
     random: [Option<(u64, u64)>; 2],
 }
 
@@ -38,9 +38,9 @@ pub(super) struct State {
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) status: Status,
-    /// To the dialler, until it has ended.
+    /// The socket to the dialler, until the connection has ended.
     near: Option<Arc<TcpStream>>,
-    /// To the listener, if it is joined to one.
+    /// The socket to the listener, if the connection is joined.
     pub(super) far: Option<Arc<TcpStream>>,
     /// Wakes its thread.
     pub(super) wake: Arc<OwnedFd>,
@@ -51,12 +51,12 @@ pub(super) struct Entry {
 #[derive(Debug, Default)]
 pub(super) struct Lane {
     flow: Flow,
-    /// Nothing passes any more, as bytes are missing.
+    /// Bytes are missing, so nothing passes any more.
     lost: bool,
     traffic: Traffic,
-    /// What has passed since it is kept.
+    /// What has passed while it was recorded.
     pub(super) record: Vec<u8>,
-    /// When the next byte may pass, if they are slow or late.
+    /// When the next byte may pass, if bytes are slow or late.
     pub(super) ready_at: Option<Instant>,
     /// Byte and bit.
     flips: Vec<(u64, u8)>,
@@ -95,7 +95,7 @@ impl State {
         self.entries.iter().map(connection).collect()
     }
 
-    /// Resets everything, also what is closed and waits for its ends.
+    /// Resets all connections, also closed ones that wait for their ends.
     pub(super) fn end(&mut self) {
         self.ending = true;
         for entry in &mut self.entries {
@@ -107,7 +107,7 @@ impl State {
         self.ending
     }
 
-    /// Adds a connection that was accepted, and gives its number; gives it back if the system lacks what it needs.
+    /// Adds an accepted connection and returns its number, or the socket if the system lacks resources.
     pub(super) fn add(&mut self, near: TcpStream) -> Result<usize, TcpStream> {
         let Ok(wake) = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC) else {
             return Err(near);
@@ -159,7 +159,7 @@ impl State {
         wanted.map(|(_, entry)| entry.apply(change)).count()
     }
 
-    /// Does what is planned for marks of a connection that have been passed.
+    /// Makes the changes whose marks on this connection have been passed.
     pub(super) fn apply_planned(&mut self, connection: usize) {
         let Some(entry) = self.entries.get(connection) else {
             return;
@@ -209,7 +209,7 @@ impl State {
         }
     }
 
-    /// How many of so many bytes may pass now: up to what happens next to them.
+    /// How many of this many bytes may pass now, before the next change, flip or pause.
     pub(super) fn most(&self, connection: usize, direction: Direction, bytes: usize) -> usize {
         let entry = &self.entries[connection];
         let lane = entry.lane_of(direction);
@@ -234,7 +234,7 @@ impl State {
         limits.fold(bytes, usize::min)
     }
 
-    /// Keeps bytes that have passed, as their sender wrote them.
+    /// Records bytes that have passed, as the sender wrote them.
     pub(super) fn record(&mut self, connection: usize, direction: Direction, bytes: &[u8]) {
         if self.records {
             let lane = self.entries[connection].lane(direction);
@@ -242,7 +242,7 @@ impl State {
         }
     }
 
-    /// Counts bytes that have passed, and does what is planned there.
+    /// Counts bytes that have passed, and makes the changes planned there.
     pub(super) fn count_passed(&mut self, connection: usize, direction: Direction, count: usize) {
         let lane = self.entries[connection].lane(direction);
         let byte = lane.traffic.passed;
@@ -256,7 +256,7 @@ impl State {
         self.apply_planned(connection);
     }
 
-    /// The byte of a direction at which something is planned next.
+    /// The position of the next planned change in a direction.
     fn next_mark(&self, connection: usize, direction: Direction) -> Option<u64> {
         let planned = self.planned.iter().map(|(mark, ..)| mark);
         let here = planned.filter(|it| it.connection == connection && it.direction == direction);
@@ -264,7 +264,7 @@ impl State {
     }
 }
 
-/// How many parts of a second's bytes pass at once on a slow connection, each a byte at least.
+/// The bytes of a second pass in this many slices on a slow connection.
 const SLICES: u64 = 50;
 
 impl Entry {
@@ -280,7 +280,7 @@ impl Entry {
         matches!(self.status, Status::Dialling | Status::Open)
     }
 
-    /// Where the bytes of a direction come from.
+    /// The socket that the bytes of a direction come from.
     pub(super) fn sender(&self, direction: Direction) -> Option<Arc<TcpStream>> {
         match direction {
             Direction::ToListener => self.near.clone(),
@@ -288,7 +288,7 @@ impl Entry {
         }
     }
 
-    /// Where they go.
+    /// The socket that they go to.
     pub(super) fn receiver(&self, direction: Direction) -> Option<Arc<TcpStream>> {
         self.sender(direction.reverse())
     }
@@ -298,7 +298,7 @@ impl Entry {
         ends.map(|end| &**end)
     }
 
-    /// Closes it, when it has ended.
+    /// Closes the sockets of a connection that has ended.
     pub(super) fn close(&mut self) {
         if self.status == Status::Open {
             self.status = Status::Closed;
@@ -329,7 +329,7 @@ impl Entry {
         wake(&self.wake);
     }
 
-    /// What happens to bytes.
+    /// What happens to bytes of a direction.
     pub(super) fn flow(&self, direction: Direction) -> Flow {
         let lane = self.lane_of(direction);
         if lane.lost || !self.is_open() {
@@ -346,16 +346,16 @@ impl Lane {
         self.ready_at = None;
     }
 
-    /// The next byte of which a bit is flipped.
+    /// The next byte with a bit to flip.
     fn next_flip(&self) -> Option<u64> {
         let random = self.random.as_ref().map(|random| random.next.0);
         let chosen = self.flips.iter().map(|(byte, _)| *byte);
-        // What has passed is as it was.
+        // Bytes that have passed are not changed.
         let to_come = chosen.filter(|byte| *byte >= self.traffic.passed);
         to_come.chain(random).min()
     }
 
-    /// Which bits of the next byte are flipped.
+    /// The bits of the next byte to flip.
     pub(super) fn mask(&self) -> u8 {
         let random = self.random.as_ref().map(|random| random.next);
         let flips = self.flips.iter().copied().chain(random);
@@ -368,14 +368,14 @@ impl Lane {
         self.lost = true;
     }
 
-    /// Delays bytes that have arrived, where they are to be late.
+    /// Delays bytes that have just arrived, if bytes are late.
     pub(super) fn delay(&mut self) {
         if let Flow::Late(delay) = self.flow {
             self.ready_at = Some(Instant::now() + delay);
         }
     }
 
-    /// Counts bytes that have passed, and gives the bits that were flipped in the first of them.
+    /// Counts bytes that have passed, and returns the bits flipped in the first of them.
     fn count_passed(&mut self, count: u64) -> Vec<u8> {
         let bits = self.take_flips(self.traffic.passed);
         self.traffic.flipped += bits.len() as u64;
@@ -412,7 +412,7 @@ impl RandomFlips {
         flips
     }
 
-    /// Draws the next flip. The distance is even between 1 and twice the average, less one.
+    /// Draws the next flip. Distances are uniform from 1 to twice the average, less one.
     fn draw(&mut self, from: u64) {
         let most = self.every.saturating_mul(2) - 2;
         self.next = (from.saturating_add(self.rng.u64(..=most)), self.rng.u8(..8));

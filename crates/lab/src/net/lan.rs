@@ -1,4 +1,4 @@
-//! The network of a guest: one that its clients reach it on, whichever of two hosts it runs on.
+//! A network on which clients reach a guest, whichever of two hosts it runs on.
 //!
 //! ```text
 //!  namespace of the source      namespace of the clients      namespace of the destination
@@ -7,8 +7,8 @@
 //!                                 10.78.0.1
 //! ```
 //!
-//! It shares nothing with the wires that a migration takes. Where the guest is, bridges learn from what it sends; QEMU sends
-//! an announcement for it when it has arrived.
+//! It shares nothing with the wires of the migration. Bridges learn from packets where the guest is; QEMU sends an announcement
+//! after the migration.
 
 use std::net::Ipv4Addr;
 

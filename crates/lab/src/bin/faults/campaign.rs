@@ -1,4 +1,4 @@
-//! Makes experiments, several at once, until there are enough or one goes wrong.
+//! Runs experiments in parallel until there are enough or one fails.
 
 use std::fmt::Display;
 use std::io::{self, IsTerminal, Write};
@@ -21,7 +21,7 @@ use crate::sandbox;
 use crate::table::Row;
 use crate::tally::Tally;
 
-/// Everything that the jobs share.
+/// What all jobs share.
 struct Campaign<'a> {
     options: &'a Options,
     qemu: Option<qemu::Setting>,
@@ -31,7 +31,7 @@ struct Campaign<'a> {
     next: AtomicU64,
     faults: AtomicU64,
     stop: AtomicBool,
-    /// Interrupted: what has not ended by itself has got the same signal.
+    /// This program got a signal, and so did its children.
     interrupted: Arc<AtomicBool>,
     state: Mutex<State>,
 }
@@ -39,14 +39,14 @@ struct Campaign<'a> {
 #[derive(Default)]
 struct State {
     tally: Tally,
-    /// The first experiment that could not be made.
+    /// The error of the first experiment that could not run.
     failure: Option<anyhow::Error>,
 }
 
-/// Makes the experiments that `options` ask for, and prints what they have shown.
+/// Runs the experiments that `options` ask for, and prints the results.
 ///
 /// # Errors
-/// When an invariant does not hold, or an experiment cannot be made.
+/// When an invariant does not hold, or an experiment cannot run.
 pub(crate) fn run(options: &Options) -> Result<()> {
     let campaign = Campaign::new(options)?;
     for signal in [SIGINT, SIGTERM, SIGHUP] {
@@ -78,7 +78,7 @@ impl<'a> Campaign<'a> {
         };
         ensure!(
             qemu.is_some() || live.is_some(),
-            "no fault of this engine is called so"
+            "this engine has no fault of that name"
         );
         Ok(Self {
             options,
@@ -93,13 +93,13 @@ impl<'a> Campaign<'a> {
         })
     }
 
-    /// One job: one experiment after the other.
+    /// A job: runs experiments one after the other.
     fn work(&self) {
         let seed = self.options.seed;
         let mut worker = self.qemu.as_ref().map(qemu::Worker::new);
         while let Some(number) = self.next_experiment() {
             match (&mut worker, &self.live) {
-                // With both engines each has its turn.
+                // Both engines alternate.
                 (Some(worker), live) if live.is_none() || number % 2 == 0 => {
                     let plan = worker.plan(seed, number);
                     self.experiment(number, &plan, &plan.faults, || worker.experiment(&plan));
@@ -137,7 +137,7 @@ impl<'a> Campaign<'a> {
             }
             Err(Trouble::Violation { kind, what, story }) => {
                 let mut state = self.lock();
-                // The others may have run into the same, and one story is enough.
+                // Other jobs may have found the same; one story is enough.
                 if !state.tally.has_violations() || self.options.keep_going {
                     println!("\nBROKEN: {kind}: {what}");
                     println!("experiment: {}", self.command(number));
@@ -150,7 +150,7 @@ impl<'a> Campaign<'a> {
             }
             Err(Trouble::Experiment(error)) => {
                 self.stop.store(true, Ordering::SeqCst);
-                let context = format!("experiment {number} could not be made: {plan}");
+                let context = format!("experiment {number} could not run: {plan}");
                 self.lock().failure.get_or_insert(error.context(context));
             }
         }
@@ -176,12 +176,12 @@ impl<'a> Campaign<'a> {
         let mut out = io::stderr();
         if out.is_terminal() {
             let faults = self.faults.load(Ordering::SeqCst);
-            // It is not needed any more.
+            // An error is harmless.
             let _ = write!(out, "\r{experiments} experiments, {faults} faults ");
         }
     }
 
-    /// How to make an experiment again.
+    /// The command that repeats an experiment.
     fn command(&self, number: u64) -> String {
         let options = self.options;
         let engine = options.engine.to_possible_value();
@@ -232,7 +232,7 @@ impl<'a> Campaign<'a> {
 const TABLE_HEAD: &str =
     "| phase | cut | paths | options | ended | s | downtime, ms |\n|---|---|---|---|---|---:|---:|";
 
-/// What the engine needs, if there is a fault to draw from.
+/// The setting of the engine, if it has a fault of the wanted names.
 fn qemu_setting(options: &Options) -> Result<Option<qemu::Setting>> {
     let kinds = wanted(options, &qemu::KINDS);
     let is_wanted = |row: &Row| {
@@ -272,7 +272,7 @@ fn live_setting(options: &Options) -> Result<Option<live::Setting>> {
     live::Setting::new(options.vmm()?, kinds).map(Some)
 }
 
-/// All kinds, or those that were named. Disks are full only where there are namespaces.
+/// All kinds, or the named ones. Full disks need namespaces.
 fn wanted(options: &Options, kinds: &[(u64, Kind)]) -> Vec<(u64, Kind)> {
     let is_wanted = |kind: Kind| match kind {
         Kind::DiskFull(_) if !sandbox::is_inside() => false,

@@ -1,4 +1,4 @@
-//! What a command that has ended says about the guest.
+//! What an ended command says about the guest's location.
 
 use serde_json::Value;
 use thiserror::Error;
@@ -8,23 +8,23 @@ use lab::vamoose::Ended;
 /// Where a command says the guest is.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub(crate) enum Claim {
-    /// It runs at the destination (or is there, if it was paused): the command succeeded.
+    /// At the destination: the command succeeded.
     #[error("moved")]
     Moved,
     #[error("stays at the source")]
     Source,
-    /// An earlier attempt has moved it to where the command says.
+    /// An earlier attempt has moved it elsewhere, as the command reports.
     #[error("was moved before")]
     Elsewhere,
     #[error("in doubt")]
     InDoubt,
-    /// It wants a word that nobody else has moved it.
+    /// The command asks for a confirmation that nothing else has moved it.
     #[error("to be confirmed")]
     Unconfirmed,
-    /// It has ended.
+    /// The guest has ended.
     #[error("lost")]
     Lost,
-    /// The command failed without a word about the guest.
+    /// The command failed and says nothing about the guest.
     #[error("nothing about the guest")]
     Silent,
     #[error("nothing, it was killed")]
@@ -32,10 +32,10 @@ pub(crate) enum Claim {
 }
 
 impl Claim {
-    /// From a command that has ended.
+    /// The claim of an ended command.
     ///
     /// # Errors
-    /// When its exit status, its report and its words contradict each other, or it has crashed.
+    /// When its exit status, report and messages contradict each other, or it has panicked.
     pub(crate) fn of(ended: &Ended) -> Result<Self, String> {
         if ended.stderr.contains("panicked at") {
             return Err("it panicked".to_owned());
@@ -64,7 +64,7 @@ impl Claim {
         }
     }
 
-    /// Whether there is no need to ask again.
+    /// Whether the command need not be run again.
     pub(crate) fn is_definite(self) -> bool {
         !matches!(
             self,
@@ -82,7 +82,7 @@ impl Claim {
         }
     }
 
-    /// By the last of the phrases that say it, as warnings may come before.
+    /// From the last known phrase, as warnings may precede it.
     fn of_words(text: &str) -> Option<Self> {
         let found = PHRASES
             .iter()

@@ -1,4 +1,4 @@
-//! Disks for journals, which can be full.
+//! Disks for journals, which can become full.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -11,11 +11,11 @@ use tempfile::TempDir;
 
 use crate::sandbox;
 
-/// The folder of a journal: a file system of its own, where that can be had, so that it can be full.
+/// The folder of a journal: if possible a separate file system, which can become full.
 #[derive(Clone)]
 pub(crate) struct Disk(Arc<TempDir>);
 
-/// Room for the journals of all experiments, and filled in no time.
+/// Enough for the journals of all experiments, and filled quickly.
 const SIZE: &str = "16M";
 const FILLING: &str = "filling";
 
@@ -23,7 +23,7 @@ impl Disk {
     pub(crate) fn new() -> Result<Self> {
         let dir = TempDir::new().context("creating a folder for a journal")?;
         if sandbox::is_inside() {
-            // It goes with the namespace.
+            // Unmounted with the namespace.
             let options = format!("size={SIZE},mode=700");
             let mut mount = Command::new("mount");
             mount.args(["-t", "tmpfs", "-o", &options, "faults"]);
@@ -36,7 +36,7 @@ impl Disk {
         self.0.path()
     }
 
-    /// Takes all room but for `pages` pages. Without a file system of its own it stays as it is.
+    /// Fills the disk except for `pages` pages. Does nothing without a separate file system.
     pub(crate) fn fill(&self, pages: u64) -> Result<()> {
         if !sandbox::is_inside() {
             return Ok(());
@@ -51,9 +51,9 @@ impl Disk {
         Ok(())
     }
 
-    /// Makes the room free again.
+    /// Undoes [`Disk::fill`].
     pub(crate) fn free(&self) {
-        // It may be free.
+        // The disk may not be full.
         let _ = fs::remove_file(self.path().join(FILLING));
     }
 }

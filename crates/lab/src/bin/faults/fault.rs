@@ -1,4 +1,4 @@
-//! What can be done to a migration, and when.
+//! The faults of a migration, and when they strike.
 
 use std::fmt;
 use std::time::Duration;
@@ -6,29 +6,29 @@ use std::time::Duration;
 use crate::link::Point;
 use crate::random::Random;
 
-/// A fault of one kind.
+/// A kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     Kill(Role),
-    /// By SIGSTOP.
+    /// SIGSTOP.
     Freeze(Role),
     Interrupt,
     Cut,
     Reset,
-    /// All connections, every [`RESET_EVERY`](crate::injector::RESET_EVERY).
+    /// All connections are reset, every [`RESET_EVERY`](crate::injector::RESET_EVERY).
     ResetAgain,
     Silence,
     /// Bytes of one direction vanish; the connections are reset at the end.
     BlackHole,
-    /// As a NAT that has lost its table: connections that exist lose bytes and never pass any again, new ones pass at the end.
+    /// Like a NAT that has lost its table: existing connections lose bytes and never pass any again; new ones pass at the end.
     DeadConnections,
     Refuse,
     Delay,
     Duplicate,
     Flip,
-    /// The disk with the journal of a host.
+    /// The disk of a host's journal is full.
     DiskFull(Role),
-    /// No more file descriptors.
+    /// A process gets no more file descriptors.
     Files(Role),
     RestartDestination,
     SameAgain,
@@ -45,7 +45,7 @@ pub(crate) enum Role {
 }
 
 impl Kind {
-    /// Whether it harms the link between the hosts.
+    /// Whether the fault is one of the link between the hosts.
     pub(crate) fn is_of_link(self) -> bool {
         matches!(
             self,
@@ -61,12 +61,12 @@ impl Kind {
         )
     }
 
-    /// Whether it breaks anything; the others are what users do.
+    /// Whether the fault breaks anything; the others are actions of users.
     pub(crate) fn breaks(self) -> bool {
         !matches!(self, Self::Interrupt | Self::SameAgain | Self::OtherHost)
     }
 
-    /// Whether it is over as soon as it is done, so that there is nothing to repair.
+    /// Whether the fault is over at once, so that there is nothing to repair.
     pub(crate) fn is_instant(self) -> bool {
         matches!(
             self,
@@ -82,7 +82,6 @@ impl Kind {
     }
 }
 
-/// As the table has it.
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = match self {
@@ -123,9 +122,9 @@ impl fmt::Display for Role {
 /// When a fault strikes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Moment {
-    /// After this part of the time that a migration takes undisturbed, in thousandths.
+    /// After this many thousandths of the time of an undisturbed migration.
     Time(u64),
-    /// When this passes the link.
+    /// At this point of the link's traffic.
     At(Point),
     /// When the source's QEMU begins this round.
     Round(u64),
@@ -151,11 +150,11 @@ impl fmt::Display for Moment {
 pub(crate) struct Fault {
     pub(crate) kind: Kind,
     pub(crate) moment: Moment,
-    /// How long it lasts, if it does.
+    /// The duration, unless the fault is over at once.
     pub(crate) lasts: Option<Duration>,
-    /// What else has to be decided: which connection, which direction, how many.
+    /// A random number for everything else: which connection, which direction, how many.
     pub(crate) detail: u64,
-    /// A fault of the link is one of its first path only.
+    /// Whether a fault of the link is limited to the first path.
     pub(crate) one_path: bool,
 }
 
@@ -169,20 +168,20 @@ impl fmt::Display for Fault {
     }
 }
 
-/// What the faults of an experiment are drawn from.
+/// The distribution of faults.
 #[derive(Clone, Debug)]
 pub(crate) struct Choices {
     /// The messages of a migration without faults.
-    words: Vec<&'static str>,
-    /// Each with how often it is drawn, of all.
+    messages: Vec<&'static str>,
+    /// The kinds with their weights.
     kinds: Vec<(u64, Kind)>,
-    /// Fewer than the bytes of pages that are sent.
+    /// A limit below the bytes of pages that are sent.
     bytes: u64,
-    /// How many of a hundred experiments have two faults.
+    /// The percentage of experiments with two faults.
     two: u64,
 }
 
-/// Messages at which faults strike, if a migration has them.
+/// Messages at which faults strike.
 const MESSAGES: [&str; 14] = [
     "request:hello",
     "request:prepare",
@@ -199,42 +198,42 @@ const MESSAGES: [&str; 14] = [
     "answer:running",
     "answer:unclear",
 ];
-/// Messages that only a migration in trouble has.
+/// Messages that follow only after a fault.
 const AFTER_A_FAULT: [&str; 2] = ["request:abort", "answer:aborted"];
 
 impl Choices {
-    /// With all messages that a migration may have.
+    /// A distribution over all messages that a migration may have.
     pub(crate) fn new(kinds: Vec<(u64, Kind)>, bytes: u64, two: u64) -> Self {
         Self {
-            words: MESSAGES.to_vec(),
+            messages: MESSAGES.to_vec(),
             kinds,
             bytes,
             two,
         }
     }
 
-    /// Only with the messages of a migration that has been seen.
-    pub(crate) fn keep(&mut self, words: &[String]) {
-        self.words
-            .retain(|known| words.iter().any(|word| word == known));
+    /// Limits the messages to those of an observed migration.
+    pub(crate) fn keep(&mut self, names: &[String]) {
+        self.messages
+            .retain(|known| names.iter().any(|name| name == known));
     }
 
     /// Draws the faults of an experiment.
     pub(crate) fn draw(&self, random: &mut Random) -> Vec<Fault> {
-        let mut faults = vec![self.draw_one(random, &self.words)];
+        let mut faults = vec![self.draw_one(random, &self.messages)];
         if random.percent(self.two) {
-            let words = [&self.words[..], &AFTER_A_FAULT].concat();
-            faults.push(self.draw_one(random, &words));
+            let messages = [&self.messages[..], &AFTER_A_FAULT].concat();
+            faults.push(self.draw_one(random, &messages));
         }
         faults
     }
 
-    fn draw_one(&self, random: &mut Random, words: &[&'static str]) -> Fault {
+    fn draw_one(&self, random: &mut Random, messages: &[&'static str]) -> Fault {
         let kind = random.weighted(&self.kinds);
-        let word = random.choose(words);
+        let message = random.choose(messages);
         let moment = match random.below(10) {
-            0..3 => Moment::At(Point::Before(word)),
-            3..6 => Moment::At(Point::After(word)),
+            0..3 => Moment::At(Point::Before(message)),
+            3..6 => Moment::At(Point::After(message)),
             6..8 => Moment::At(Point::Bytes(random.below(self.bytes))),
             _ => Moment::Time(random.below(1100)),
         };
@@ -249,19 +248,19 @@ impl Choices {
     }
 }
 
-/// The faults of a plan, in words.
+/// The faults of a plan as text.
 pub(crate) fn list(faults: &[Fault]) -> String {
     let faults: Vec<_> = faults.iter().map(Fault::to_string).collect();
     faults.join("; ")
 }
 
-/// Mostly short; now and then longer than a timeout.
+/// Mostly short, sometimes longer than a timeout.
 fn draw_time(random: &mut Random) -> Duration {
     match random.below(100) {
         0..55 => random.millis(1..400),
         55..85 => random.millis(400..2500),
         85..98 => random.millis(2500..8000),
-        // Longer than the timeout with a QEMU's monitor.
+        // Longer than the timeout of a QEMU's monitor.
         _ => random.millis(20_500..24_000),
     }
 }

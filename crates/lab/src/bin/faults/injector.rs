@@ -1,4 +1,4 @@
-//! Does the harm, and undoes it: from the threads of the link at a message, or from the scene at a moment.
+//! Injects faults and repairs them: from the link's threads at a message, or from the scene's thread at a time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,30 +13,30 @@ use crate::fault::{Fault, Kind, Moment, Role};
 use crate::link::{LinkHandle, Which};
 use crate::timeline::clock;
 
-/// What is left to do about the fault of this number.
+/// A scheduled action for the fault of this number.
 #[derive(Clone, Copy, Debug)]
 enum Deed {
     Strike(usize),
-    /// Once more.
+    /// Repeats the strike.
     Again(usize),
     Repair(usize),
-    /// To be done by the scene: a further command.
+    /// The scene starts another command.
     Command(usize),
 }
 
 /// Cancels a migration.
 pub(crate) type Cancel = Arc<dyn Fn() + Send + Sync>;
 
-/// Everything that can be harmed. All copies are the same.
+/// Everything that faults are injected into. Copies share their state.
 #[derive(Clone)]
 pub(crate) struct Injector {
     pub(crate) faults: Arc<Vec<Fault>>,
     pub(crate) link: LinkHandle,
     pub(crate) source: Process,
     pub(crate) destination: Process,
-    /// The source's and the destination's.
+    /// The disks of the source's and the destination's host.
     pub(crate) disks: Option<[Disk; 2]>,
-    /// How the migration is cancelled, if not by a signal to its command.
+    /// Cancels the migration, if a signal to the command does not.
     pub(crate) cancel: Option<Cancel>,
     pub(crate) state: Arc<Watched<State>>,
 }
@@ -47,34 +47,34 @@ pub(crate) struct State {
     migrate: Option<Process>,
     serve: Option<Process>,
     limits: Vec<(Process, Rlimit)>,
-    /// Which faults have struck, and when.
+    /// The faults that have struck, with the time.
     struck: Vec<(usize, Duration)>,
-    /// How many are just being done.
+    /// The number of strikes in progress.
     striking: usize,
-    /// Which are not over.
+    /// The faults that are not repaired.
     active: Vec<usize>,
-    /// When something last broke or was repaired, if ever.
+    /// When a fault last struck or was repaired.
     changed: Option<Instant>,
-    /// No fault strikes any more.
+    /// No more faults strike.
     over: bool,
     story: Vec<(Duration, String)>,
 }
 
-/// How often connections are reset by [`Kind::ResetAgain`].
+/// The interval of [`Kind::ResetAgain`].
 pub(crate) const RESET_EVERY: Duration = Duration::from_millis(300);
 
-/// A strike takes some seconds at most: those in which a process that was killed dies.
+/// A strike takes at most the seconds until a killed process is dead.
 const STRIKING: Duration = Duration::from_secs(60);
 
 impl Injector {
-    /// Makes the commands known, as they are started.
+    /// Sets the commands once they are started.
     pub(crate) fn reaches(&self, migrate: Option<Process>, serve: Process) {
         let mut state = self.state.lock();
         state.migrate = migrate;
         state.serve = Some(serve);
     }
 
-    /// Has the faults strike at their moments, in a migration that takes this long undisturbed.
+    /// Schedules the faults of a migration that takes `clean` undisturbed.
     pub(crate) fn arm(&self, clean: Duration) {
         let start = Instant::now();
         for (index, fault) in self.faults.iter().enumerate() {
@@ -93,7 +93,7 @@ impl Injector {
         }
     }
 
-    /// Has the faults strike whose moments the source's QEMU has told.
+    /// Strikes with the faults whose moments have come.
     pub(crate) fn strike_at(&self, has_come: impl Fn(Moment) -> bool) {
         for (index, fault) in self.faults.iter().enumerate() {
             if has_come(fault.moment) {
@@ -102,7 +102,7 @@ impl Injector {
         }
     }
 
-    /// Does the harm of a fault, now. A fault strikes once, and none when they are over.
+    /// Strikes with a fault, once, unless no more faults strike.
     fn strike(&self, index: usize) {
         let fault = &self.faults[index];
         let mut state = self.state.lock();
@@ -194,7 +194,7 @@ impl Injector {
         let Some(process) = self.process(role) else {
             return;
         };
-        // One that has ended needs no limit.
+        // It fails for a process that has ended.
         if let Ok(before) = process.limit_files(more) {
             self.state.lock().limits.push((process, before));
         }
@@ -207,7 +207,7 @@ impl Injector {
         }
     }
 
-    /// Undoes the harm of a fault, as far as it is done here.
+    /// Repairs a fault, except what the scene has to do.
     fn repair(&self, index: usize) {
         let mut state = self.state.lock();
         state.active.retain(|active| *active != index);
@@ -231,8 +231,7 @@ impl Injector {
         }
     }
 
-    /// Repairs everything; no fault strikes from now on, and none is just striking. Returns the kinds of faults about
-    /// which the scene has to do the rest.
+    /// Repairs all faults and lets no more strike. Returns the kinds whose repair the scene has to finish.
     pub(crate) fn finish(&self) -> Vec<Kind> {
         self.state.lock().over = true;
         self.state
@@ -245,7 +244,7 @@ impl Injector {
         self.kinds(active.iter())
     }
 
-    /// Does what is to be done by now. Returns the kinds of faults about which the scene has to do the rest.
+    /// Carries out the actions that are due. Returns the kinds that the scene has to continue.
     pub(crate) fn work(&self) -> Vec<Kind> {
         let mut state = self.state.lock();
         let now = Instant::now();
@@ -276,7 +275,7 @@ impl Injector {
         self.kinds(state.struck.iter().map(|(index, _)| index))
     }
 
-    /// When a fault of this kind struck first.
+    /// When a fault of this kind first struck.
     pub(crate) fn struck_at(&self, kind: Kind) -> Option<Duration> {
         let state = self.state.lock();
         let mut struck = state.struck.iter();
@@ -284,12 +283,12 @@ impl Injector {
         first.map(|(_, at)| *at)
     }
 
-    /// Whether nothing is broken.
+    /// Whether all faults are repaired.
     pub(crate) fn is_whole(&self) -> bool {
         self.state.lock().active.is_empty()
     }
 
-    /// For how long nothing has been broken.
+    /// How long all faults have been repaired.
     pub(crate) fn whole_for(&self) -> Duration {
         let state = self.state.lock();
         match state.changed {
@@ -299,12 +298,12 @@ impl Injector {
         }
     }
 
-    /// Adds to the story, which is told if something goes wrong.
+    /// Adds to the story, which is printed after a violation.
     pub(crate) fn tell(&self, what: &str) {
         self.state.lock().story.push((now(), what.to_owned()));
     }
 
-    /// The story in the order of time, with the link's messages and what else has happened, a line each.
+    /// The story with the link's messages and other events, sorted by time, a line each.
     pub(crate) fn story(&self, more: Vec<(Duration, String)>) -> Vec<String> {
         let mut story = [self.state.lock().story.clone(), more].concat();
         let messages = self.link.messages().into_iter();
@@ -316,7 +315,7 @@ impl Injector {
     }
 }
 
-/// In which directions nothing passes.
+/// The directions of a fault.
 fn directions(detail: u64) -> &'static [Direction] {
     match detail % 3 {
         0 => &Direction::BOTH,
@@ -325,7 +324,7 @@ fn directions(detail: u64) -> &'static [Direction] {
     }
 }
 
-/// Which connections are harmed.
+/// The connections of a fault.
 fn which(detail: u64) -> Which {
     let number = usize::try_from(detail / 4).unwrap_or(0);
     match detail % 4 {

@@ -3,7 +3,7 @@
 //! ```text
 //!  migrate ──> Link ──> serve     sessions without TLS: the control stream passes message by message
 //!               │
-//!               └ a Strike at a Point: done while the bytes at that point wait
+//!               └ a Strike at a Point: made while the bytes at that point wait
 //! ```
 
 mod message;
@@ -38,28 +38,28 @@ pub(crate) struct LinkHandle {
     watch: Arc<Watch>,
 }
 
-/// Where in what passes.
+/// A point in the traffic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Point {
-    /// So many bytes of pages towards the destination.
+    /// After this many bytes of pages towards the destination.
     Bytes(u64),
-    /// A message has arrived, and has not been passed on.
+    /// A message has arrived and has not been passed on.
     Before(&'static str),
     /// A message has been passed on.
     After(&'static str),
 }
 
-/// What is done at a point. The connection waits meanwhile.
+/// An action at a point. The connection waits meanwhile.
 pub(crate) type Strike = Box<dyn FnOnce() + Send>;
 
-/// Which connections.
+/// A set of connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Which {
     All,
     Control,
-    /// All but those of the control stream.
+    /// All connections but those of the control stream.
     Data,
-    /// One of the data connections, by a random number.
+    /// A data connection, chosen by a random number.
     OneOfData(usize),
 }
 
@@ -71,13 +71,13 @@ pub(crate) struct Message {
     pub(crate) name: String,
 }
 
-/// What has passed, and what is to be done at points to come.
+/// Observes the traffic, and strikes at points.
 #[derive(Default)]
 struct Watch(Mutex<Seen>);
 
 #[derive(Default)]
 struct Seen {
-    /// By the port of the middlebox and the connection's number there.
+    /// The connections by the port of their middlebox and their number there.
     connections: HashMap<(u16, usize), Conversation>,
     messages: Vec<Message>,
     bytes: u64,
@@ -88,18 +88,18 @@ struct Conversation {
     /// Known after the handshake.
     stream: Option<u32>,
     splitters: [Splitter; 2],
-    /// The messages that are just passing, by direction.
+    /// The messages in the passing piece, by direction.
     passing: [Vec<String>; 2],
 }
 
 /// The control stream begins a session.
 const CONTROL_STREAM: u32 = 0;
 
-/// Bits of this many bytes are flipped.
+/// A flipped bit is within this many bytes.
 const FLIPPED: u64 = 4096;
 
 impl Link {
-    /// A link of so many paths to the server at `server`.
+    /// A link with this many paths to a server.
     pub(crate) fn new(server: SocketAddr, paths: usize) -> Result<Self> {
         let watch = Arc::<Watch>::default();
         let path = |_| {
@@ -118,7 +118,7 @@ impl Link {
         })
     }
 
-    /// Where the source connects to, for each path.
+    /// The address of each path for the source.
     pub(crate) fn addresses(&self) -> Vec<String> {
         let address = |path: &Middlebox| format!("tcp:{}", path.address());
         self.paths.iter().map(address).collect()
@@ -131,13 +131,13 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // They may own what owns them.
+        // Strikes may own handles of this link.
         self.handle.watch.lock().strikes.clear();
     }
 }
 
 impl LinkHandle {
-    /// The same link, of which only the first path is broken.
+    /// A handle of the first path only.
     pub(crate) fn first_path(&self) -> Self {
         Self {
             paths: self.paths[..1].to_vec(),
@@ -169,7 +169,7 @@ impl LinkHandle {
         }
     }
 
-    /// Bytes in these directions vanish for good on connections that exist, and new ones get no answer.
+    /// Existing connections lose bytes in these directions for good, and new ones get no answer.
     pub(crate) fn deaden(&self, directions: &[Direction]) {
         for path in &self.paths {
             // It only fails for a port that cannot listen.
@@ -189,7 +189,7 @@ impl LinkHandle {
         }
     }
 
-    /// Sends what the source has sent once more, over connections of its own.
+    /// Sends what the source has sent a second time, over separate connections.
     pub(crate) fn duplicate(&self, which: Which) {
         for (path, connection) in self.connections(which) {
             let sent = path.recorded(connection, Direction::ToListener);
@@ -198,7 +198,7 @@ impl LinkHandle {
                 let Ok(mut again) = TcpStream::connect(server) else {
                     return;
                 };
-                // The answers are not passed on, whatever they are.
+                // Answers are discarded.
                 let _ = again.set_read_timeout(Some(Duration::from_secs(1)));
                 let _ = again.write_all(&sent);
                 let mut answers = [0; 4096];
@@ -242,7 +242,7 @@ impl LinkHandle {
         messages.map(|message| message.name).collect()
     }
 
-    /// The open connections, by their path and number, those of the control stream first.
+    /// The open connections by path and number, those of the control stream first.
     fn connections(&self, which: Which) -> Vec<(&Handle, usize)> {
         let seen = self.watch.lock();
         let open = self.paths.iter().flat_map(|path| {
@@ -272,7 +272,7 @@ impl Watch {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Does what is to be done at a point.
+    /// Strikes at a point.
     fn reach(&self, reached: impl Fn(&Point) -> bool) {
         let mut seen = self.lock();
         let strikes = seen.strikes.extract_if(.., |(point, _)| reached(point));
@@ -335,7 +335,7 @@ impl Observer for Watch {
 }
 
 impl Seen {
-    /// Counts bytes of pages up to the next point among them; says how many these are.
+    /// Counts bytes of pages up to the next point, and returns their number.
     fn count_to_next_point(&mut self, len: usize) -> usize {
         let points = self.strikes.iter().filter_map(|(point, _)| match point {
             Point::Bytes(at) => at.checked_sub(self.bytes).filter(|left| *left > 0),

@@ -1,22 +1,21 @@
-//! The campaign: breaks migrations in every way, at random moments, and looks who has the guest.
+//! The fault campaign: breaks migrations in every way, at random moments or by the table of cuts, and checks where the guest is.
 //!
 //! ```text
 //!  cargo build --release -p vamoose && cargo run --release -p lab --bin faults -- --faults 2000
 //! ```
-//! An experiment is one guest, one migration, one or two faults. Then everything is repaired, the command is run again until
-//! it knows where the guest is, and these must hold, or the program ends with an error and the experiment's seed:
+//! An experiment is one guest, one migration, one or two faults. Then everything is repaired, and the command is run again until it
+//! knows where the guest is. The program ends with an error and the experiment's seed unless:
 //!
-//! - the guest runs in exactly one place, and never ran in two, not even one after the other and back;
-//! - it is lost only where the only process that had it was killed;
+//! - the guest runs in exactly one place, and has never run in two, nor returned with old memory;
+//! - it is lost only if the only process that had it was killed, or a QEMU aborted as docs/qemu.md documents;
 //! - its memory is right to the last byte, at the source if it stayed, at the destination if it moved;
-//! - all that a guest of QEMU's has written is on its disk, nothing twice, and nobody has left the image locked, even where
-//!   the guest is lost;
-//! - what commands say is so: success if and only if it runs at the destination; in doubt only while something is broken, and
-//!   only where a commit was sent;
+//! - everything that a guest of a QEMU has written is on its disk once, and the image is not locked, even if the guest is lost;
+//! - commands are right: success if and only if the guest runs at the destination; in doubt only until the repair, and only after a
+//!   commit;
 //! - the next migration works.
 //!
-//! Chance decides everything from the seed and the experiment's number; what depends on the machine's speed is when exactly
-//! a fault strikes that is not tied to a message or a byte.
+//! The seed and the experiment's number determine everything except the exact time of faults that are not tied to a message or a
+//! byte, which depends on the machine's speed.
 
 mod campaign;
 mod claim;

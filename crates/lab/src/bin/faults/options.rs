@@ -21,10 +21,10 @@ pub(crate) struct Options {
     /// Random seed [default: a new one, which is printed]
     #[arg(long, value_name = "N", default_value_t = any_seed(), hide_default_value = true)]
     pub(crate) seed: u64,
-    /// What is broken
+    /// What to break
     #[arg(long, value_enum, default_value = "both")]
     pub(crate) engine: Engine,
-    /// Make the cuts of this table with QEMUs instead of random faults: two paths, a fixed plan
+    /// Instead of random faults, make the cuts of this table: two QEMUs, two paths, a fixed plan
     #[arg(long, value_enum, conflicts_with_all = ["faults", "engine"])]
     pub(crate) table: Option<Table>,
     /// Versions of QEMU, such as 7.2,10.0 [default: all that are available]
@@ -36,13 +36,13 @@ pub(crate) struct Options {
     /// Run only this experiment, and print all of its events
     #[arg(long, value_name = "N")]
     pub(crate) experiment: Option<u64>,
-    /// Use only faults whose name contains this, such as `kill` (repeatable)
+    /// Use only faults or rows whose name contains this, such as `kill` (repeatable)
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Vec<String>,
-    /// After the repair run only the next migration, and no old command again
+    /// After the repair, run only the next migration and repeat no old command
     #[arg(long)]
     pub(crate) short: bool,
-    /// Continue after a violation, and count them by kind
+    /// Continue after a violation, and count violations by kind
     #[arg(long)]
     pub(crate) keep_going: bool,
     /// Program to break [default: the one beside this program]
@@ -53,7 +53,7 @@ pub(crate) struct Options {
     vmm: Option<PathBuf>,
 }
 
-/// What is broken.
+/// What to break.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Engine {
     /// Two QEMUs
@@ -65,7 +65,7 @@ pub(crate) enum Engine {
 }
 
 impl Options {
-    /// How many faults are enough.
+    /// The number of faults to stop after.
     pub(crate) fn faults(&self) -> u64 {
         let default = if self.minutes.is_some() || self.table.is_some() {
             u64::MAX
@@ -89,7 +89,7 @@ impl Options {
     }
 }
 
-/// Of few digits, as people have to type it.
+/// A seed of few digits, which are easy to type.
 fn any_seed() -> u64 {
     u64::from(now().subsec_micros())
 }

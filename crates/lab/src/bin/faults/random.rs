@@ -1,4 +1,4 @@
-//! Everything that chance decides, from a seed: the same seed decides the same.
+//! Random numbers from a seed.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -8,13 +8,13 @@ use fastrand::Rng;
 pub(crate) struct Random(Rng);
 
 impl Random {
-    /// What an experiment draws from: its own sequence, whatever the others draw.
+    /// The sequence of an experiment, independent of other experiments.
     pub(crate) fn of_experiment(seed: u64, number: u64) -> Self {
         let of_campaign = Rng::with_seed(seed).u64(..);
         Self(Rng::with_seed(of_campaign ^ number))
     }
 
-    /// A number below `limit`; 0 if there is none.
+    /// A number below `limit`, or 0.
     pub(crate) fn below(&mut self, limit: u64) -> u64 {
         self.0.u64(..limit.max(1))
     }
@@ -27,12 +27,12 @@ impl Random {
         self.below(100) < chance
     }
 
-    /// One of `choices`, of which there must be one at least.
+    /// One of `choices`, which must not be empty.
     pub(crate) fn choose<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.0.usize(..choices.len())]
     }
 
-    /// One of `choices`, each as often as its weight says.
+    /// One of `choices` by weight.
     pub(crate) fn weighted<T: Copy>(&mut self, choices: &[(u64, T)]) -> T {
         let total = choices.iter().map(|(weight, _)| weight).sum();
         let mut left = self.below(total);

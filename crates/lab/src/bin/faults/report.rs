@@ -1,4 +1,4 @@
-//! What an experiment has shown.
+//! The result of an experiment.
 
 use std::fmt;
 use std::time::Duration;
@@ -7,21 +7,21 @@ use thiserror::Error;
 
 use crate::fault::Kind;
 
-/// An experiment that is over.
+/// The result of an experiment without a violation.
 #[derive(Clone, Debug)]
 pub(crate) struct Report {
-    /// Its faults that struck.
+    /// The faults that struck.
     pub(crate) struck: Vec<Kind>,
-    /// How many have not, as their moment never came.
+    /// The number of faults whose moment never came.
     pub(crate) missed: usize,
-    /// Where the guest was when everything had been repaired.
+    /// Where the guest was after the repair.
     pub(crate) ended: Ended,
     /// Whether a command was in doubt for a while.
     pub(crate) in_doubt: bool,
-    /// Whether the guest has stayed and its destination was not ended, so that it waits for nothing.
+    /// Whether the guest stayed and its destination was not ended, but keeps waiting.
     pub(crate) left_over: bool,
     pub(crate) took: Duration,
-    /// From the guest's pause at the source until it ran at the destination.
+    /// From the guest's pause at the source to its resumption at the destination.
     pub(crate) downtime: Option<Duration>,
 }
 
@@ -30,11 +30,11 @@ pub(crate) struct Report {
 pub(crate) enum Ended {
     Source,
     Destination,
-    /// Its only copy was killed: whose.
+    /// Lost, as its only copy was killed.
     Lost(&'static str),
-    /// The source's QEMU has aborted by itself, see docs/qemu.md.
+    /// Lost, as the source's QEMU aborted by itself, see docs/qemu.md.
     Documented,
-    /// Unknown, and need not be known.
+    /// Unknown, as it may be.
     InDoubt,
 }
 
@@ -50,21 +50,21 @@ impl fmt::Display for Ended {
     }
 }
 
-/// The invariants, by what is said when they do not hold.
+/// The violations of invariants.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Broken {
-    /// Both run, or one went on with old memory.
+    /// Both run, or one resumed with old memory.
     #[error("two guests")]
     Doubled,
-    /// And its only copy was not killed.
+    /// Although its only copy was not killed.
     #[error("no guest")]
     Nowhere,
     #[error("wrong memory")]
     Memory,
-    /// Or its image is locked or damaged.
+    /// Also a locked or damaged image.
     #[error("wrong disk")]
     Disk,
-    #[error("a command says what is not true")]
+    #[error("a command is wrong")]
     Untrue,
     #[error("in doubt although everything is repaired")]
     InDoubt,
@@ -72,29 +72,29 @@ pub(crate) enum Broken {
     Hangs,
     #[error("the next migration fails")]
     NextFails,
-    #[error("a paused guest was let run")]
+    #[error("a paused guest was run")]
     Started,
     #[error("a short cut ended the migration")]
     Stayed,
     #[error("a process ended by itself")]
     Crash,
-    /// Which was not stopped.
+    /// Although it was not stopped.
     #[error("a QEMU does not answer any more")]
     Mute,
 }
 
-/// How an experiment goes wrong.
+/// How an experiment fails.
 #[derive(Debug)]
 pub(crate) enum Trouble {
-    /// By an invariant that does not hold.
+    /// An invariant does not hold.
     Violation {
         kind: Broken,
         /// What was seen.
         what: String,
-        /// All that happened.
+        /// All events.
         story: Vec<String>,
     },
-    /// Because it could not be made.
+    /// The experiment could not run.
     Experiment(anyhow::Error),
 }
 
@@ -104,7 +104,7 @@ impl<E: Into<anyhow::Error>> From<E> for Trouble {
     }
 }
 
-/// An invariant that does not hold, whose story is told later.
+/// A violation, without its story.
 pub(crate) fn broken<T>(kind: Broken, what: impl Into<String>) -> Result<T, Trouble> {
     Err(Trouble::Violation {
         kind,
@@ -114,7 +114,7 @@ pub(crate) fn broken<T>(kind: Broken, what: impl Into<String>) -> Result<T, Trou
 }
 
 impl Trouble {
-    /// With all that happened.
+    /// Adds all events.
     pub(crate) fn with_story(self, story: Vec<String>) -> Self {
         match self {
             Self::Violation { kind, what, .. } => Self::Violation { kind, what, story },

@@ -1,31 +1,33 @@
-//! Namespaces of this program's own: whatever becomes of it, no process, file or mount is left.
+//! Namespaces for this program, so that no process, file or mount is left when it ends, however it ends.
 //!
-//! The program starts itself once more, as the first process of a process namespace: when it ends, the kernel kills
-//! all others. Temporary files and guests' memory are in a tmpfs that only the mount namespace has.
+//! The program starts itself again as the first process of a PID namespace: when it ends, the kernel kills all others. Temporary files
+//! and guests' memory are in a tmpfs of the mount namespace.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-/// Says that the program is inside.
+/// Set inside the namespaces.
 const INSIDE: &str = "VAMOOSE_FAULTS_INSIDE";
 
-/// Where temporary files are, which QEMUs also keep their memory in.
+/// The folder of temporary files, including QEMUs' memory.
 const SCRATCH: &str = "/dev/shm";
 
-/// Whether there are namespaces of our own.
+/// Whether this process is inside the namespaces.
 pub(crate) fn is_inside() -> bool {
     std::env::var_os(INSIDE).is_some()
 }
 
-/// Goes inside, if the system lets us; returns only if not, or if we are there.
+/// Enters the namespaces if the system allows it. Returns only if it does not, or inside.
 pub(crate) fn enter() -> Result<()> {
     if is_inside() {
         return Ok(());
     }
     let Some(as_user) = [false, true].into_iter().find(|as_user| works(*as_user)) else {
-        eprintln!("faults: no namespaces here: runs without, and without full disks");
+        eprintln!(
+            "faults: running without namespaces, which the system does not allow, and without full disks"
+        );
         return Ok(());
     };
     let script = format!("mount -t tmpfs faults {SCRATCH} && exec \"$@\"");
@@ -47,7 +49,7 @@ fn works(as_user: bool) -> bool {
     tried.is_ok_and(|status| status.success())
 }
 
-/// The command, without what is to run inside.
+/// The command, without the program to run inside.
 fn unshare(as_user: bool) -> Command {
     let mut command = Command::new("unshare");
     if as_user {

@@ -1,4 +1,4 @@
-//! The table of cuts: faults of the link in every phase of a migration, in every way, for several lengths.
+//! The table of cuts: faults of the link in every phase of a migration, of every kind and several lengths.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use crate::fault::{Fault, Kind, Moment};
 use crate::link::Point;
 
-/// How many rows.
+/// The size of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Table {
     /// Every phase and every kind of cut, none for longer than a second
@@ -17,7 +17,7 @@ pub(crate) enum Table {
     Full,
 }
 
-/// One cut. Its name is what it displays.
+/// One cut. Its name is its `Display`.
 #[derive(Clone, Debug)]
 pub(crate) struct Row {
     phase: Phase,
@@ -34,7 +34,7 @@ enum Phase {
     HandOver,
 }
 
-/// How long cuts last: below what a heartbeat notices, about what it takes, what a user notices, and near the limit of a reconnect.
+/// Shorter than a heartbeat, about as long, noticeable for users, and close to the limit of a reconnect.
 const LENGTHS: [Duration; 4] = [
     Duration::from_millis(100),
     QUICK,
@@ -46,7 +46,7 @@ const QUICK: Duration = Duration::from_secs(1);
 const MINUTE: Duration = Duration::from_secs(60);
 
 impl Table {
-    /// The cuts, always in this order.
+    /// All cuts, always in the same order.
     pub(crate) fn rows(self) -> Vec<Row> {
         match self {
             Self::Full => Phase::ALL.into_iter().flat_map(all_of).collect(),
@@ -63,10 +63,10 @@ impl Table {
     }
 }
 
-/// A kind with its detail and length.
+/// A kind with its detail and duration.
 type Cut = (Kind, u64, Option<Duration>);
 
-/// All connections, once.
+/// Resets all connections once.
 const RESET: Cut = (Kind::Reset, 0, None);
 
 fn cuts(lengths: &[Duration]) -> Vec<Cut> {
@@ -124,8 +124,8 @@ impl Row {
         self.phase == Phase::LaterRound
     }
 
-    /// Whether the guest has to move: the cut is shorter than the timeouts, of 30 s for the link and 10 s of downtime. The source of a
-    /// small guest may have sent everything during a cut and have paused the guest.
+    /// Whether the guest has to move, as the cut is shorter than the timeouts: 30 s for the link, and 10 s of downtime. The latter
+    /// counts in rounds, too, as the source of a small guest may send everything during a cut and pause the guest.
     pub(crate) fn must_move(&self) -> bool {
         let lasts = self.fault.lasts.unwrap_or_default();
         match self.phase {

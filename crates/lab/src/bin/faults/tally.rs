@@ -1,4 +1,4 @@
-//! Counts what experiments have shown, and prints it.
+//! Counts the results of experiments.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,17 +1,17 @@
-//! When each copy of a guest ran, and whether that can have been one guest.
+//! When each copy of a guest ran, and whether these can have been one guest.
 
 use std::time::Duration;
 
-/// The life of one QEMU or VMM that has, had, or may get the guest. Times are since 1970.
+/// When the guest ran in a QEMU or VMM. Times are since 1970.
 #[derive(Clone, Debug)]
 pub(crate) struct Life {
     pub(crate) name: String,
-    /// From when to when it ran; `None` for as long as we looked.
+    /// The start and end of each run; an end of `None` means that it still ran.
     pub(crate) runs: Vec<(Duration, Option<Duration>)>,
 }
 
 impl Life {
-    /// From what a QEMU or VMM has told, each with its time; `ended` is when its process was found dead.
+    /// From the events of a QEMU or VMM with their times; `ended` is when its process was found dead.
     pub(crate) fn of<'a>(
         name: &str,
         told: impl Iterator<Item = (&'a str, Duration)>,
@@ -42,7 +42,7 @@ impl Life {
         self.runs.last().is_some_and(|(_, end)| end.is_none())
     }
 
-    /// Whether it had begun to run by then.
+    /// Whether it had started to run by then.
     pub(crate) fn has_run_by(&self, at: Duration) -> bool {
         self.runs.first().is_some_and(|(start, _)| *start <= at)
     }
@@ -60,13 +60,13 @@ impl Life {
     }
 }
 
-/// Seconds, of which the first digits do not matter.
+/// The last three digits of the seconds, with microseconds.
 pub(crate) fn clock(at: Duration) -> String {
     format!("{:03}.{:06}", at.as_secs() % 1000, at.subsec_micros())
 }
 
-/// Finds a guest that ran twice: in two places at once, or in one with memory from before it ran in another. A QEMU does
-/// not get the guest twice: one that runs again has the memory that it had.
+/// Finds a guest that ran twice: in two places at once, or in one with memory from before it ran in another. A QEMU never receives the
+/// guest twice, so one that runs again has its old memory.
 pub(crate) fn doubled(lives: &[Life]) -> Option<String> {
     let mut runs: Vec<_> = lives
         .iter()

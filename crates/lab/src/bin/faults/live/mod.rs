@@ -1,9 +1,9 @@
-//! Two VMMs with the crate `live`, each a process of its own, and everything that can go wrong between them.
+//! Two VMMs with the crate `vamoose-live`, each in its own process, and the faults between them.
 //!
 //! ```text
-//!  VMM A (source) ──> link ──> VMM B (destination)      VMM C, D: destinations that come after it
+//!  VMM A (source) ──> link ──> VMM B (destination)      VMM C, D: later destinations
 //! ```
-//! The guests are threads that write memory and keep sums of it (see the crate `testguest`).
+//! The guests are threads that write memory and keep sums of it, see the crate `testguest`.
 
 mod plan;
 mod scene;
@@ -19,7 +19,7 @@ use crate::report::{Ended, Report, Trouble};
 use plan::Plan;
 use scene::Scene;
 
-/// What all jobs know.
+/// What all jobs share.
 pub(crate) struct Setting {
     program: PathBuf,
     choices: Choices,
@@ -27,11 +27,11 @@ pub(crate) struct Setting {
 }
 
 impl Setting {
-    /// Looks how a migration goes without faults.
+    /// Observes a migration without faults.
     pub(crate) fn new(program: PathBuf, kinds: Vec<(u64, Kind)>) -> Result<Self> {
         let mut setting = Self {
             program,
-            // Less than what is sent of 4 MiB of which a quarter is zeros, with the best of the methods.
+            // Less than what any method sends of 4 MiB of which a quarter is zeros.
             choices: Choices::new(kinds, 1500 << 10, 30),
             clean: Duration::ZERO,
         };
@@ -46,7 +46,7 @@ impl Setting {
         Plan::draw(seed, number, &self.choices)
     }
 
-    /// Makes an experiment.
+    /// Runs an experiment.
     pub(crate) fn experiment(&self, plan: &Plan) -> Result<Report, Trouble> {
         let begin = Instant::now();
         let mut scene = Scene::new(plan, &self.program, self.clean)?;
@@ -68,7 +68,7 @@ impl Setting {
     fn without_faults(&self) -> Result<(Vec<String>, Duration)> {
         let plan = Plan::without_faults();
         let mut last = None;
-        // The first one finds nothing in caches.
+        // The first run warms caches.
         for _ in 0..2 {
             let mut scene = Scene::new(&plan, &self.program, Duration::ZERO)?;
             let begin = Instant::now();
@@ -82,7 +82,7 @@ impl Setting {
     }
 }
 
-/// How often each kind of fault is drawn, of all.
+/// The kinds of faults with their weights.
 pub(crate) const KINDS: [(u64, Kind); 16] = [
     (6, Kind::Kill(Role::Source)),
     (6, Kind::Kill(Role::Destination)),

@@ -1,4 +1,4 @@
-//! What an experiment with two VMMs does: everything that chance decides, before it begins.
+//! The plan of an experiment with two VMMs: everything that is random.
 
 use std::fmt;
 
@@ -8,10 +8,10 @@ use crate::random::Random;
 /// One experiment.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
-    /// Method, channels, and pages that the guest writes in a second.
+    /// Method, channels, and pages that the guest writes per second.
     pub(crate) options: Vec<String>,
     pub(crate) faults: Vec<Fault>,
-    /// The migration after one that failed goes to the same process, if it lives.
+    /// The migration after a failed one goes to the same process, if it still runs.
     pub(crate) same_process: bool,
 }
 

@@ -1,4 +1,4 @@
-//! One experiment with two VMMs, while it goes on.
+//! A running experiment with two VMMs.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,26 +19,26 @@ pub(crate) struct Scene<'a> {
     program: &'a Path,
     clean: Duration,
     source: Vmm,
-    /// Those that wait or waited for the guest, the first one first.
+    /// All destinations, in order of their start.
     destinations: Vec<Vmm>,
     injector: Injector,
     link: Link,
     pub(crate) in_doubt: bool,
 }
 
-/// How long things may take that take no time, on a machine that is very busy.
+/// The limit for what is immediate, on a very busy machine.
 const SOON: Duration = Duration::from_secs(20);
-/// How long a migration may take when nothing is broken: the longest of its timeout, many times.
+/// The limit for a migration without faults: many times its longest timeout.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Faults are over by then at the latest.
+/// All faults are repaired after this time.
 const REPAIRED: Duration = Duration::from_secs(25);
-/// After the last fault a source knows where the guest is within this time.
+/// A source knows where the guest is within this time after the last fault.
 const KNOWS: Duration = Duration::from_secs(4);
-/// How often the scene looks what is to be done.
+/// The interval of checks for due actions.
 const LOOK: Duration = Duration::from_millis(5);
 
 impl<'a> Scene<'a> {
-    /// Starts both VMMs; nothing moves yet.
+    /// Starts both VMMs.
     pub(crate) fn new(plan: &'a Plan, program: &'a Path, clean: Duration) -> Result<Self> {
         let source = Vmm::start(program, "A", "source", &plan.options)?;
         let destination = Vmm::start(program, "B", "destination", &plan.options)?;
@@ -67,7 +67,7 @@ impl<'a> Scene<'a> {
         })
     }
 
-    /// The whole experiment.
+    /// Runs the whole experiment.
     pub(crate) fn play(&mut self) -> Result<Ended, Trouble> {
         let over = self.migrate_with_faults()?;
         let ended = match &over {
@@ -84,12 +84,12 @@ impl<'a> Scene<'a> {
         self.injector.struck()
     }
 
-    /// The messages of the control connections.
+    /// The messages of the control stream.
     pub(crate) fn message_names(&self) -> Vec<String> {
         self.link.handle().message_names()
     }
 
-    /// Migrates with all faults, until everything is repaired; what the source says in the end, unless it was killed.
+    /// Migrates with all faults until everything is repaired. Returns the source's last event, unless it was killed.
     fn migrate_with_faults(&mut self) -> Result<Option<Event>, Trouble> {
         self.injector.arm(self.clean);
         let to = self.link.addresses().concat();
@@ -127,7 +127,7 @@ impl<'a> Scene<'a> {
         Ok(over)
     }
 
-    /// What they did by now is known then.
+    /// Waits for the events of all VMMs so far.
     fn hear_all_out(&self) {
         for vmm in self.all() {
             vmm.hear_out(SOON);
@@ -139,7 +139,7 @@ impl<'a> Scene<'a> {
         repaired.into_iter().try_for_each(|kind| self.do_rest(kind))
     }
 
-    /// What only the scene can do at the end of a fault.
+    /// Finishes the repair of a fault.
     fn do_rest(&mut self, kind: Kind) -> Result<()> {
         if kind == Kind::RestartDestination {
             let address = self.start_destination("C")?;
@@ -148,7 +148,7 @@ impl<'a> Scene<'a> {
         Ok(())
     }
 
-    /// Starts one more destination, and says where it listens.
+    /// Starts another destination and returns its address.
     fn start_destination(&mut self, name: &str) -> Result<String> {
         let destination = Vmm::start(self.program, name, "destination", &self.plan.options)?;
         let address = address(&destination)?;
@@ -156,7 +156,7 @@ impl<'a> Scene<'a> {
         Ok(address)
     }
 
-    /// A VMM that was not killed is alive.
+    /// Checks that VMMs that were not killed still run.
     fn expect_no_crash(&self) -> Result<(), Trouble> {
         let struck = self.struck();
         let killed = |kinds: &[Kind]| struck.iter().any(|kind| kinds.contains(kind));
@@ -173,7 +173,7 @@ impl<'a> Scene<'a> {
         Ok(())
     }
 
-    /// Compares what the source says with what is so.
+    /// Compares the source's claim with the facts.
     fn judge(&self, over: &Event) -> Result<Ended, Trouble> {
         self.expect_one()?;
         let said = over.message["guest"].as_str().unwrap_or("?");
@@ -193,7 +193,7 @@ impl<'a> Scene<'a> {
                 Ok(Ended::Source)
             }
             ("lost", None) if killed => Ok(Ended::Lost("its destination was killed")),
-            // A side in doubt has paused the guest, and may be wrong about nothing else.
+            // A source in doubt has paused the guest and makes no other claim.
             ("in-doubt", Some(there)) => {
                 self.prove(there)?;
                 Ok(Ended::InDoubt)
@@ -208,7 +208,7 @@ impl<'a> Scene<'a> {
         }
     }
 
-    /// The source was killed: the guest is at the destination, or was lost with it.
+    /// Judges after the source was killed: the guest is at the destination, or lost with the source.
     fn judge_without_source(&self) -> Result<Ended, Trouble> {
         self.expect_one()?;
         let Some(there) = self.destinations.iter().find(|vmm| vmm.life().runs_now()) else {
@@ -226,13 +226,13 @@ impl<'a> Scene<'a> {
         }
     }
 
-    /// The guest that has moved is what it was, and goes on.
+    /// Checks that the guest has moved with its memory, and runs.
     fn prove(&self, there: &Vmm) -> Result<(), Trouble> {
         self.verify(there)?;
         self.compare(there)
     }
 
-    /// The guest proves its memory, and goes on.
+    /// Checks that the guest's memory is right, and that it runs.
     fn verify(&self, vmm: &Vmm) -> Result<(), Trouble> {
         let first = self.ask_for_proof(vmm)?;
         let begin = Instant::now();
@@ -247,7 +247,7 @@ impl<'a> Scene<'a> {
         Ok(())
     }
 
-    /// How many pages it has written.
+    /// Makes the guest verify its memory. Returns how many pages it has written.
     fn ask_for_proof(&self, vmm: &Vmm) -> Result<u64, Trouble> {
         let before = vmm.said().len();
         vmm.tell("verify");
@@ -269,7 +269,7 @@ impl<'a> Scene<'a> {
         }
     }
 
-    /// All memory came as it was sent.
+    /// Checks that all memory arrived as it was sent.
     fn compare(&self, there: &Vmm) -> Result<(), Trouble> {
         let memory = |word: Option<Event>| word.map(|word| word.message["memory"].clone());
         let (sent, came) = (memory(self.source.last("sent")), memory(there.last("came")));
@@ -282,7 +282,7 @@ impl<'a> Scene<'a> {
         )
     }
 
-    /// The guest has stayed: the next migration works.
+    /// Checks that the next migration of a guest that stayed works.
     fn migrate_again(&mut self) -> Result<(), Trouble> {
         let same = self.plan.same_process
             && self.destinations.len() == 1
@@ -290,14 +290,14 @@ impl<'a> Scene<'a> {
         let address = if same {
             address(&self.destinations[0])?
         } else {
-            // The one before is not needed any more.
+            // Earlier destinations are not needed any more.
             self.destinations
                 .iter()
                 .for_each(|vmm| vmm.process().kill());
             self.start_destination("D")?
         };
         self.injector.tell("the next migration");
-        // A process that was the destination before may be busy with that for a while.
+        // An earlier destination may be busy with the first migration for a while.
         let deadline = Instant::now() + if same { SOON } else { Duration::ZERO };
         while let Err(cause) = self.migrate_to(&address)? {
             if Instant::now() >= deadline {
@@ -310,7 +310,7 @@ impl<'a> Scene<'a> {
         self.prove(there)
     }
 
-    /// Migrates with nothing broken; what the source says if it keeps the guest.
+    /// Migrates without faults. The inner error is the source's reason for keeping the guest.
     fn migrate_to(&self, address: &str) -> Result<Result<(), String>, Trouble> {
         let before = self.source.said().len();
         self.source.tell(&format!("migrate tcp:{address}"));
@@ -326,7 +326,7 @@ impl<'a> Scene<'a> {
         std::iter::once(&self.source).chain(&self.destinations)
     }
 
-    /// Everything that happened, in its order.
+    /// All events in order.
     pub(crate) fn story(&self) -> Vec<String> {
         let mut story = Vec::new();
         for vmm in self.all() {
@@ -341,7 +341,7 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// Where it listens: host and port.
+/// The address that a destination listens on: host and port.
 fn address(destination: &Vmm) -> Result<String> {
     let listening = destination.wait_for(&["listening"], 0, SOON);
     let listening = listening.context("the destination does not listen")?;

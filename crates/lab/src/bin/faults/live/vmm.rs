@@ -1,4 +1,4 @@
-//! A VMM, as a process: `live`'s example of that name.
+//! A VMM as a process: the example `vmm` of `vamoose-live`.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -25,11 +25,11 @@ pub(crate) struct Vmm {
 #[derive(Default)]
 struct Said {
     events: Vec<Event>,
-    /// Nothing more will come.
+    /// Its output has ended.
     ended: bool,
 }
 
-/// Something that a VMM has said.
+/// A line of a VMM's output.
 #[derive(Clone, Debug)]
 pub(crate) struct Event {
     /// Since 1970.
@@ -72,18 +72,18 @@ impl Vmm {
         self.child.process()
     }
 
-    /// Sends it a command; nothing happens if it has ended.
+    /// Sends a command, unless the VMM has ended.
     pub(crate) fn tell(&self, what: &str) {
         tell(&self.input, what);
     }
 
-    /// What tells it something, from any thread.
+    /// Returns a function that sends a command from any thread.
     pub(crate) fn teller(&self, what: &'static str) -> impl Fn() + Send + Sync + use<> {
         let input = self.input.clone();
         move || tell(&input, what)
     }
 
-    /// The first of these words that it says behind the first `from` of all; `None` if none comes in time.
+    /// Waits for one of these events after the first `from` ones; `None` if none comes in time.
     pub(crate) fn wait_for(&self, words: &[&str], from: usize, within: Duration) -> Option<Event> {
         let found = |said: &Said| {
             let mut new = said.events.iter().skip(from);
@@ -95,10 +95,10 @@ impl Vmm {
         self.said.wait(within, found).flatten()
     }
 
-    /// Waits until everything that it has said by now has been heard.
+    /// Waits until all output so far has been read.
     pub(crate) fn hear_out(&self, within: Duration) {
         let before = self.said().len();
-        // It has no answer to this.
+        // An unknown command.
         self.tell("ping");
         self.wait_for(&["what?"], before, within);
     }
@@ -107,12 +107,12 @@ impl Vmm {
         self.said.lock().events.clone()
     }
 
-    /// The last time that it said this.
+    /// The last event of this name.
     pub(crate) fn last(&self, word: &str) -> Option<Event> {
         self.said().into_iter().rev().find(|said| said.name == word)
     }
 
-    /// When its guest ran.
+    /// When the guest ran.
     pub(crate) fn life(&self) -> Life {
         let said = self.said.lock();
         let told = said.events.iter().map(|said| (said.name.as_str(), said.at));

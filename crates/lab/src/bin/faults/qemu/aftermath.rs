@@ -1,4 +1,4 @@
-//! What comes after the faults: everything is repaired, and has to work.
+//! What follows the faults: everything is repaired and has to work.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::claim::Claim;
 use crate::report::{Broken, Trouble, broken};
 
 impl Scene<'_> {
-    /// The same command again, until it says something definite.
+    /// Repeats the command until its claim is definite.
     pub(crate) fn run_until_definite(&mut self) -> Result<(), Trouble> {
         const MOST: usize = 4;
         for _ in 0..MOST {
@@ -19,7 +19,7 @@ impl Scene<'_> {
                 .iter()
                 .rev()
                 .find(|outcome| outcome.migration.to == 1);
-            // There is nothing to be said about a QEMU that is not there.
+            // A command cannot say anything about a QEMU that has ended.
             let gone = self.instances[0].process.has_ended();
             let known = |outcome: &Outcome| {
                 outcome.claim.is_definite() || gone && outcome.claim == Claim::Silent
@@ -35,21 +35,21 @@ impl Scene<'_> {
         )
     }
 
-    /// What follows from where the guest is. Returns where it is at the end.
+    /// Continues according to where the guest is. Returns where it is at the end.
     pub(crate) fn go_on(&mut self, holder: &Holder) -> Result<Holder, Trouble> {
         match holder {
             Holder::Lost(_) | Holder::Documented => Ok(holder.clone()),
             Holder::Instance(0) => self.migrate_again(),
             Holder::Instance(1) => self.after_success(),
-            // At the other host, by a command of its own.
+            // At the other host, by the command to that host.
             Holder::Instance(_) if !self.plan.next.old_command => Ok(holder.clone()),
             Holder::Instance(other) => self.old_command(*other),
         }
     }
 
-    /// The guest has stayed: the next migration works.
+    /// Checks that the next migration of a guest that stayed works.
     fn migrate_again(&mut self) -> Result<Holder, Trouble> {
-        // A paused guest whose migration failed at its end is one that QEMU itself migrates no more.
+        // QEMU never again migrates a paused guest whose migration failed at the end.
         if self.instances[0].state() == State::Still("postmigrate".to_owned()) {
             return Ok(Holder::Instance(0));
         }
@@ -61,7 +61,7 @@ impl Scene<'_> {
             format!("{}-next", self.plan.name())
         };
         self.left_over = !self.instances[1].process.wait(ENDED_BY_THEN);
-        // Another QEMU of this name is started only after the one before has ended.
+        // Before a QEMU of the same name is started.
         for instance in &self.instances[1..] {
             instance.process.kill();
         }
@@ -112,7 +112,7 @@ impl Scene<'_> {
         }
     }
 
-    /// From the destination to the other host, by another command; the first one has nothing to say any more.
+    /// Moves the guest on to the other host; afterwards the first command is outdated.
     fn move_on(&mut self, restart: bool) -> Result<Holder, Trouble> {
         let name = format!("{}-further", self.plan.name());
         let to = self.add_waiting(OTHER_HOST, self.plan.versions[2], &name, "E")?;
@@ -131,8 +131,7 @@ impl Scene<'_> {
         self.old_command(to)
     }
 
-    /// The first command once more, when the guest is somewhere else: it must not say that it has moved it, and must
-    /// not move it.
+    /// Repeats the first command while the guest is elsewhere: it must not claim to have moved the guest, and must not move it.
     fn old_command(&mut self, holder: usize) -> Result<Holder, Trouble> {
         self.run(self.first_command("the old command"))?;
         self.expect(Holder::Instance(holder))
@@ -150,8 +149,8 @@ impl Scene<'_> {
     }
 }
 
-/// Servers end a QEMU that will not get its guest: when no other connection has come in [`RECONNECT`](super::host::RECONNECT)
-/// seconds, and it has not quit by itself.
+/// Servers end a QEMU that will not get its guest, if no other connection has come within [`RECONNECT`](super::host::RECONNECT)
+/// seconds and it has not quit by itself.
 const ENDED_BY_THEN: Duration = Duration::from_secs(5);
-/// A death need not have been noticed at once.
+/// By then the death has been noticed.
 const DEAD_FOR_CERTAIN: Duration = Duration::from_millis(50);

@@ -1,4 +1,4 @@
-//! A host: its server, the folder in which its QEMUs' monitors are found by name, and the folder of its journal.
+//! A host: its server, the folder with its QEMUs' monitors by name, and the disk of its journal.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -21,21 +21,21 @@ pub(crate) struct Host {
     disk: Disk,
     /// The server has its default timeouts.
     is_patient: bool,
-    /// And where it listens.
+    /// The server and its address.
     server: Option<(Vamoose, SocketAddr)>,
 }
 
-/// Seconds without a byte after which commands give up: short, as most of an experiment is waiting for this.
+/// The seconds without a byte after which commands give up: few, as an experiment mostly waits for this.
 pub(crate) const STALL: &str = "2";
 
-/// Seconds for which both ends wait for another connection: longer than most faults last. A command may want none.
+/// The seconds that both ends wait for another connection: longer than most faults. Some commands do not wait.
 pub(crate) const RECONNECT: &str = "3";
 
-/// A server starts at once, unless the machine is very busy.
+/// The limit for a server to start, on a very busy machine.
 const START: Duration = Duration::from_secs(30);
 
 impl Host {
-    /// A host whose server has not been started.
+    /// A host whose server is not started.
     pub(crate) fn new(program: &Path, is_patient: bool) -> Result<Self> {
         Ok(Self {
             is_patient,
@@ -46,7 +46,7 @@ impl Host {
         })
     }
 
-    /// Starts the server, unless it runs.
+    /// Starts the server, if it does not run.
     pub(crate) fn start(&mut self) -> Result<()> {
         if self.is_up() {
             return Ok(());
@@ -69,7 +69,7 @@ impl Host {
         Ok(())
     }
 
-    /// Ends the server and starts another one, with the same journal.
+    /// Ends the server and starts another one with the same journal.
     pub(crate) fn restart(&mut self) -> Result<()> {
         self.server = None;
         self.start()
@@ -80,7 +80,7 @@ impl Host {
         server.is_some_and(|(vamoose, _)| !vamoose.process().has_ended())
     }
 
-    /// Where the server listens.
+    /// The server's address.
     pub(crate) fn address(&self) -> Result<SocketAddr> {
         Ok(self.server()?.1)
     }
@@ -89,7 +89,7 @@ impl Host {
         Ok(self.server()?.0.process().clone())
     }
 
-    /// What the server has said so far.
+    /// The server's stderr so far.
     pub(crate) fn said(&self) -> String {
         let server = self.server.as_ref();
         server.map_or_else(String::new, |(vamoose, _)| vamoose.stderr())
@@ -99,21 +99,21 @@ impl Host {
         &self.disk
     }
 
-    /// Makes a QEMU known by `name`, in the place of any that was.
+    /// Makes a QEMU known by `name`, replacing any other.
     pub(crate) fn knows(&self, name: &str, qemu: &Qemu) -> Result<()> {
         self.forgets(name);
         let link = self.monitors.path().join(format!("{name}.qmp"));
         std::os::unix::fs::symlink(qemu.qmp_socket(), link).context("linking the monitor")
     }
 
-    /// Whether an attempt to move the guest of this name away from here has come as far as its commit.
+    /// Whether an attempt to move the guest of this name away from here has reached its commit.
     pub(crate) fn has_committed(&self, name: &str) -> Result<bool> {
         for entry in fs::read_dir(self.disk.path()).context("reading a journal")? {
             let entry = entry.context("reading a journal")?;
             if !entry.file_name().to_string_lossy().starts_with("source-") {
                 continue;
             }
-            // It may be replaced or removed just now.
+            // The server may be replacing or removing it.
             let record = fs::read(entry.path()).unwrap_or_default();
             let record = serde_json::from_slice::<Value>(&record).unwrap_or_default();
             if record["name"] == name && record["phase"] != "moving" {
@@ -124,7 +124,7 @@ impl Host {
     }
 
     pub(crate) fn forgets(&self, name: &str) {
-        // There may be none.
+        // The name may be unused.
         let _ = fs::remove_file(self.monitors.path().join(format!("{name}.qmp")));
     }
 

@@ -12,25 +12,25 @@ pub(crate) struct Instance {
     pub(crate) name: String,
     pub(crate) qemu: Qemu,
     pub(crate) process: Process,
-    /// What it has told so far.
+    /// The events so far.
     events: Vec<Event>,
 }
 
-/// What a QEMU says of its guest.
+/// The state of a QEMU's guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     Running,
-    /// Any other state, by QEMU's name.
+    /// Another state, by QEMU's name.
     Still(String),
-    /// It does not answer.
+    /// QEMU does not answer.
     Mute,
     Ended,
 }
 
-/// A QEMU answers at once, unless it hangs or the machine is very busy.
+/// The limit for an answer, on a very busy machine.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// How long a process may take to die.
+/// The limit for a process to die.
 const DYING: Duration = Duration::from_secs(1);
 
 impl Instance {
@@ -51,13 +51,13 @@ impl Instance {
         match self.qemu.qmp.query_status() {
             Ok(state) if state == "running" => State::Running,
             Ok(state) => State::Still(state),
-            // Its monitor goes before it does.
+            // The monitor closes before the process ends.
             Err(_) if self.process.wait(DYING) => State::Ended,
             Err(_) => State::Mute,
         }
     }
 
-    /// When it ran.
+    /// When the guest ran.
     pub(crate) fn life(&mut self) -> Life {
         let (name, ended) = (self.name.clone(), self.process.ended_at());
         let events = self.events().iter();
@@ -65,7 +65,7 @@ impl Instance {
         Life::of(&name, told, ended)
     }
 
-    /// When it said that all of the guest had come, if it has.
+    /// When it reported that the whole guest was loaded.
     pub(crate) fn loaded_at(&mut self) -> Option<Duration> {
         let completed =
             |event: &&Event| event.name == "MIGRATION" && event.data["status"] == "completed";
@@ -73,9 +73,9 @@ impl Instance {
         Some(event.timestamp)
     }
 
-    /// What it has told.
+    /// All events so far.
     pub(crate) fn events(&mut self) -> &[Event] {
-        // The end first: what it had reported by then can still be read.
+        // First, so that everything reported before the end is read.
         self.process.has_ended();
         self.events.extend(self.qemu.qmp.drain_events());
         &self.events

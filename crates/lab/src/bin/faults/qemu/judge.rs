@@ -1,4 +1,4 @@
-//! What has become of the guest, and whether that is what may become of it.
+//! Finds where the guest is, and checks the invariants.
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ use crate::timeline::{Life, doubled};
 /// Who has the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Holder {
-    /// The instance of this number.
+    /// This instance.
     Instance(usize),
     /// Nobody: its only copy was killed.
     Lost(&'static str),
@@ -25,11 +25,11 @@ pub(crate) enum Holder {
     Documented,
 }
 
-/// How long things may take to become as they will be, by themselves.
+/// The limit for states to settle.
 const SETTLING: Duration = Duration::from_secs(5);
 
 impl Scene<'_> {
-    /// Finds who has the guest. All that has happened so far must have been right.
+    /// Finds who has the guest, and checks everything so far.
     pub(crate) fn judge(&mut self) -> Result<Holder, Trouble> {
         self.expect_source()?;
         let holder = if self.plan.runs {
@@ -48,7 +48,7 @@ impl Scene<'_> {
         Ok(holder)
     }
 
-    /// The source's QEMU ends only if it is killed; the others may be ended by servers.
+    /// Checks that the source's QEMU has not ended by itself. Servers may end the others.
     fn expect_source(&mut self) -> Result<(), Trouble> {
         let killed = self.injector.struck().contains(&Kind::Kill(Role::Source));
         if killed || !self.instances[0].process.has_ended() || self.has_aborted_as_documented() {
@@ -60,7 +60,7 @@ impl Scene<'_> {
         )
     }
 
-    /// The one that runs.
+    /// Finds the instance that runs.
     fn who_runs(&mut self) -> Result<Holder, Trouble> {
         let begin = Instant::now();
         loop {
@@ -91,7 +91,7 @@ impl Scene<'_> {
         }
     }
 
-    /// The one that has a guest that is paused: by what the commands say, and what the QEMUs do not contradict.
+    /// Finds the instance that has a paused guest, by the commands' claims, unless the QEMUs contradict them.
     fn who_holds(&mut self) -> Result<Holder, Trouble> {
         let follow = |holder, outcome: &Outcome| match outcome.claim {
             Claim::Moved if outcome.migration.from == holder => outcome.migration.to,
@@ -120,7 +120,7 @@ impl Scene<'_> {
             return Some(Holder::Documented);
         }
         let struck = self.injector.struck();
-        // After a second fault it may be unknown that it had stopped.
+        // After a second fault, it may be unknown that the source had paused the guest.
         let known = struck == [Kind::Kill(Role::Source)] && self.was_whole_at_destination();
         if struck.contains(&Kind::Kill(Role::Source)) && !known {
             return Some(Holder::Lost("its source was killed"));
@@ -136,7 +136,7 @@ impl Scene<'_> {
         None
     }
 
-    /// The source was killed when the destination had all of the guest, and the source had stopped for that.
+    /// Whether the source was killed when the destination had loaded the whole guest, and the source had paused it for that.
     fn was_whole_at_destination(&mut self) -> bool {
         let Some(died) = self.injector.struck_at(Kind::Kill(Role::Source)) else {
             return false;
@@ -172,7 +172,7 @@ impl Scene<'_> {
         }
     }
 
-    /// Compares what a command has said with what is so, or was at that time.
+    /// Compares a command's claim with the facts at that time.
     fn check_claim(
         &self,
         outcome: &Outcome,
@@ -222,13 +222,13 @@ impl Scene<'_> {
         }
     }
 
-    /// The destination has said that the guest runs before it died, or at most just afterwards.
+    /// Whether the destination reported that the guest runs before it died, or just afterwards.
     fn was_told_before(&self, died: Duration) -> bool {
         let told = self.message_at("answer:running");
         told.is_some_and(|told| told < died + IN_FLIGHT)
     }
 
-    /// All memory of the holder is what its counter says, and that has not gone backwards.
+    /// Checks all memory of the holder, and that its counter has not gone backwards.
     fn check_memory(&mut self, holder: usize) -> Result<(), Trouble> {
         let before = counter::count(self.instances[0].qemu.ram())?;
         if self.plan.runs {
@@ -255,8 +255,8 @@ impl Scene<'_> {
         Ok(())
     }
 
-    /// All that the guest has written is on its disk, once, and nobody has the image locked, although all other QEMUs are still
-    /// there: only the last holder is ended. A guest that was paused goes on before.
+    /// Checks that everything the guest has written is on its disk once, and that the image is not locked although all other QEMUs
+    /// still run: only the last holder is ended. A paused guest is run before.
     pub(crate) fn check_disk(&mut self, holder: &Holder) -> Result<(), Trouble> {
         let checked = match holder {
             Holder::Instance(holder) => {
@@ -271,7 +271,7 @@ impl Scene<'_> {
                 instance.process.kill();
                 self.disk.check(instance.qemu.ram(), Ended::Stopped)
             }
-            // It is not known for certain which of them had it last.
+            // It is not certain which of them had it last.
             Holder::Lost(_) | Holder::Documented => {
                 let dead = self.instances.iter().filter(|it| it.process.has_ended());
                 let checks = dead.map(|it| self.disk.check(it.qemu.ram(), Ended::Running));
@@ -285,14 +285,14 @@ impl Scene<'_> {
         }
     }
 
-    /// Whether a source is a QEMU that loses writes of a running guest by itself (docs/qemu.md).
+    /// Whether a source is a QEMU that loses writes of a running guest (docs/qemu.md).
     fn loses_writes(&self) -> bool {
         let mut sources = self.plan.versions[..2].iter();
         self.plan.runs
             && sources.any(|version| self.fixture.binaries[*version].version.loses_writes())
     }
 
-    /// A guest that runs counts on.
+    /// Checks that the guest counts on.
     fn expect_alive(&mut self, holder: usize, at: u32) -> Result<(), Trouble> {
         let begin = Instant::now();
         while counter::count(self.instances[holder].qemu.ram())? <= at {
@@ -314,9 +314,9 @@ fn may_abort(source: Version, stopped: Option<Duration>, migrate_killed: Option<
     source.major < 8 && in_last_round
 }
 
-/// What was said before may be on its way for so long.
+/// A message may be in flight this long.
 const IN_FLIGHT: Duration = Duration::from_millis(100);
-/// Two clocks that are read one after the other, on a busy machine.
+/// The time between reading two clocks on a busy machine.
 const SURE: Duration = Duration::from_millis(300);
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
-//! Two stock QEMUs, `vamoose serve` and `vamoose migrate`, and everything that can go wrong between them.
+//! Two stock QEMUs, `vamoose serve` and `vamoose migrate`, and the faults between them.
 //!
 //! ```text
 //!  host A: QEMU A <── vamoose migrate ──> link ──> vamoose serve ──> QEMU B    host B
 //!                                                  vamoose serve ──> QEMU C    host C
 //! ```
-//! The guest counts in its memory and on its disk (see [`lab::writer`]), an image that all hosts open.
+//! The guest counts in its memory and on its disk, an image that all hosts open, see [`lab::writer`].
 
 mod aftermath;
 mod host;
@@ -27,25 +27,25 @@ use judge::Holder;
 use plan::Plan;
 use scene::{Fixture, Scene};
 
-/// What all jobs know.
+/// What all jobs share.
 pub(crate) struct Setting {
     program: PathBuf,
     binaries: Vec<Binary>,
     choices: Choices,
     short: bool,
-    /// The table of cuts, instead of faults that are drawn.
+    /// The table of cuts, instead of random faults.
     pub(crate) table: Option<Vec<Row>>,
     clean: Duration,
 }
 
-/// One job's hosts, for one experiment after the other.
+/// A job's hosts, for its experiments.
 pub(crate) struct Worker<'a> {
     setting: &'a Setting,
     fixture: Option<Fixture>,
 }
 
 impl Setting {
-    /// Looks how a migration goes without faults.
+    /// Observes a migration without faults.
     pub(crate) fn new(
         program: PathBuf,
         binaries: Vec<Binary>,
@@ -56,7 +56,7 @@ impl Setting {
         let mut setting = Self {
             program,
             binaries,
-            // Of 1024 pages one in five is zero, and the others hardly compress.
+            // One in five of 1024 pages is zero, and the others hardly compress.
             choices: Choices::new(kinds, 2 << 20, 25),
             short,
             table,
@@ -79,7 +79,7 @@ impl Setting {
     fn without_faults(&self) -> Result<(Vec<String>, Duration)> {
         let mut fixture = self.fixture()?;
         let plan = Plan::without_faults();
-        // The first one finds nothing in caches.
+        // The first runs warm caches.
         for _ in 0..2 {
             Scene::new(&plan, &mut fixture)?.rehearse()?;
         }
@@ -132,7 +132,7 @@ impl<'a> Worker<'a> {
         Plan::draw(seed, number, choices, binaries.len(), *short)
     }
 
-    /// Makes an experiment. After one that went wrong the next one has hosts of its own.
+    /// Runs an experiment. After a failed one, the next one gets new hosts.
     pub(crate) fn experiment(&mut self, plan: &Plan) -> Result<Report, Trouble> {
         let mut fixture = match self.fixture.take() {
             Some(fixture) => fixture,
@@ -170,7 +170,7 @@ impl Scene<'_> {
         })
     }
 
-    /// From the last time that A paused the guest until B ran it.
+    /// From the last pause of the guest at A to its resumption at B.
     fn downtime(&mut self) -> Option<Duration> {
         let [source, destination] = [0, 1].map(|index| self.instances[index].life());
         let (_, stopped) = *source.runs.last()?;
@@ -188,7 +188,7 @@ impl Scene<'_> {
         Ok(holder)
     }
 
-    /// A migration without faults.
+    /// Runs a migration without faults.
     fn rehearse(&mut self) -> Result<()> {
         match self.try_play() {
             Ok(Holder::Instance(1)) => Ok(()),
@@ -201,7 +201,7 @@ impl Scene<'_> {
     }
 }
 
-/// How often each kind of fault is drawn, of all.
+/// The kinds of faults with their weights.
 pub(crate) const KINDS: [(u64, Kind); 23] = [
     (4, Kind::Kill(Role::Source)),
     (6, Kind::Kill(Role::Destination)),

@@ -1,4 +1,4 @@
-//! What an experiment does: everything that chance decides, before it begins.
+//! The plan of an experiment with two QEMUs: everything that is random.
 
 use std::fmt;
 
@@ -11,9 +11,9 @@ use crate::table::Row;
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     pub(crate) number: u64,
-    /// Indices of QEMU versions: the source's, its destination's, and that of the migration after.
+    /// Indices of the QEMUs: the source's, the destination's, and the next destination's.
     pub(crate) versions: [usize; 3],
-    /// Whether the guest runs; else it is paused all the time.
+    /// Whether the guest runs, or is paused all the time.
     pub(crate) runs: bool,
     /// Whether destinations are started with -S.
     pub(crate) paused: bool,
@@ -22,11 +22,11 @@ pub(crate) struct Plan {
     pub(crate) faults: Vec<Fault>,
     pub(crate) then: Then,
     pub(crate) next: Next,
-    /// The row of the table of cuts that this is.
+    /// The row, if the plan is one of the table of cuts.
     pub(crate) row: Option<Row>,
 }
 
-/// What comes after a migration that succeeded.
+/// What follows a successful migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Then {
     Nothing,
@@ -40,19 +40,19 @@ pub(crate) enum Then {
     },
 }
 
-/// The migration that comes after one that failed.
+/// The migration that follows a failed one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Next {
     /// To another host.
     pub(crate) other_host: bool,
     /// To a QEMU of the same name.
     pub(crate) same_name: bool,
-    /// And then the old command again.
+    /// Followed by the old command.
     pub(crate) old_command: bool,
 }
 
 impl Plan {
-    /// A plan with `versions` QEMUs to choose from; `short`: no command is run again when everything is over.
+    /// Draws a plan with `versions` QEMUs to choose from. If `short`, no old command is repeated.
     pub(crate) fn draw(
         seed: u64,
         number: u64,
@@ -111,7 +111,7 @@ impl Plan {
         }
     }
 
-    /// A row of the table of cuts. Each one has the next method and, of these QEMUs, the next two.
+    /// The plan of a row of the table of cuts. Each row has the next method, source and destination.
     pub(crate) fn of_row(number: u64, row: &Row, sources: &[usize], versions: usize) -> Self {
         let turn = |number: u64, count: usize| usize::try_from(number).unwrap_or(0) % count.max(1);
         let method = TABLE_METHODS[turn(number, TABLE_METHODS.len())];
@@ -166,11 +166,11 @@ impl fmt::Display for Plan {
     }
 }
 
-/// How many different contents guests have at the start.
+/// The number of different initial contents.
 pub(crate) const CONTENTS: u64 = 4;
-/// Of a guest. Less than one second's traffic at any bandwidth below.
+/// The guest's memory. Less than a second's traffic at any bandwidth below.
 const RAM: u64 = 4 << 20;
-/// More than the relays keep, so that the first round lasts.
+/// More than the relays buffer, so that the first round lasts.
 const TABLE_RAM: u64 = 24 << 20;
 const TABLE_METHODS: [&str; 5] = ["none", "zstd", "lz4", "zlib", "auto"];
 
@@ -181,7 +181,7 @@ fn draw_options(random: &mut Random) -> Vec<String> {
     };
     option("--method", random.choose(&["none", "zstd", "zlib", "lz4"]));
     option("--channels", random.choose(&["1", "2", "4"]));
-    // Without another connection every fault of the link ends the migration; with one, it goes on or ends later.
+    // Without reconnecting, every fault of the link ends the migration; with it, the migration continues or ends later.
     option("--reconnect-timeout", random.choose(&["0", RECONNECT]));
     if let Some(rate) = random.weighted(&[(60, None), (20, Some("16M")), (20, Some("4M"))]) {
         option("--max-bandwidth", rate);

@@ -1,4 +1,4 @@
-//! One experiment while it goes on: the QEMUs, the link, the commands, and what is done to them.
+//! A running experiment with two QEMUs: the QEMUs, the link, and the commands.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -26,13 +26,13 @@ use crate::report::{Broken, Trouble, broken};
 use crate::table::Row;
 use crate::timeline::Life;
 
-/// What a job keeps over its experiments.
+/// What a job keeps across its experiments.
 pub(crate) struct Fixture {
     pub(crate) program: PathBuf,
     pub(crate) binaries: Vec<Binary>,
-    /// The source's, the destination's, and another one.
+    /// The source's host, the destination's, and another one.
     pub(crate) hosts: [Host; 3],
-    /// What a migration takes without faults.
+    /// The time of a migration without faults.
     pub(crate) clean: Duration,
 }
 
@@ -43,80 +43,80 @@ pub(crate) const OTHER_HOST: usize = 2;
 pub(crate) struct Scene<'a> {
     pub(crate) plan: &'a Plan,
     pub(crate) fixture: &'a mut Fixture,
-    /// The guest's, and its memory at its start.
+    /// The guest's disk, and its initial memory.
     pub(crate) disk: Disk,
     pub(crate) image: Image,
     /// The source first.
     pub(crate) instances: Vec<Instance>,
     pub(crate) injector: Injector,
     pub(crate) outcomes: Vec<Outcome>,
-    /// The attempt of which a command wants a word that nobody else has moved the guest.
+    /// The attempt that a command wants to have confirmed: that nothing else has moved the guest.
     confirmed: Option<String>,
-    /// The guest has stayed, and its destination has not been ended.
+    /// The guest has stayed, and its destination was not ended.
     pub(crate) left_over: bool,
-    /// Before the link, which they use.
+    // Dropped before the link, which they use.
     commands: Vec<Running>,
     link: Link,
-    /// What the source may send in a second, and its downtime limit in milliseconds, for a row of the table.
+    /// The source's bandwidth in bytes per second and downtime limit in milliseconds, for a row of the table.
     pace: (u64, u64),
     outputs: Vec<String>,
 }
 
-/// A command to be run.
+/// A command that migrates the guest.
 #[derive(Clone, Debug)]
 pub(crate) struct Migration {
-    /// In words.
+    /// A description.
     pub(crate) what: &'static str,
-    /// The instances between which it is to move the guest.
+    /// The instances that it moves the guest between.
     pub(crate) from: usize,
     pub(crate) to: usize,
-    /// Where it runs.
+    /// The host that it runs on.
     host: usize,
-    /// Where the destination's server listens, for each path.
+    /// The address of the destination's server, for each path.
     server: Vec<String>,
-    /// Of the guest, at that server.
+    /// The guest's name at that server.
     name: String,
 }
 
-/// A command that runs.
+/// A running command.
 struct Running {
     vamoose: Vamoose,
     migration: Migration,
-    /// Nothing was broken at its start.
+    /// It was started without faults.
     whole: bool,
 }
 
-/// What a command has said at its end.
+/// How a command ended.
 #[derive(Clone, Debug)]
 pub(crate) struct Outcome {
     pub(crate) migration: Migration,
     pub(crate) claim: Claim,
     pub(crate) at: Duration,
-    /// Nothing was broken for so long that it has to know.
+    /// There was no fault for so long that the command has to know where the guest is.
     pub(crate) whole: bool,
-    /// The source remembers a commit that it has sent or was about to send, or what came of one.
+    /// The source's journal has a commit, or the outcome of one.
     pub(crate) committed: bool,
 }
 
-/// A guest begins to write in a second, unless the machine is very busy.
+/// The limit for a guest to begin to write, on a very busy machine.
 const BEGINS: Duration = Duration::from_secs(60);
-/// How long a command may take when nothing is broken: the longest of its timeout, many times.
+/// The limit for a command without faults: many times its longest timeout.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Faults are over by then at the latest.
+/// All faults are repaired after this time.
 const REPAIRED: Duration = Duration::from_secs(25);
-/// After the last fault a command knows where the guest is within this time: it asks again every few seconds.
+/// A command knows where the guest is within this time after the last fault: it asks every few seconds.
 const KNOWS: Duration = Duration::from_secs(8);
-/// What a source may send in a second, when nothing keeps it in its round.
+/// The bandwidth of a source that is not kept in its round.
 const RATE: u64 = 1 << 30;
-/// The guest writes faster, so a round does not end.
+/// The guest writes faster than this, so a round does not end.
 const SLOW_RATE: u64 = 256 << 10;
-/// Milliseconds, for a migration of the table that is to end.
+/// The downtime limit of a migration that may end, in milliseconds.
 const DOWNTIME: u64 = 500;
-/// How often the scene looks what is to be done.
+/// The interval of checks for due actions.
 const LOOK: Duration = Duration::from_millis(10);
 
 impl<'a> Scene<'a> {
-    /// Sets everything up; nothing moves yet.
+    /// Starts the servers and QEMUs.
     pub(crate) fn new(plan: &'a Plan, fixture: &'a mut Fixture) -> Result<Self> {
         for host in &mut fixture.hosts[HOST..] {
             host.start()?;
@@ -130,7 +130,7 @@ impl<'a> Scene<'a> {
         let image = writer::wait_begun(&source, BEGINS)?;
         if !plan.runs {
             source.qmp.stop()?;
-            // From here on it never runs.
+            // The guest never runs from here on.
             source.qmp.drain_events();
         }
         let holds = plan.row.as_ref().is_some_and(Row::holds_round);
@@ -165,7 +165,7 @@ impl<'a> Scene<'a> {
         })
     }
 
-    /// Runs the first command with all faults, until everything is repaired and all commands have ended.
+    /// Runs the first command with all faults until everything is repaired and all commands have ended.
     pub(crate) fn run_with_faults(&mut self) -> Result<(), Trouble> {
         self.injector.arm(self.fixture.clean);
         let first = self.start(self.first_command("the first command"), false)?;
@@ -193,7 +193,7 @@ impl<'a> Scene<'a> {
         Ok(())
     }
 
-    /// Strikes with the faults whose moments the source's QEMU has told.
+    /// Strikes with the faults whose moments the source's QEMU has reported.
     fn strike_as_told(&mut self) {
         let events = self.instances[0].events();
         let has = |name: &str, is_it: &dyn Fn(&Event) -> bool| {
@@ -210,14 +210,14 @@ impl<'a> Scene<'a> {
         });
     }
 
-    /// Keeps a migration of the table in its round until the cut is over: the guest writes more than is sent meanwhile.
+    /// Keeps a migration of the table in its round until the cut is over, by a bandwidth below the guest's writes.
     fn keep_pace(&mut self) -> Result<()> {
         let Some(row) = self.plan.row.as_ref().filter(|row| row.holds_round()) else {
             return Ok(());
         };
         let qmp = &mut self.instances[0].qemu.qmp;
         let pace = if self.injector.struck().is_empty() {
-            // From here on the guest writes more than is sent, so the next round does not end.
+            // Before the first round ends, so that the next one does not end.
             let ends = |ram: &Value| ram["remaining"].as_u64().is_some_and(|it| it < 512 << 10);
             let slow = row.is_in_later_round() && ends(&qmp.query_migrate()?["ram"]);
             if slow { (SLOW_RATE, 1) } else { self.pace }
@@ -236,7 +236,7 @@ impl<'a> Scene<'a> {
         Ok(())
     }
 
-    /// Runs a command with nothing broken, to its end.
+    /// Runs a command without faults to its end.
     pub(crate) fn run(&mut self, migration: Migration) -> Result<Claim, Trouble> {
         self.start(migration, true)?;
         let begin = Instant::now();
@@ -257,7 +257,7 @@ impl<'a> Scene<'a> {
         self.migration(what, [0, 1], SOURCE_HOST, to, &self.plan.name())
     }
 
-    /// A command from one QEMU on a host to another one, which `name` names at the server `to`.
+    /// A command that moves the guest between two instances, to `name` at `server`.
     pub(crate) fn migration(
         &self,
         what: &'static str,
@@ -276,7 +276,7 @@ impl<'a> Scene<'a> {
         }
     }
 
-    /// Adds a QEMU that waits at a host, and says its number.
+    /// Starts a QEMU that waits on a host, and returns its number.
     pub(crate) fn add_waiting(
         &mut self,
         host: usize,
@@ -292,11 +292,11 @@ impl<'a> Scene<'a> {
         Ok(self.instances.len() - 1)
     }
 
-    /// No QEMU that lives keeps silent.
+    /// Checks that all running QEMUs answer.
     pub(crate) fn expect_answers(&mut self) -> Result<(), Trouble> {
         for instance in &mut self.instances {
             if instance.state() == State::Mute {
-                // Hangs, or has had no processor?
+                // To tell a hang from a lack of CPU time.
                 let threads = lab::proc::threads(instance.qemu.pid());
                 let what = format!(
                     "{} (QEMU {}; {threads})",
@@ -312,7 +312,7 @@ impl<'a> Scene<'a> {
         self.instances.iter_mut().map(Instance::life).collect()
     }
 
-    /// When the link first saw this message.
+    /// When a message first arrived at the link.
     pub(crate) fn message_at(&self, name: &str) -> Option<Duration> {
         let mut messages = self.link.handle().messages().into_iter();
         messages
@@ -320,12 +320,12 @@ impl<'a> Scene<'a> {
             .map(|message| message.at)
     }
 
-    /// The messages of the control connections.
+    /// The messages of the control stream.
     pub(crate) fn message_names(&self) -> Vec<String> {
         self.link.handle().message_names()
     }
 
-    /// Whether a command did not know where the guest was.
+    /// Whether a command was in doubt.
     pub(crate) fn was_in_doubt(&self) -> bool {
         self.outcomes
             .iter()
@@ -340,7 +340,7 @@ impl<'a> Scene<'a> {
         for address in &migration.server {
             command.args(["--to", address]);
         }
-        // The link's messages are read.
+        // So that the link sees the messages.
         command.arg("--insecure");
         if self.plan.row.is_none() {
             command.args(["--stall-timeout", STALL, "--downtime-max", "5"]);
@@ -366,7 +366,7 @@ impl<'a> Scene<'a> {
         Ok(process)
     }
 
-    /// What only the scene can do about a fault: at its end, or when it strikes.
+    /// Continues a fault or finishes its repair.
     fn do_rest(&mut self, kind: Kind) -> Result<()> {
         match kind {
             Kind::Kill(Role::Serve) => self.restart_server()?,
@@ -392,7 +392,7 @@ impl<'a> Scene<'a> {
         repaired.into_iter().try_for_each(|kind| self.do_rest(kind))
     }
 
-    /// Ends the destination's server, if that has not been done, and starts it anew.
+    /// Restarts the destination's server.
     pub(crate) fn restart_server(&mut self) -> Result<()> {
         let host = &mut self.fixture.hosts[HOST];
         host.restart()?;
@@ -400,7 +400,7 @@ impl<'a> Scene<'a> {
         Ok(())
     }
 
-    /// A server that was not killed runs.
+    /// Checks that servers that were not killed still run.
     fn expect_servers(&self) -> Result<(), Trouble> {
         let killed = self.injector.struck().contains(&Kind::Kill(Role::Serve));
         for host in [HOST, OTHER_HOST] {
@@ -412,7 +412,7 @@ impl<'a> Scene<'a> {
         Ok(())
     }
 
-    /// Takes what the commands have said that have ended; waits a moment for them.
+    /// Records the outcomes of ended commands, after a short wait.
     fn collect_ended(&mut self) -> Result<(), Trouble> {
         if let Some(first) = self.commands.first() {
             first.vamoose.process().wait(LOOK);
@@ -439,7 +439,7 @@ impl<'a> Scene<'a> {
         };
         self.injector.tell(&format!("{what} ends: {claim}"));
         if claim == Claim::Unconfirmed {
-            // Nobody uses another tool here.
+            // Nothing else moves guests here.
             let hint = ended.stderr.split("--confirm ").nth(1);
             let attempt = hint.and_then(|hint| hint.split_whitespace().next());
             self.confirmed = attempt.map(str::to_owned);
@@ -456,7 +456,7 @@ impl<'a> Scene<'a> {
         Ok(())
     }
 
-    /// Commands end within some time in which nothing is broken.
+    /// Checks that commands end in time without faults.
     fn expect_end(&mut self, whole_for: Duration) -> Result<(), Trouble> {
         let Some(command) = self.commands.first().filter(|_| whole_for > LIMIT) else {
             return Ok(());
@@ -470,7 +470,7 @@ impl<'a> Scene<'a> {
         )
     }
 
-    /// Everything that happened, in its order.
+    /// All events in order.
     pub(crate) fn story(&mut self) -> Vec<String> {
         let mut story = Vec::new();
         for instance in &mut self.instances {
@@ -502,7 +502,7 @@ impl<'a> Scene<'a> {
 }
 
 impl Fixture {
-    /// A machine that waits for the guest with this disk.
+    /// Starts a QEMU that waits for the guest with this disk.
     fn waiting(&self, plan: &Plan, disk: &Disk, version: usize, label: &str) -> Result<Instance> {
         let mut machine = disk.machine(&self.binaries[version], plan.ram()).incoming();
         if plan.paused {
@@ -517,7 +517,7 @@ impl Fixture {
 }
 
 impl Plan {
-    /// Of the guest, on all hosts.
+    /// The guest's name on all hosts.
     pub(crate) fn name(&self) -> String {
         format!("vm{}", self.number)
     }
