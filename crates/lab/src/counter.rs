@@ -1,6 +1,6 @@
 //! The smallest running guest: 111 bytes of 16-bit code in place of the firmware, which count 200 times per second and write each
-//! number into the next page of memory. It starts in a tenth of a second. Its counter determines the content of its memory, so every
-//! page can be checked at any time, on any host.
+//! number into the next page of memory. It starts in a tenth of a second. Its counter determines the content of its memory, so
+//! every page can be checked at any time, on any host.
 //!
 //! ```text
 //!  0x00500             the last number, 32 bits

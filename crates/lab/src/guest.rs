@@ -1,5 +1,5 @@
-//! A Linux guest that fills its memory, rewrites part of it, checks all of it, and ticks ten times per second on its serial port. Its
-//! program is `guest/ticker.rs`, which documents the lines.
+//! A Linux guest that fills its memory, rewrites part of it, checks all of it, and ticks ten times per second on its serial port.
+//! Its program is `guest/ticker.rs`, which documents the lines.
 //!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {
@@ -78,8 +78,8 @@ impl Image {
         parts.into_iter().find(|part| part.find().is_none())
     }
 
-    /// Builds an initramfs with `content` MiB of this machine's files to fill memory from. A guest needs about twice that besides the
-    /// filled memory, and 100 MiB for itself.
+    /// Builds an initramfs with `content` MiB of this machine's files to fill memory from. A guest needs about twice that besides
+    /// the filled memory, and 100 MiB for itself.
     pub fn build(content: u32) -> Result<Self> {
         Self::of(entries(u64::from(content) << 20)?)
     }

@@ -3,7 +3,8 @@
 //! - [`qemu`] finds and runs QEMUs: bare ones whose RAM is a file, and ones with a Linux guest;
 //! - [`qmp`] controls them, [`guest`] watches a running guest, [`program`] runs a real program in one, [`counter`] is the smallest
 //!   guest, [`writer`] the smallest one with a disk, [`ram`] makes and compares memory images;
-//! - [`vamoose`] runs the program under test, [`stand_in`] compiles substitutes for hardware libraries, [`qatzip`] finds the real one;
+//! - [`vamoose`] runs the program under test, [`stand_in`] compiles substitutes for hardware libraries, [`qatzip`] finds the real
+//!   one;
 //! - [`net`] makes links of given rates that can be pulled, [`middlebox`] is a proxy that breaks connections, [`sockets`] has ports
 //!   that refuse them;
 //! - [`process`] runs and ends processes, [`proc`] and [`cpu`] measure them;

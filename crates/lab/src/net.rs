@@ -1,4 +1,5 @@
-//! Two hosts and the wires between them: network namespaces joined by virtual cables of given rates, which can be pulled. Needs root.
+//! Two hosts and the wires between them: network namespaces joined by virtual cables of given rates, which can be pulled. Needs
+//! root.
 
 mod lan;
 

@@ -1,5 +1,5 @@
-//! Linux guests under TCG that run real programs: Redis, PostgreSQL, or a compiler in a loop. `scripts/setup workloads` fetches them.
-//! The guest's script is `guest/workload`; the network is [`Lan`].
+//! Linux guests under TCG that run real programs: Redis, PostgreSQL, or a compiler in a loop. `scripts/setup workloads` fetches
+//! them. The guest's script is `guest/workload`; the network is [`Lan`].
 
 use std::fs;
 use std::io::Cursor;

@@ -19,7 +19,8 @@ const NEEDED: [&str; 6] = [
     "libqat.so.4",
 ];
 
-/// The folder with the library and what it needs: from `scripts/setup qatzip`, else the system's. If there is none, reports the test as skipped and returns `None`.
+/// The folder with the library and what it needs: from `scripts/setup qatzip`, else the system's. If there is none, reports the
+/// test as skipped and returns `None`.
 pub fn folder_or_skip() -> Result<Option<PathBuf>> {
     let system = ["/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib"].map(PathBuf::from);
     let mut folders = [target_dir().join("qatzip")].into_iter().chain(system);

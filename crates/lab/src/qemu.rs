@@ -1,8 +1,9 @@
 //! Finds QEMUs on this machine and runs them.
 //!
-//! There are four kinds of machine: a *bare* one without CPU and firmware, which consists of a RAM file and migrates in milliseconds;
-//! one that runs a few bytes of *firmware* ([`crate::counter`]); one whose BIOS boots from a *disk* ([`crate::writer`]); and one with
-//! a *Linux* guest under TCG ([`crate::guest`]). RAM is a file, so that two ends can be compared, or other memory, see [`Backend`].
+//! There are four kinds of machine: a *bare* one without CPU and firmware, which consists of a RAM file and migrates in
+//! milliseconds; one that runs a few bytes of *firmware* ([`crate::counter`]); one whose BIOS boots from a *disk*
+//! ([`crate::writer`]); and one with a *Linux* guest under TCG ([`crate::guest`]). RAM is a file, so that two ends can be compared,
+//! or other memory, see [`Backend`].
 
 use std::ffi::OsString;
 use std::fmt;
@@ -28,8 +29,8 @@ pub const MACHINE: &str = "pc-i440fx-7.2";
 /// The major and minor versions that `scripts/setup qemu` fetches and migrations are tested with, oldest first.
 pub const VERSIONS: [(u32, u32); 3] = [(7, 2), (10, 0), (11, 1)];
 
-/// Bytes to add to the memory of a running guest that leaves a QEMU before 8.0 under TCG. Memory of whole multiples of 256 KiB takes
-/// QEMU's fast path of collecting dirty pages, which loses writes there.
+/// Bytes to add to the memory of a running guest that leaves a QEMU before 8.0 under TCG. Memory of whole multiples of 256 KiB
+/// takes QEMU's fast path of collecting dirty pages, which loses writes there.
 pub const AWKWARD: u64 = 8 << 10;
 
 /// A version of QEMU.
@@ -287,9 +288,9 @@ impl Builder {
         self
     }
 
-    /// Makes a bare machine compatible with an older QEMU at the other end, possibly behind a relay: a SYNC after each section, zero
-    /// pages in the main stream, no announcement of the switchover. The other machines have a versioned type that does this. Without
-    /// it the two ends would wait for each other for ever.
+    /// Makes a bare machine compatible with an older QEMU at the other end, possibly behind a relay: a SYNC after each section,
+    /// zero pages in the main stream, no announcement of the switchover. The other machines have a versioned type that does this.
+    /// Without it the two ends would wait for each other for ever.
     pub fn peer(mut self, other: Version) -> Self {
         let habits = [
             (9, "multifd-flush-after-each-section=on"),

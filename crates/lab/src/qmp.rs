@@ -1,7 +1,7 @@
 //! A small synchronous QMP client with what migrations need.
 //!
-//! It deliberately shares no code with the client of `vamoose-relay`, which it helps to test. One thread uses a connection; events are
-//! queued in order. Every wait has a limit. All commands fail like [`Qmp::execute`].
+//! It deliberately shares no code with the client of `vamoose-relay`, which it helps to test. One thread uses a connection; events
+//! are queued in order. Every wait has a limit. All commands fail like [`Qmp::execute`].
 
 use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Write};
@@ -80,8 +80,8 @@ impl Qmp {
     /// Runs a command and returns its result.
     ///
     /// # Errors
-    /// When QEMU refuses the command (with its reason), has exited (with its stderr), or does not answer within a minute or the time
-    /// of [`Qmp::set_timeout`].
+    /// When QEMU refuses the command (with its reason), has exited (with its stderr), or does not answer within a minute or the
+    /// time of [`Qmp::set_timeout`].
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
         self.commands += 1;
         let id = self.commands;
@@ -250,8 +250,8 @@ impl Qmp {
         })
     }
 
-    /// Waits until QEMU has cleaned up after a migration. It reports *failed* or *cancelled* earlier, but accepts no migration and no
-    /// change of capabilities before.
+    /// Waits until QEMU has cleaned up after a migration. It reports *failed* or *cancelled* earlier, but accepts no migration and
+    /// no change of capabilities before.
     pub fn wait_idle(&mut self, within: Duration) -> Result<()> {
         self.wait(within, |qmp| {
             let instances = qmp.execute("query-yank", json!({}))?;

@@ -124,8 +124,8 @@ pub struct Continuity {
 }
 
 impl Continuity {
-    /// The time from the last tick at the source to the first one at the destination: the downtime for the guest's users, plus up to
-    /// one tick (100 ms).
+    /// The time from the last tick at the source to the first one at the destination: the downtime for the guest's users, plus up
+    /// to one tick (100 ms).
     pub fn gap(&self) -> Duration {
         self.first.at.saturating_duration_since(self.last.at)
     }

@@ -1,8 +1,8 @@
 //! Substitutes for libraries of hardware that test machines do not have.
 //!
-//! `stand_in/libqatzip.c` is a libqatzip that uses zlib instead of a QAT device, with switches for every failure of the real library.
-//! A program under test gets the switches through its environment (`STAND_IN_hw_session_stat=11`); a test that loads the library
-//! calls `stand_in_set(name, value)` and `stand_in_get(name)`. The C file lists the names.
+//! `stand_in/libqatzip.c` is a libqatzip that uses zlib instead of a QAT device, with switches for every failure of the real
+//! library. A program under test gets the switches through its environment (`STAND_IN_hw_session_stat=11`); a test that loads the
+//! library calls `stand_in_set(name, value)` and `stand_in_get(name)`. The C file lists the names.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -28,8 +28,8 @@ pub const LIBQATZIP_SYMBOLS: [&str; 10] = [
 /// A function that Vamoose calls if the library has it; the first versions of QATzip do not. The stand-in has it.
 pub const LIBQATZIP_OPTIONAL_SYMBOL: &str = "qzSetLogLevel";
 
-/// Compiles the stand-in for libqatzip into `folder`, optionally without a symbol, and returns its path. Every test needs a folder of
-/// its own: a process that loads a file twice shares its switches.
+/// Compiles the stand-in for libqatzip into `folder`, optionally without a symbol, and returns its path. Every test needs a folder
+/// of its own: a process that loads a file twice shares its switches.
 pub fn libqatzip(folder: &Path, without: Option<&str>) -> Result<PathBuf> {
     let path = folder.join("libqatzip.so.3");
     let mut compiler = Command::new("cc");

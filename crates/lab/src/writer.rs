@@ -10,9 +10,9 @@
 //!          0x504: the number of failed calls; 0x508: AX after the last one
 //!  serial  a dot for each number on the disk, a `!` for each failed call
 //! ```
-//! A lost write, a repeated one, and one of a guest with old memory stay visible in a sector's sum for ever. Every sector is a cluster
-//! of the image, so until all sectors have been written once, each write also changes the image's tables, which have to be right at
-//! the destination host, too.
+//! A lost write, a repeated one, and one of a guest with old memory stay visible in a sector's sum for ever. Every sector is a
+//! cluster of the image, so until all sectors have been written once, each write also changes the image's tables, which have to be
+//! right at the destination host, too.
 
 use std::fs::{self, File};
 use std::os::unix::fs::OpenOptionsExt;
@@ -95,8 +95,8 @@ impl Disk {
         self.is_direct
     }
 
-    /// A machine with this disk and `ram` bytes, which boots from the disk or waits for the guest. The memory of a waiting machine has
-    /// to be zeros.
+    /// A machine with this disk and `ram` bytes, which boots from the disk or waits for the guest. The memory of a waiting machine
+    /// has to be zeros.
     pub fn machine(&self, binary: &Binary, ram: u64) -> Builder {
         // Both flush after each write, as the BIOS has no call for it.
         let cache = match self.is_direct {
@@ -114,8 +114,8 @@ impl Disk {
             .argument("virtio-blk-pci,drive=disk,bootindex=1")
     }
 
-    /// Checks the whole disk: every number is in its sector once, up to the guest's counter, which is returned, and no call has failed.
-    /// `ram` is the memory of the QEMU that had the guest last. No QEMU may have the image open for writing.
+    /// Checks the whole disk: every number is in its sector once, up to the guest's counter, which is returned, and no call has
+    /// failed. `ram` is the memory of the QEMU that had the guest last. No QEMU may have the image open for writing.
     ///
     /// # Errors
     /// When a sector or the image is wrong, or a process has the image locked.

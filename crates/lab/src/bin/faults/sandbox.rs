@@ -1,7 +1,7 @@
 //! Namespaces for this program, so that no process, file or mount is left when it ends, however it ends.
 //!
-//! The program starts itself again as the first process of a PID namespace: when it ends, the kernel kills all others. Temporary files
-//! and guests' memory are in a tmpfs of the mount namespace.
+//! The program starts itself again as the first process of a PID namespace: when it ends, the kernel kills all others. Temporary
+//! files and guests' memory are in a tmpfs of the mount namespace.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};

@@ -65,8 +65,8 @@ pub(crate) fn clock(at: Duration) -> String {
     format!("{:03}.{:06}", at.as_secs() % 1000, at.subsec_micros())
 }
 
-/// Finds a guest that ran twice: in two places at once, or in one with memory from before it ran in another. A QEMU never receives the
-/// guest twice, so one that runs again has its old memory.
+/// Finds a guest that ran twice: in two places at once, or in one with memory from before it ran in another. A QEMU never receives
+/// the guest twice, so one that runs again has its old memory.
 pub(crate) fn doubled(lives: &[Life]) -> Option<String> {
     let mut runs: Vec<_> = lives
         .iter()

@@ -2,8 +2,9 @@
 //! one of its clients adds rows with the numbers 1, 2, 3, ... and says each on the serial port when the commit is done;
 //! pgbench changes pages beside it, and what is read comes from the disk.
 //!
-//! Afterwards a guest that has seen nothing of it looks at the disk ([`check`]): `e2fsck`, `pg_checksums`, `pg_amcheck`, the sums of
-//! pgbench's tables, and the numbers. The guest's script is `guest/database`; `scripts/setup guest workloads` fetches the programs.
+//! Afterwards a guest that has seen nothing of it looks at the disk ([`check`]): `e2fsck`, `pg_checksums`, `pg_amcheck`, the sums
+//! of pgbench's tables, and the numbers. The guest's script is `guest/database`; `scripts/setup guest workloads` fetches the
+//! programs.
 
 use std::fs;
 use std::path::{Path, PathBuf};

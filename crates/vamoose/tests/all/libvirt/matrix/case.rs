@@ -144,8 +144,8 @@ pub(super) const CASES: &[Case] = &[
         Event::PostcopyResumed,
     )
     .needs(Needs::AllConnections)
-    // Under TCG, QEMU delivers an interrupt with its big lock held. When the guest's stack has not come, it waits so for ever, and its
-    // monitor with it.
+    // Under TCG, QEMU delivers an interrupt with its big lock held. When the guest's stack has not come, it waits so for ever, and
+    // its monitor with it.
     .by_name(),
     case(
         "parallel, copied storage",

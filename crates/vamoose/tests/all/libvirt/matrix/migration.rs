@@ -144,7 +144,8 @@ fn migrate(
             let flags = [case.flags, &["--postcopy-resume"]].concat();
             let resumed = start(hosts, domain, passage, &flags)?;
             let ended = finish(resumed, passage).context("the one that resumes it")?;
-            // libvirt 9.0 says that it has failed when the destination's QEMU has not been reached yet, and it goes on all the same.
+            // libvirt 9.0 says that it has failed when the destination's QEMU has not been reached yet, and it goes on all the
+            // same.
             let start = Instant::now();
             while domain.state(domain.at())?.is_some() {
                 ensure!(
