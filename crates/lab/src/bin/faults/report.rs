@@ -32,7 +32,7 @@ pub(crate) enum Ended {
     Destination,
     /// Lost, as its only copy was killed.
     Lost(&'static str),
-    /// Lost, as the source's QEMU aborted by itself, see docs/qemu.md.
+    /// Lost, as the source's QEMU aborted or hung by itself, see docs/qemu.md.
     Documented,
     /// Unknown, as it may be.
     InDoubt,

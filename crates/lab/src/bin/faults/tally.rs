@@ -112,7 +112,7 @@ impl fmt::Display for Tally {
         )?;
         writeln!(
             f,
-            "documented: {} times a QEMU before 8 aborted when `migrate` was killed in the last round (docs/qemu.md)",
+            "documented: {} times a QEMU before 8 aborted or hung when `migrate` was killed in the last round (docs/qemu.md)",
             self.documented
         )?;
         for (why, count) in &self.reasons {

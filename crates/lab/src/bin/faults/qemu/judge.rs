@@ -21,7 +21,7 @@ pub(crate) enum Holder {
     Instance(usize),
     /// Nobody: its only copy was killed.
     Lost(&'static str),
-    /// Nobody: the source has aborted by itself, which docs/qemu.md documents.
+    /// Nobody: the source has aborted or hung by itself, which docs/qemu.md documents.
     Documented,
 }
 
@@ -51,7 +51,7 @@ impl Scene<'_> {
     /// Checks that the source's QEMU has not ended by itself. Servers may end the others.
     fn expect_source(&mut self) -> Result<(), Trouble> {
         let killed = self.injector.struck().contains(&Kind::Kill(Role::Source));
-        if killed || !self.instances[0].process.has_ended() || self.has_aborted_as_documented() {
+        if killed || !self.instances[0].process.has_ended() || self.has_failed_as_documented() {
             return Ok(());
         }
         broken(
@@ -64,6 +64,7 @@ impl Scene<'_> {
     fn who_runs(&mut self) -> Result<Holder, Trouble> {
         let begin = Instant::now();
         loop {
+            self.end_if_documented();
             let states: Vec<_> = self
                 .instances
                 .iter_mut()
@@ -114,9 +115,9 @@ impl Scene<'_> {
         }
     }
 
-    /// Why nobody may have it: its only copy was killed, or has aborted as documented.
+    /// Why nobody may have it: its only copy was killed, or has failed as documented.
     fn may_be_lost(&mut self) -> Option<Holder> {
-        if self.instances[0].process.has_ended() && self.has_aborted_as_documented() {
+        if self.instances[0].process.has_ended() && self.has_failed_as_documented() {
             return Some(Holder::Documented);
         }
         let struck = self.injector.struck();
@@ -149,13 +150,21 @@ impl Scene<'_> {
         stopped && self.instances[1].loaded_at().is_some_and(before)
     }
 
-    /// Whether the source's QEMU may have aborted by itself.
-    fn has_aborted_as_documented(&mut self) -> bool {
+    /// Ends a source's QEMU that hangs as documented, so that its guest counts as lost.
+    pub(super) fn end_if_documented(&mut self) {
+        if self.has_failed_as_documented() && self.instances[0].state() == State::Mute {
+            self.injector.tell("A hangs as docs/qemu.md says: killed");
+            self.instances[0].process.kill();
+        }
+    }
+
+    /// Whether the source's QEMU may have aborted or hang by itself.
+    fn has_failed_as_documented(&mut self) -> bool {
         let version = self.fixture.binaries[self.plan.versions[0]].version;
         let killed = self.injector.struck_at(Kind::Kill(Role::Migrate));
         let mut events = self.instances[0].events().iter().rev();
         let stopped = events.find(|event| event.name == "STOP");
-        may_abort(version, stopped.map(|event| event.timestamp), killed)
+        may_fail(version, stopped.map(|event| event.timestamp), killed)
     }
 
     pub(super) fn check_lives(&self, lives: &[Life]) -> Result<(), Trouble> {
@@ -306,11 +315,11 @@ impl Scene<'_> {
     }
 }
 
-/// Whether a source's QEMU may abort: one before 8 may, when `migrate` is killed in the last round, after the guest was paused
+/// Whether a source's QEMU may abort or hang: one before 8 may, when `migrate` is killed in the last round, after the guest was paused
 /// (docs/qemu.md).
-fn may_abort(source: Version, stopped: Option<Duration>, migrate_killed: Option<Duration>) -> bool {
+fn may_fail(source: Version, stopped: Option<Duration>, migrate_killed: Option<Duration>) -> bool {
     let in_last_round =
-        stopped.is_some_and(|stopped| migrate_killed.is_some_and(|it| it > stopped));
+        stopped.is_some_and(|stopped| migrate_killed.is_some_and(|it| it + IN_FLIGHT > stopped));
     source.major < 8 && in_last_round
 }
 
@@ -324,18 +333,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_old_source_in_its_last_round_may_abort() {
+    fn only_old_source_in_its_last_round_may_fail() {
         let version = |major| Version {
             major,
             minor: 2,
             micro: 0,
         };
         let at = |seconds| Some(Duration::from_secs(seconds));
-        assert!(may_abort(version(7), at(1), at(2)));
-        assert!(!may_abort(version(8), at(1), at(2)));
+        assert!(may_fail(version(7), at(1), at(2)));
+        assert!(!may_fail(version(8), at(1), at(2)));
         // Before the last round, in a migration that was not stopped, and without a kill.
-        assert!(!may_abort(version(7), at(2), at(1)));
-        assert!(!may_abort(version(7), None, at(2)));
-        assert!(!may_abort(version(7), at(1), None));
+        assert!(!may_fail(version(7), at(2), at(1)));
+        assert!(!may_fail(version(7), None, at(2)));
+        assert!(!may_fail(version(7), at(1), None));
     }
 }
