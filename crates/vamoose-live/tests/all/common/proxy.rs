@@ -26,7 +26,7 @@ use super::{lock, socket_address};
 /// When to break.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Point {
-    /// When so many bytes have passed, over all connections and both ways. The connections' bytes are cut there.
+    /// When this many bytes have passed over all connections in both directions.
     Bytes(u64),
     /// Instead of passing this message on.
     Before(&'static str),
@@ -39,17 +39,17 @@ pub(crate) enum Point {
 /// What breaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// One of the channels that there are: the remainder of this number.
+    /// One of the open channels, by the remainder of this number.
     CutChannel(usize),
     CutControl,
     CutAll,
     /// Nothing passes for a while; nothing is lost.
     Stall(Duration),
-    /// Everything that there is is cut, and whatever comes later ends at once.
+    /// All connections are cut, and later ones end at once.
     Die,
-    /// As [`Action::Die`], and nothing listens at its address any more.
+    /// All connections are cut, and later ones refused.
     Vanish,
-    /// Nothing passes any more, without a notice.
+    /// Nothing passes any more, silently.
     Freeze,
 }
 
@@ -62,7 +62,7 @@ pub(crate) struct Proxy {
 struct Watch {
     point: Point,
     action: Action,
-    /// How often it may still be done.
+    /// How often the action is still to be done.
     times: Mutex<u32>,
     seen: Mutex<Seen>,
     /// Refuses connections.
@@ -92,7 +92,7 @@ struct Lane {
     left: usize,
     /// The message that is just passing.
     message: Option<String>,
-    /// Bytes that follow the message and are none.
+    /// The length of the device state that follows the message.
     state: usize,
 }
 
@@ -155,15 +155,15 @@ impl Proxy {
     }
 }
 
-/// Tells a destination what its source may have been unable to: that it knows that the guest runs.
+/// Tells a destination, in place of its source, that the outcome is known.
 pub(crate) fn settle(destination: &Address, id: [u8; 16]) {
     let control = TcpStream::connect(socket_address(destination));
     let messages = [opening(id), message(COMMIT), message(SETTLED)];
-    // One that has been notified before is gone.
+    // A destination that knows already is gone.
     let _ = control.and_then(|mut control| control.write_all(&messages.concat()));
 }
 
-/// Asks a destination that waits for its source's acknowledgement what has become of the guest.
+/// Asks a destination that waits for its source's acknowledgement for the outcome.
 pub(crate) fn ask(destination: &Address, id: [u8; 16]) -> String {
     let mut control = TcpStream::connect(socket_address(destination)).unwrap();
     control.write_all(&opening(id)).unwrap();
@@ -180,12 +180,12 @@ pub(crate) fn opening(id: [u8; 16]) -> Vec<u8> {
     [b"VAMOOSEC", &id[..]].concat()
 }
 
-/// A message as it goes over the wire.
+/// A message on the wire.
 pub(crate) fn message(json: &str) -> Vec<u8> {
     [json.as_bytes(), b"\n"].concat()
 }
 
-/// A message without its end; nothing that follows it is read.
+/// Reads a message without its line end, and nothing after it.
 pub(crate) fn read_line(stream: &mut impl Read) -> io::Result<Vec<u8>> {
     let mut line = Vec::new();
     loop {
@@ -198,7 +198,7 @@ pub(crate) fn read_line(stream: &mut impl Read) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Which message it is.
+/// The name of a message.
 pub(crate) fn name_of(json: &[u8]) -> String {
     let value: serde_json::Value = serde_json::from_slice(json).unwrap();
     let names = [&value["request"], &value["answer"]];
@@ -251,7 +251,7 @@ impl Watch {
         }
     }
 
-    /// The control connections that are open, or the channels.
+    /// The open control connections, or the open channels.
     fn open(&self, middlebox: &Handle, control: bool) -> Vec<usize> {
         let seen = lock(&self.seen);
         let is_one = |number: &usize| {
@@ -314,7 +314,7 @@ impl Seen {
         &mut connection.lanes[direction as usize]
     }
 
-    /// Begins the next piece, if it is complete: the message that it is, if it is one.
+    /// Begins the next piece, if it is complete, and returns the name of its message, if it is one.
     fn begin(
         &mut self,
         number: usize,

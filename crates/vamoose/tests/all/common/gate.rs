@@ -15,7 +15,7 @@ use lab::{
 
 use super::LIMIT;
 
-/// Leads every connection to the server; [`Gate::rule`] says what becomes of a message. The gate's address stays when the server's
+/// Passes all connections to the server; [`Gate::rule`] decides the fate of a message. The gate's address stays when the server's
 /// changes.
 pub(crate) struct Gate {
     pub(crate) address: String,
@@ -23,20 +23,20 @@ pub(crate) struct Gate {
     rules: Arc<Rules>,
 }
 
-/// What is looked for in everything that passes.
+/// A message to wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Message {
-    /// A request of `migrate`'s, by its name on the wire.
+    /// A request of `migrate`, by its name on the wire.
     Request(&'static str),
-    /// An answer of `serve`'s, by its name on the wire.
+    /// An answer of `serve`, by its name on the wire.
     Answer(&'static str),
-    /// The beginning of QEMU's main stream. The destination QEMU waits for it when it comes.
+    /// The beginning of QEMU's main stream, which the destination QEMU waits for.
     MainStream,
-    /// The destination QEMU's word, on the return path, that it has loaded the guest.
+    /// The destination QEMU's message on the return path that it has loaded the guest.
     Loaded,
 }
 
-/// What becomes of a message.
+/// The fate of a message.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Fate {
     #[default]
@@ -45,9 +45,9 @@ pub(crate) enum Fate {
     Held,
     /// Its connection is cut instead.
     CutBefore,
-    /// It goes through, and its connection is cut.
+    /// It passes, and its connection is cut.
     CutAfter,
-    /// It goes through, and its connection is cut when the answer comes.
+    /// It passes, and its connection is cut when the answer arrives.
     AnswerLost,
 }
 
@@ -58,9 +58,9 @@ struct Rules(Watched<State>);
 struct State {
     rule: Option<(Message, Fate)>,
     held: usize,
-    /// How many releases there have been, and what the last one decided.
+    /// The number of releases, and the fate that the last one decided.
     released: (u64, Fate),
-    /// What becomes of a connection when the message has passed, by its number and the message's direction.
+    /// The fate of a connection after its message has passed, by the connection's number and the direction.
     passing: HashMap<(usize, usize), Fate>,
     /// Connections whose next bytes from the server do not arrive.
     lose_answer: HashSet<usize>,
@@ -77,7 +77,7 @@ impl Gate {
         })
     }
 
-    /// Every such message meets this fate from now on; all others pass.
+    /// Such messages meet this fate from now on; all others pass.
     pub(crate) fn rule(&self, message: Message, fate: Fate) {
         self.rules.0.lock().rule = Some((message, fate));
     }
@@ -102,19 +102,19 @@ impl Gate {
         });
     }
 
-    /// Leads to another server from now on.
+    /// Passes connections to come to another server.
     pub(crate) fn lead_to(&self, server: &str) {
         self.middlebox.lead_to(socket_address(server).unwrap());
     }
 
-    /// Cuts all connections, and those of held messages, and refuses others.
+    /// Cuts all connections, also those of held messages, and refuses new ones.
     pub(crate) fn close(&self) {
         self.middlebox.admit(Admission::Refuse).unwrap();
         self.middlebox.apply(Which::All, Change::Close);
         self.release(Fate::CutBefore);
     }
 
-    /// Takes connections again.
+    /// Accepts connections again.
     pub(crate) fn open(&self) {
         self.middlebox.admit(Admission::Pass).unwrap();
     }
@@ -140,7 +140,7 @@ impl Message {
         }
     }
 
-    /// How it is known among other bytes. All of them are short and written at once, so that they come in one piece.
+    /// The bytes that identify the message. All are short and written at once, so they arrive together.
     fn bytes(self) -> Vec<u8> {
         match self {
             Self::Request(name) => format!("\"request\":\"{name}\"").into_bytes(),
@@ -195,7 +195,7 @@ impl Observer for Rules {
 }
 
 impl Rules {
-    /// What becomes of these bytes, when it has been decided.
+    /// The fate of these bytes, once it has been decided.
     fn fate(&self, bytes: &[u8], direction: Direction) -> Fate {
         let number = match *self.0.lock() {
             State {

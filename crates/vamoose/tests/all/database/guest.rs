@@ -1,8 +1,8 @@
-//! A Linux guest with a disk: PostgreSQL on ext4 on a qcow2 image, at work all the time. What it was told is done can be counted:
-//! one of its clients adds rows with the numbers 1, 2, 3, ... and says each on the serial port when the commit is done;
-//! pgbench changes pages beside it, and what is read comes from the disk.
+//! A Linux guest with a disk: a busy PostgreSQL on ext4 on a qcow2 image. Its commits can be counted: a client adds rows numbered
+//! 1, 2, 3, ... and prints each number on the serial port after the commit. pgbench changes pages at the same time, and reads come
+//! from the disk.
 //!
-//! Afterwards a guest that has seen nothing of it looks at the disk ([`check`]): `e2fsck`, `pg_checksums`, `pg_amcheck`, the sums
+//! Afterwards another guest checks the disk ([`check`]): `e2fsck`, `pg_checksums`, `pg_amcheck`, the sums
 //! of pgbench's tables, and the numbers. The guest's script is `guest/database`; `scripts/setup guest workloads` fetches the
 //! programs.
 
@@ -22,40 +22,40 @@ use lab::{
 
 use crate::common::qcow2;
 
-/// Of the guest, in bytes.
+/// The guest's memory in bytes.
 const RAM: u64 = (320 << 20) + AWKWARD;
-/// Of the disk, in bytes; what is not used of it takes no room.
+/// The size of the disk in bytes; unused parts take no room.
 const DISK: u64 = 192 << 20;
-/// For what takes a minute on a machine that is very busy.
+/// The limit for anything, on a very busy machine.
 pub(crate) const LIMIT: Duration = Duration::from_secs(600);
 
-/// What all guests with a database boot from.
+/// The boot image of guests with a database.
 #[derive(Debug)]
 pub(crate) struct System(Image);
 
-/// The disk of one guest: an image that all hosts reach.
+/// The disk of one guest: an image on all hosts.
 #[derive(Clone, Debug)]
 pub(crate) struct Disk(PathBuf);
 
-/// What a guest has said that is done, in all QEMUs that it has been in.
+/// The commits that a guest has reported, in all its QEMUs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Committed {
     rows: u64,
-    /// A line whose end may come from the next QEMU.
+    /// An incomplete line, whose end may come from the next QEMU.
     tail: String,
 }
 
-/// What was found on a disk that is in order.
+/// The content of a valid disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Found {
-    /// The rows, which have the numbers from 1 on.
+    /// The number of rows, numbered from 1.
     pub(crate) rows: u64,
-    /// What pgbench has done.
+    /// pgbench's transactions.
     pub(crate) transactions: u64,
 }
 
 impl System {
-    /// Where `scripts/setup guest workloads` has not run, says loudly that the test is skipped and gives `None`.
+    /// Where `scripts/setup guest workloads` has not run, reports the test as skipped and returns `None`.
     pub(crate) fn build_or_skip() -> Result<Option<Self>> {
         if !Program::Postgres.is_there() {
             skipped("no PostgreSQL for guests, run scripts/setup guest workloads")?;
@@ -64,7 +64,7 @@ impl System {
         Ok(Some(Self(Program::Postgres.image()?)))
     }
 
-    /// A machine with this disk, on which it makes the database first if the disk is empty.
+    /// A machine with this disk. It creates the database if the disk is empty.
     pub(crate) fn machine(&self, binary: &Binary, disk: &Disk) -> Builder {
         self.boot(binary, disk, "database")
     }
@@ -84,19 +84,19 @@ impl System {
 }
 
 impl Disk {
-    /// An empty one, in this file.
+    /// An empty disk in this file.
     pub(crate) fn new(path: &Path) -> Result<Self> {
         fs::write(path, qcow2::empty(DISK))
             .with_context(|| format!("writing {}", path.display()))?;
         Ok(Self(path.to_owned()))
     }
 
-    /// What has been written to it so far.
+    /// The content so far.
     pub(crate) fn content(&self) -> Result<Vec<u8>> {
         fs::read(&self.0).with_context(|| format!("reading {}", self.0.display()))
     }
 
-    /// Takes every second page of a table that has changed since then back to what it was: each is whole, and an old one.
+    /// Reverts every second page of a table that has changed since then: each is a whole old page.
     pub(crate) fn lose_writes(&self, since: &[u8]) -> Result<()> {
         let mut content = self.content()?;
         let is_page = |bytes: &[u8]| bytes[PAGE_FORMAT] == [4, 0x20];
@@ -113,13 +113,13 @@ impl Disk {
     }
 }
 
-/// Waits until the guest has said that so many rows more are done.
+/// Waits until the guest has committed this many more rows.
 pub(crate) fn wait_rows(guest: &Guest, more: usize) -> Result<()> {
     let wanted = rows(&guest.log()) + more;
     guest.wait("rows", LIMIT, |log| rows(log) >= wanted)
 }
 
-/// Has a guest end its server and its file system as an administrator does, and turn itself off.
+/// Makes the guest stop its server, unmount its file system and turn itself off.
 pub(crate) fn stop(guest: &mut Guest) -> Result<()> {
     guest.say("stop")?;
     let stopped = |log: &Log| log.lines.iter().any(|line| line.text == "stopped");
@@ -127,7 +127,7 @@ pub(crate) fn stop(guest: &mut Guest) -> Result<()> {
     guest.qemu.wait_exit(LIMIT).map(drop)
 }
 
-/// Looks at a disk that no QEMU has, in a guest of its own. Everything that was said to be committed has to be there.
+/// Checks a disk that no QEMU has open, in another guest. All reported commits have to be there.
 pub(crate) fn check(
     system: &System,
     binary: &Binary,
@@ -156,7 +156,7 @@ pub(crate) fn check(
         rows == last,
         "there are {rows} rows, and the last one has the number {last}"
     );
-    // The last one may have been committed without a word.
+    // The last commit may not have been reported.
     ensure!(
         (committed.rows..=committed.rows + 1).contains(&rows),
         "{} rows were committed, and there are {rows}",
@@ -166,10 +166,10 @@ pub(crate) fn check(
 }
 
 impl Committed {
-    /// Adds what a guest has said in one QEMU: the one that it was in next.
+    /// Adds the output of the guest in its next QEMU.
     ///
     /// # Errors
-    /// When the guest is not in order, or a number is missing or comes again.
+    /// When the guest has reported an error, or a number is missing or repeated.
     pub(crate) fn add(&mut self, log: &Log) -> Result<()> {
         log.check()?;
         for line in &log.lines {
@@ -186,7 +186,7 @@ impl Committed {
         Ok(())
     }
 
-    /// How many rows.
+    /// The number of committed rows.
     pub(crate) fn rows(&self) -> u64 {
         self.rows
     }
@@ -203,11 +203,11 @@ fn row(line: &str) -> Option<u64> {
     line.strip_prefix("committed ")?.parse().ok()
 }
 
-/// Of the file system.
+/// The block size of the file system.
 const BLOCK: usize = 1024;
-/// Of PostgreSQL.
+/// The page size of PostgreSQL.
 const PAGE: usize = 8192;
-/// Where a page of PostgreSQL's tables and indexes has its size and its version.
+/// The position of size and version in a page of PostgreSQL.
 const PAGE_FORMAT: std::ops::Range<usize> = 18..20;
 
 /// Enough for every table to have changed.

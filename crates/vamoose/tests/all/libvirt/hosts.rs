@@ -1,5 +1,5 @@
-//! Two hosts on which libvirt runs guests, as administrators have them: each with a file system, processes and a network of
-//! its own, and a wire between. Needs root, and `scripts/setup libvirt`.
+//! Two libvirt hosts: each with its own file system, processes and network, and a wire between them. Needs root, and
+//! `scripts/setup libvirt`.
 //!
 //! ```text
 //!  host1: virsh ─> libvirtd ─> QEMU ──── 192.0.2.1 ═══ wire ═══ 192.0.2.2 ──── QEMU <─ libvirtd  :host2
@@ -7,8 +7,8 @@
 //!                                │ └────────── the lab: Domain ───│─┘
 //!                                └───────── one disk image ───────┘
 //! ```
-//! A [`Host`] is the namespaces (mount, PID, UTS, network) of a process 1, `hosts/host.sh`, which ends with the host, and
-//! everything in it with that. A [`Domain`] is a guest whose life is followed over both hosts, see [`lab::guest`].
+//! A [`Host`] consists of the namespaces (mount, PID, UTS, network) of a process 1, `hosts/host.sh`; when that ends, so does
+//! everything in them. A [`Domain`] is a guest that is followed across both hosts, see [`lab::guest`].
 
 mod crowd;
 mod domain;
@@ -39,27 +39,27 @@ pub(crate) use self::{
 /// The versions of libvirt that `scripts/setup libvirt` fetches, oldest first.
 pub(crate) const GENERATIONS: [&str; 2] = ["9.0", "11.3"];
 
-/// A libvirt that was fetched, with its QEMU: the root of a host.
+/// A fetched libvirt with its QEMU: the root of a host.
 #[derive(Clone, Debug)]
 pub(crate) struct Generation {
-    /// Its version, one of [`GENERATIONS`].
+    /// The version, one of [`GENERATIONS`].
     pub(crate) version: &'static str,
     root: PathBuf,
 }
 
 impl Generation {
-    /// Whether its QEMU compresses on multifd's channels by itself, so that a destination decodes it.
+    /// Whether libvirt supports compression by QEMU on multifd's channels.
     pub(crate) fn has_compression(&self) -> bool {
         self.version != GENERATIONS[0]
     }
 
-    /// Whether its QEMU, as a source, loses writes of a guest that runs, see docs/qemu.md.
+    /// Whether its QEMU loses writes of a running guest at the source, see docs/qemu.md.
     pub(crate) fn loses_writes(&self) -> bool {
         self.version == GENERATIONS[0]
     }
 }
 
-/// All that were fetched. Says loudly which are missing.
+/// All fetched generations. Reports missing ones as skipped.
 pub(crate) fn available_or_skip() -> Result<Vec<Generation>> {
     let mut found = Vec::new();
     if let Err(error) = net::available() {
@@ -78,23 +78,23 @@ pub(crate) fn available_or_skip() -> Result<Vec<Generation>> {
     Ok(found)
 }
 
-/// Two hosts of the same generation. Dropping them ends all that runs there.
+/// Two hosts of the same generation. Dropping them ends everything on them.
 #[derive(Debug)]
 pub(crate) struct Hosts {
-    /// Where guests start, and the other one.
+    /// The first host, where guests start, and the second one.
     pub(crate) hosts: [Host; 2],
-    /// What their libvirts are.
+    /// The generation of both.
     pub(crate) generation: Generation,
     /// What is between their QEMUs.
     pub(crate) way: Way,
-    /// What both hosts have at the same path.
+    /// A folder that both hosts have at the same path.
     disk: Disk,
-    // Behind the hosts, whose processes are in its namespaces.
+    // Dropped after the hosts, whose processes are in its namespaces.
     _link: Link,
 }
 
 impl Hosts {
-    /// Starts both, set up for `way`, with what guests of `image` need and a wire of `rate` bits a second between.
+    /// Starts both hosts, set up for `way` and guests of `image`, with a wire of `rate` bits per second.
     pub(crate) fn start(
         generation: &Generation,
         way: Way,
@@ -109,7 +109,7 @@ impl Hosts {
         Self::with_folders(generation, way, &folders, rate)
     }
 
-    /// The same with these folders, which are at the same path there as here.
+    /// Starts both hosts with these folders, which have the same path there as here.
     pub(crate) fn with_folders(
         generation: &Generation,
         way: Way,

@@ -315,8 +315,8 @@ impl Scene<'_> {
     }
 }
 
-/// Whether a source's QEMU may abort or hang: one before 8 may, when `migrate` is killed in the last round, after the guest was paused
-/// (docs/qemu.md).
+/// Whether a source's QEMU may abort or hang: one before 8 may, when `migrate` is killed in the last round, after the guest was
+/// paused (docs/qemu.md).
 fn may_fail(source: Version, stopped: Option<Duration>, migrate_killed: Option<Duration>) -> bool {
     let in_last_round =
         stopped.is_some_and(|stopped| migrate_killed.is_some_and(|it| it + IN_FLIGHT > stopped));

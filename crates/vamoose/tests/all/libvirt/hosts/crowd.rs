@@ -1,4 +1,4 @@
-//! Many small guests, which do nothing but have memory that has to be sent.
+//! Many small idle guests with memory to send.
 
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
@@ -9,15 +9,15 @@ use tempfile::TempDir;
 use super::{Generation, Hosts, Way, Where};
 use crate::common::vamoose;
 
-/// Memory of a guest of the crowd, in MiB.
+/// Memory of a guest, in MiB.
 const RAM: u32 = 64;
 
-/// Two hosts of guests whose firmware finds nothing to boot, on the first one to begin with.
+/// Two hosts with guests whose firmware finds nothing to boot, initially on the first host.
 #[derive(Debug)]
 pub(crate) struct Crowd {
     /// The hosts.
     pub(crate) hosts: Hosts,
-    /// What is in the guests' memory.
+    /// The file with the guests' memory content.
     content: PathBuf,
     _folder: TempDir,
 }
@@ -25,18 +25,18 @@ pub(crate) struct Crowd {
 /// A guest of a crowd.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Member<'a> {
-    /// What it is called.
+    /// The name.
     pub(crate) name: &'a str,
-    /// Whether libvirt keeps it when it is shut off.
+    /// Whether libvirt keeps its definition when it is shut off.
     pub(crate) is_persistent: bool,
-    /// A file of its host, if it has a disk.
+    /// The file of its disk on its host, if it has one.
     pub(crate) disk: Option<&'a str>,
-    /// A file of its host with what is in its memory, instead of what all have there.
+    /// A file on its host with other memory content than all others have.
     pub(crate) content: Option<&'a str>,
 }
 
 impl<'a> Member<'a> {
-    /// One like all others.
+    /// A guest like all others.
     pub(crate) fn plain(name: &'a str) -> Self {
         Self {
             name,
@@ -48,7 +48,7 @@ impl<'a> Member<'a> {
 }
 
 impl Crowd {
-    /// Starts the hosts, on which `vamoose` can run, for guests with `content` bytes that do not compress.
+    /// Starts hosts that can run `vamoose`, for guests with `content` bytes that do not compress.
     pub(crate) fn hosts(
         generation: &Generation,
         way: Way,
@@ -84,7 +84,7 @@ impl Crowd {
         Ok(())
     }
 
-    /// Checks that these guests run there, and that libvirt knows no others.
+    /// Checks that exactly these guests run on a host, and that libvirt knows no others.
     pub(crate) fn expect(&self, at: Where, names: &BTreeSet<String>) -> Result<()> {
         for state in ["--state-running", "--all"] {
             let found = at.of(&self.hosts).virsh(["list", "--name", state])?;
@@ -111,8 +111,8 @@ impl Crowd {
                  <source file='{disk}'/><target dev='vda' bus='virtio'/></disk>"
             )
         });
-        // The firmware leaves what is above 16 MiB alone. A loader has its file read before it waits for a migration, but
-        // writes nothing then.
+        // The firmware does not use memory above 16 MiB. A loader reads its file before it waits for a migration, but writes
+        // nothing then.
         Ok(format!(
             "<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
   <name>{name}</name>

@@ -1,4 +1,4 @@
-//! A guest of libvirt, whose life is followed from host to host.
+//! A guest of libvirt that is followed from host to host.
 
 use std::{fmt, fs, time::Duration};
 
@@ -11,16 +11,16 @@ use lab::{
 
 use super::{Host, Hosts};
 
-/// What a guest is called.
+/// The name of the guest.
 pub(crate) const NAME: &str = "web1";
 
-/// Longer than anything may take on a machine that is very busy.
+/// The limit for anything, on a very busy machine.
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 
-/// What virsh says of a guest that a host does not know: already when it looks, or not until it asks.
+/// virsh's errors for an unknown guest, from two places.
 const GONE: [&str; 2] = ["failed to get domain", "Domain not found"];
 
-/// On which of two hosts.
+/// One of the two hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Where {
     /// The first one.
@@ -53,29 +53,29 @@ impl fmt::Display for Where {
     }
 }
 
-/// What a guest has for a disk.
+/// The disk of a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Storage {
-    /// An image that both hosts reach, see [`lab::writer`]. The host's file system is not one that libvirt knows to be shared:
-    /// `virsh migrate` needs `--unsafe`.
+    /// An image on both hosts, see [`lab::writer`]. libvirt does not recognize the file system as shared, so `virsh migrate` needs
+    /// `--unsafe`.
     Shared,
-    /// `/var/lib/disk` of its host, to which the guest does not write.
+    /// `/var/lib/disk` of its host, which the guest does not write to.
     Local,
 }
 
-/// A running guest, which ticks and checks its memory. It is gone with its hosts.
+/// A running guest that ticks and checks its memory. It ends with its hosts.
 #[derive(Debug)]
 pub(crate) struct Domain<'a> {
     hosts: &'a Hosts,
     storage: Storage,
     at: Where,
     serial: Serial,
-    /// What came out of the serial port at the host before.
+    /// The serial output at the previous host.
     before: Option<Log>,
 }
 
 impl<'a> Domain<'a> {
-    /// Starts a guest with this load, and `ram` MiB, on the first host, and waits until it is ready.
+    /// Starts a guest with this load and `ram` MiB on the first host, and waits until it is ready.
     pub(crate) fn start(
         hosts: &'a Hosts,
         image: &Image,
@@ -102,7 +102,7 @@ impl<'a> Domain<'a> {
         Ok(domain)
     }
 
-    /// Ends it, and checks that all that it has written is on its disk, once, and that the disk is nobody's any more.
+    /// Ends the guest, and checks that everything it has written is on its disk once, and that the image is not locked.
     pub(crate) fn ends_well(self) -> Result<()> {
         let host = self.at.of(self.hosts);
         host.virsh(["destroy", NAME])?.success()?;
@@ -118,12 +118,12 @@ impl<'a> Domain<'a> {
         }
     }
 
-    /// Where it is, as far as has been looked.
+    /// The host that it was last found on.
     pub(crate) fn at(&self) -> Where {
         self.at
     }
 
-    /// What libvirt says of it on a host: `running`, `paused`, ...; none where it is not known.
+    /// libvirt's state of the guest on a host, such as `running`; `None` if it is unknown there.
     pub(crate) fn state(&self, at: Where) -> Result<Option<String>> {
         let ended = at.of(self.hosts).virsh(["domstate", NAME])?;
         match ended.is_success {
@@ -133,8 +133,8 @@ impl<'a> Domain<'a> {
         }
     }
 
-    /// Checks that it has moved to the other host: that it is there in this state and nowhere else, and that it goes on if
-    /// that is *running*.
+    /// Checks that the guest has moved to the other host: that it is only there, in this state, and if that is *running*, that it
+    /// continues.
     pub(crate) fn has_moved(&mut self, state: &str) -> Result<()> {
         let to = self.at.other();
         self.is_only(to, state)?;
@@ -150,17 +150,17 @@ impl<'a> Domain<'a> {
         Ok(())
     }
 
-    /// Lets it go on after it has moved as a paused one, and checks that not a tick is missing.
+    /// Resumes the guest after it has moved paused, and checks that no tick is missing.
     pub(crate) fn resume(&mut self) -> Result<()> {
         let host = self.at.of(self.hosts);
         host.virsh(["resume", NAME])?.success()?;
         self.goes_on()
     }
 
-    /// Checks that it has stayed, that it is nowhere else, and that it goes on.
+    /// Checks that the guest has stayed, is nowhere else, and continues.
     pub(crate) fn has_stayed(&mut self) -> Result<()> {
         self.is_only(self.at, "running")?;
-        // What was to become the guest has gone.
+        // Discards the port of the ended destination QEMU.
         self.at.other().of(self.hosts).serial()?;
         self.goes_on()
     }
@@ -176,7 +176,7 @@ impl<'a> Domain<'a> {
         Ok(())
     }
 
-    /// Ticks without a gap to those before, and all of its memory is as it wrote it: a check that was under way does not count.
+    /// Checks that no tick is missing and that all memory is right, by two checks of memory, as the first may have begun before.
     fn goes_on(&self) -> Result<()> {
         self.serial.wait_ticks(3, LIMIT)?;
         self.serial.wait_rounds(2, LIMIT)?;
@@ -186,7 +186,7 @@ impl<'a> Domain<'a> {
         self.writes_on()
     }
 
-    /// To its disk.
+    /// Waits until the guest writes to its disk.
     fn writes_on(&self) -> Result<()> {
         if self.storage == Storage::Local {
             return Ok(());
@@ -197,7 +197,7 @@ impl<'a> Domain<'a> {
     }
 }
 
-/// How far a guest has told to have come on its disk.
+/// The last number that the guest has reported to be on its disk.
 fn written(log: &Log) -> u32 {
     let lines = log.lines.iter().rev();
     let mut numbers = lines.filter_map(|line| line.text.strip_prefix("written ")?.parse().ok());
@@ -205,7 +205,7 @@ fn written(log: &Log) -> u32 {
 }
 
 impl Storage {
-    /// The guest's disk, as libvirt is told. Without a driver for IDE in the guest.
+    /// The disk in libvirt's XML. The guest has no driver for IDE.
     fn disk(self, hosts: &Hosts) -> String {
         let cache = match hosts.disk.is_direct() {
             true => "none",

@@ -1,4 +1,4 @@
-//! A host: its file system, its processes, and `virsh` there.
+//! A host: its file system, its processes, and `virsh` on it.
 
 use std::{
     fs,
@@ -17,16 +17,16 @@ use tempfile::TempDir;
 
 use super::LIMIT;
 
-/// One of two hosts. Dropping it ends all that runs there.
+/// One of two hosts. Dropping it ends everything on it.
 #[derive(Debug)]
 pub(crate) struct Host {
-    /// What it is called, for libvirt too.
+    /// The name, for libvirt, too.
     pub(crate) name: &'static str,
-    /// Where the other host reaches it.
+    /// The address for the other host.
     pub(crate) address: Ipv4Addr,
-    /// What `unshare` is called from outside: with it goes process 1 of the host, and all others with that.
+    /// The process of `unshare`. Its end ends process 1 of the host, and that all others.
     _all: Child,
-    /// Process 1 of the host, as it is called from outside.
+    /// The id of the host's process 1 outside of its namespace.
     init: u32,
     network: String,
     serial: UnixListener,
@@ -38,7 +38,7 @@ const SCRIPT: &str = concat!(
     "/tests/all/libvirt/hosts/host.sh"
 );
 
-/// What runs on a host. Libvirt is the one of Debian 12 with everything in one daemon, and its newer versions still have it.
+/// What runs on a host. The single libvirtd of Debian 12 still exists in newer versions.
 const START: &str = "export PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C
 busybox mkdir -p /run/libvirt /var/log/libvirt/qemu
 virtlogd -d
@@ -46,7 +46,7 @@ libvirtd --listen -d
 while :; do busybox sleep 3600; done
 ";
 
-/// Guests are those of a lab: they run as root, and nothing guards the host from them.
+/// Guests are trusted: they run as root, without isolation.
 const QEMU_CONF: &str = r#"
 user = "root"
 group = "root"
@@ -68,12 +68,12 @@ const USERS: [(&str, &str); 2] = [
     ),
 ];
 
-/// Where libvirtd listens for `virsh`.
+/// libvirtd's socket for `virsh`.
 const SOCKET: &str = "run/libvirt/libvirt-sock";
 
 impl Host {
-    /// Starts a host in `network`, which knows the names of `all`; `libraries` are there as they are here. `qemu_conf` is added to
-    /// that file.
+    /// Starts a host in `network` that knows the names of `all`, with `libraries` at the same paths as here. `qemu_conf` is
+    /// appended to qemu.conf.
     pub(crate) fn start(
         root: &Path,
         network: &Namespace,
@@ -117,7 +117,7 @@ impl Host {
     pub(crate) fn wait_ready(&self) -> Result<()> {
         let socket = self.path(SOCKET);
         let start = Instant::now();
-        // The daemon makes it itself; from then on it answers, when it is ready.
+        // Once the daemon has created its socket, it answers when it is ready.
         while !socket.exists() {
             ensure!(
                 start.elapsed() < LIMIT,
@@ -131,7 +131,7 @@ impl Host {
         Ok(())
     }
 
-    /// A program in the host's network with the file system of the lab.
+    /// A program in the host's network with this machine's file system.
     pub(crate) fn outside(&self, program: &Path) -> Command {
         let mut command = Command::new("ip");
         command
@@ -150,7 +150,7 @@ impl Host {
         command
     }
 
-    /// Runs `virsh` to its end, for [`LIMIT`] at most.
+    /// Runs `virsh` to its end, at most for [`LIMIT`].
     pub(crate) fn virsh<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Result<Ended> {
         self.start_virsh(arguments)?.finish(LIMIT)
     }
@@ -169,7 +169,7 @@ impl Host {
         })
     }
 
-    /// Kills the process that a file in `/run` names, as a crash would.
+    /// Kills the process whose id is in this file of `/run`.
     pub(crate) fn kill(&self, pid_file: &str) -> Result<()> {
         let kill = format!("kill -9 $(busybox cat /run/{pid_file})");
         let mut command = Command::new("nsenter");
@@ -189,23 +189,23 @@ impl Host {
         self.wait_ready()
     }
 
-    /// The file that the host has at `/path`, of those that are its own: in `/etc`, `/run` and `/var`.
+    /// The host's own file at `/path`: in `/etc`, `/run` or `/var`.
     pub(crate) fn path(&self, path: &str) -> PathBuf {
         self.folder.path().join(path)
     }
 
-    /// What libvirt has logged.
+    /// libvirt's log.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.path("var/log/libvirtd.log")).unwrap_or_default()
     }
 
-    /// What the guest's QEMU has said, and how it ended, in the words of libvirt.
+    /// libvirt's log of the guest's QEMU.
     pub(crate) fn log_of_guest(&self) -> String {
         let path = format!("var/log/libvirt/qemu/{}.log", super::domain::NAME);
         fs::read_to_string(self.path(&path)).unwrap_or_default()
     }
 
-    /// The serial port of the QEMU that was started last, if one was since the last call.
+    /// The serial port of the last QEMU started since the last call, if any.
     pub(crate) fn serial(&self) -> Result<Option<Serial>> {
         let mut last = None;
         loop {
@@ -289,24 +289,24 @@ impl Virsh {
 /// A `virsh` that has ended.
 #[derive(Clone, Debug)]
 pub(crate) struct Ended {
-    /// Whether it did what it was asked to.
+    /// Whether it succeeded.
     pub(crate) is_success: bool,
     /// How long it ran.
     pub(crate) took: Duration,
-    /// What it printed.
+    /// The output.
     pub(crate) stdout: String,
-    /// What it complained of.
+    /// The error output.
     pub(crate) stderr: String,
 }
 
 impl Ended {
-    /// Passes only what ended with success, and gives what it printed.
+    /// Expects success, and returns the output.
     pub(crate) fn success(self) -> Result<String> {
         ensure!(self.is_success, "virsh failed: {}", self.reason());
         Ok(self.stdout)
     }
 
-    /// What it complained of, on one line.
+    /// The error output on one line.
     pub(crate) fn reason(&self) -> String {
         let lines = self.stderr.lines().map(str::trim);
         let lines = lines.filter(|line| !line.is_empty());

@@ -1,4 +1,4 @@
-//! Which way a guest's memory takes from host to host.
+//! The way of a guest's memory from host to host.
 
 use std::{fmt, fs, net::Ipv4Addr, path::Path, time::Duration};
 
@@ -14,15 +14,15 @@ use crate::common::vamoose;
 pub(crate) enum Way {
     /// Nothing.
     Direct,
-    /// Two relays with a session, started for each migration. libvirt makes the destination's QEMU listen at an address of
-    /// loopback, and the source's dial the same: there the relay of its own host listens.
+    /// Two relays with a session for each migration. libvirt makes the destination's QEMU listen on a loopback address and the
+    /// source's QEMU connect to the same address, where the relay of its host listens.
     Relays,
-    /// A gateway on each host, for all migrations. Nobody but the hosts' qemu.conf knows of it.
+    /// A gateway on each host for all migrations, configured only in qemu.conf.
     Gateways,
 }
 
 impl Way {
-    /// What qemu.conf says of it, on this host.
+    /// The settings in qemu.conf of a host.
     pub(crate) fn qemu_conf(self, host: Where) -> String {
         match self {
             Self::Direct | Self::Relays => String::new(),
@@ -48,7 +48,7 @@ impl fmt::Display for Way {
     }
 }
 
-/// What stands for a host behind gateways.
+/// The alias of a host behind gateways.
 pub(crate) fn alias(host: Where) -> Ipv4Addr {
     match host {
         Where::First => Ipv4Addr::new(127, 77, 0, 1),
@@ -56,19 +56,19 @@ pub(crate) fn alias(host: Where) -> Ipv4Addr {
     }
 }
 
-/// The programs between the QEMUs of two hosts, for one migration after the other. Those that run end when it is dropped.
+/// The programs between the QEMUs of two hosts, for consecutive migrations. They end when it is dropped.
 pub(crate) struct Passage<'a> {
     hosts: &'a Hosts,
     keys: &'a Keys,
-    /// By host. What was killed stays, for what it has said.
+    /// By host. Killed programs stay for their output.
     running: [Option<Vamoose>; 2],
     configuration: TempDir,
 }
 
-/// In network namespaces of their own, hosts have all ports for themselves. This one is none that libvirt chooses.
+/// A port that libvirt does not choose. Hosts have their own network namespaces.
 const PORT: u16 = 49300;
 
-/// Where the other host's gateway is reached.
+/// The port of gateways.
 const GATEWAY: u16 = 4440;
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -84,7 +84,7 @@ impl<'a> Passage<'a> {
         })
     }
 
-    /// Makes it ready for a migration from a host: what `virsh migrate` has to be told.
+    /// Prepares a migration from a host. Returns the arguments for `virsh migrate`.
     pub(crate) fn prepare(&mut self, from: Where) -> Result<Vec<String>> {
         match self.hosts.way {
             Way::Direct => Ok(Vec::new()),
@@ -98,13 +98,13 @@ impl<'a> Passage<'a> {
         }
     }
 
-    /// Kills the program of a host, as a crash would.
+    /// Kills the program of a host.
     pub(crate) fn kill(&mut self, host: Where) -> Result<()> {
         let program = self.running[host as usize].as_mut();
         program.context("nothing is between the QEMUs")?.kill()
     }
 
-    /// What ends with a migration has to end, with success: its guest has moved.
+    /// Expects relays to end successfully after a migration.
     pub(crate) fn finish(&mut self) -> Result<()> {
         if self.hosts.way != Way::Relays {
             return Ok(());
@@ -115,14 +115,14 @@ impl<'a> Passage<'a> {
         Ok(())
     }
 
-    /// What ends with a migration is ended: it failed, and may not have reached them.
+    /// Ends relays after a failed migration, which may not have reached them.
     pub(crate) fn end(&mut self) {
         if self.hosts.way == Way::Relays {
             self.running = [None, None];
         }
     }
 
-    /// What its programs have said.
+    /// The output of the programs.
     pub(crate) fn said(&self) -> String {
         let running = self.running.iter().flatten();
         let said = running.map(Vamoose::stderr).collect::<Vec<_>>();
@@ -153,7 +153,7 @@ impl<'a> Passage<'a> {
         Ok(arguments.into())
     }
 
-    /// Starts the gateway of a host, if it does not run: for the first time, or after it was killed.
+    /// Starts the gateway of a host, if it does not run.
     fn ensure_gateway(&mut self, host: Where) -> Result<()> {
         if let Some(gateway) = &self.running[host as usize]
             && !gateway.has_ended()?

@@ -2,51 +2,51 @@
 
 use crate::libvirt::hosts::{Generation, Way};
 
-/// One way to call `virsh migrate`, and what happens meanwhile.
+/// A call of `virsh migrate`, and an event during the migration.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Case {
     pub(super) name: &'static str,
     pub(super) flags: &'static [&'static str],
     pub(super) event: Event,
-    /// What both ends must know.
+    /// The requirements.
     needs: Needs,
-    /// It is run when it is named: its guest may hang by itself.
+    /// It runs only if it is named, as its guest may hang by itself.
     pub(super) is_by_name: bool,
 }
 
-/// What happens during a migration.
+/// An event during a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
     /// Nothing.
     None,
-    /// The guest was paused before.
+    /// The guest is paused before.
     Paused,
     /// The guest continues at the destination before all of its memory is there.
     Postcopy,
-    /// So it does, and the migration breaks then: it is resumed.
+    /// The migration breaks during post-copy, and is resumed.
     PostcopyResumed,
-    /// The guest has a disk that goes with it.
+    /// The guest's disk is copied.
     Storage,
-    /// The guest moves to and fro, ten times in all.
+    /// The guest moves back and forth, ten times in all.
     ToAndFro,
     /// `virsh domjobabort`.
     Abort(Phase),
-    /// Something dies.
+    /// A process is killed.
     Kill(Victim, Phase),
 }
 
-/// When it happens.
+/// The phase of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     /// As soon as libvirt knows of the migration.
     Setup,
-    /// Some of the memory has been sent for the first time.
+    /// Part of the memory has been sent for the first time.
     FirstRound,
-    /// All of it has.
+    /// All of it has been sent once.
     LaterRound,
 }
 
-/// Who dies.
+/// The process that is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Victim {
     NearProgram,
@@ -58,17 +58,17 @@ pub(super) enum Victim {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Needs {
     Nothing,
-    /// Compression by QEMU itself, which libvirt knows since 9.4.
+    /// Compression by QEMU, which libvirt supports since 9.4.
     Compression,
-    /// A program on the way.
+    /// Relays or gateways.
     Programs,
-    /// A way that takes all connections from QEMU to QEMU.
+    /// A way for all connections between the QEMUs.
     AllConnections,
 }
 
 const PARALLEL: &[&str] = &["--parallel"];
 
-/// Slow enough for something to happen: the guest writes more than this, so that it does not end either.
+/// Slow enough for events: the guest writes more than this, so the migration does not end.
 const SLOW: &[&str] = &["--parallel", "--bandwidth", "12"];
 
 const fn case(name: &'static str, flags: &'static [&'static str], event: Event) -> Case {

@@ -18,12 +18,12 @@ use crate::{
 /// Bytes of each guest's memory that do not compress.
 const CONTENT: u64 = 16 << 20;
 
-/// Migrations at once.
+/// Concurrent migrations.
 const PARALLEL: &str = "4";
 
 const LIMIT: Duration = Duration::from_secs(1800);
 
-/// LIBVIRT_GUESTS is how many.
+/// LIBVIRT_GUESTS is the number of guests.
 #[test]
 #[ignore = "minutes, as root"]
 fn evacuation() -> Result<()> {

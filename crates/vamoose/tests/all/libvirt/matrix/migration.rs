@@ -1,4 +1,4 @@
-//! One migration and what is found behind it.
+//! Runs a case and checks the guest.
 
 use std::{
     fs::{self, File},
@@ -22,7 +22,7 @@ use crate::libvirt::hosts::{
     self, Domain, Ended, Generation, Hosts, LIMIT, Passage, Storage, Virsh, Way, Where,
 };
 
-/// How a case went, in words.
+/// The result of a case, as text.
 pub(super) struct Found {
     pub(super) ended: String,
     pub(super) guest: String,
@@ -30,7 +30,7 @@ pub(super) struct Found {
 
 const RAM: u32 = 256;
 
-/// Rewrites little enough for every migration to end by itself.
+/// Rewrites little enough for every migration to end.
 const QUIET: Load = Load {
     fill: 64,
     hot: 8,
@@ -133,7 +133,7 @@ fn migrate(
         }
         Event::PostcopyResumed => {
             let virsh = start_postcopy(hosts, domain, passage, case.flags)?;
-            // Before, libvirt ends the destination's QEMU when the connection breaks, and with it the guest.
+            // If the connection breaks earlier, libvirt ends the destination's QEMU, and with it the guest.
             let there = domain.at().other();
             while domain.state(there)?.as_deref() != Some("running") && !virsh.has_ended() {}
             wait_for(hosts, domain, &virsh, Phase::FirstRound)?;
@@ -184,12 +184,12 @@ fn migrate(
                 Victim::DestinationQemu => far.kill("libvirt/qemu/web1.pid")?,
                 Victim::DestinationLibvirtd => {
                     far.kill("libvirtd.pid")?;
-                    // libvirt waits on: the QEMUs are still there.
+                    // libvirt keeps waiting, as the QEMUs still run.
                     let host = domain.at().of(hosts);
                     host.virsh(["domjobabort", GUEST])?.success()?;
                     let ended = finish(virsh, passage)?;
                     far.start_libvirtd()?;
-                    // It finds what was to become the guest, and ends it.
+                    // libvirtd finds the waiting QEMU and ends it.
                     let start = Instant::now();
                     while domain.state(domain.at().other())?.is_some() {
                         ensure!(start.elapsed() < LIMIT, "the guest stays on both hosts");
@@ -218,7 +218,7 @@ fn moves(
     Ok(found(&ended, domain))
 }
 
-/// Starts a migration, and has the guest continue at the destination before all of its memory is there.
+/// Starts a migration and switches it to post-copy.
 fn start_postcopy(
     hosts: &Hosts,
     domain: &Domain<'_>,
@@ -232,7 +232,7 @@ fn start_postcopy(
     Ok(virsh)
 }
 
-/// Calls until it is done what libvirt refuses before there is a migration, and when it has ended.
+/// Repeats a call until it succeeds: libvirt refuses it before the migration has begun. Gives up when the migration has ended.
 fn until_done(virsh: &Virsh, call: impl Fn() -> Result<Ended>) -> Result<()> {
     while !virsh.has_ended() {
         if call()?.is_success {
@@ -254,7 +254,7 @@ fn has_failed(
     has_stayed(hosts, domain, passage, &ended).context(said)
 }
 
-/// The guest has stayed, and can be moved now.
+/// Checks that the guest has stayed, and that it can be moved now.
 fn has_stayed(
     hosts: &Hosts,
     domain: &mut Domain<'_>,
@@ -271,7 +271,7 @@ fn has_stayed(
     Ok(found)
 }
 
-/// A source before QEMU 8 loses writes of a busy guest by itself (docs/qemu.md), so it is paused there.
+/// Moves the guest. It is paused at a source before QEMU 8, which would lose writes of a busy guest (docs/qemu.md).
 fn moves_later(hosts: &Hosts, domain: &mut Domain<'_>, passage: &mut Passage<'_>) -> Result<()> {
     let state = match hosts.generation.loses_writes() {
         true => {
@@ -303,7 +303,7 @@ pub(super) fn start(
 ) -> Result<Virsh> {
     let to = domain.at().other().of(hosts);
     let uri = format!("qemu+tcp://{}/system", to.name);
-    // The file system is not one of those that libvirt knows to be shared.
+    // libvirt does not recognize the file system as shared.
     let own = ["migrate", "--live", "--unsafe", GUEST, &uri];
     let arguments = passage.prepare(domain.at())?;
     let all = own.into_iter().chain(arguments.iter().map(String::as_str));
@@ -311,7 +311,7 @@ pub(super) fn start(
     domain.at().of(hosts).start_virsh(all)
 }
 
-/// Waits for `virsh`, which must not hang, whatever happened.
+/// Waits for `virsh`, which must never hang.
 fn finish(virsh: Virsh, passage: &Passage<'_>) -> Result<Ended> {
     virsh.finish(LIMIT).with_context(|| passage.said())
 }
@@ -334,14 +334,14 @@ fn found(ended: &Ended, domain: &Domain<'_>) -> Found {
     }
 }
 
-/// Waits until a migration is in this phase, as libvirt accounts for it.
+/// Waits until a migration is in this phase, by libvirt's statistics.
 fn wait_for(hosts: &Hosts, domain: &Domain<'_>, virsh: &Virsh, phase: Phase) -> Result<()> {
     let host = domain.at().of(hosts);
     let start = Instant::now();
     loop {
         ensure!(start.elapsed() < LIMIT, "the phase {phase:?} never came");
         ensure!(!virsh.has_ended(), "virsh ended before phase {phase:?}");
-        // Nothing tells a phase: it has to be asked for.
+        // There is no event for a phase.
         let info = host.virsh(["domjobinfo", GUEST])?;
         if is_in(&info.stdout, phase) {
             return Ok(());
@@ -350,7 +350,7 @@ fn wait_for(hosts: &Hosts, domain: &Domain<'_>, virsh: &Virsh, phase: Phase) -> 
     }
 }
 
-/// A number that `virsh domjobinfo` has printed, without its unit.
+/// A number in the output of `virsh domjobinfo`, without its unit.
 pub(super) fn number_in(info: &str, name: &str) -> Option<f64> {
     value_in(info, name)?.split(' ').next()?.parse().ok()
 }
@@ -366,7 +366,7 @@ fn is_in(info: &str, phase: Phase) -> bool {
     let number = |name: &str| number_in(info, name);
     let is_active = value("Operation") == Some("Outgoing migration");
     let rounds = number("Iteration").unwrap_or(0.0);
-    // In units that virsh chooses: from 10 MiB on.
+    // virsh chooses the unit; 10 MiB or more.
     let processed = value("Memory processed").is_some_and(|it| {
         it.ends_with("MiB") && number("Memory processed").is_some_and(|it| it >= 10.0)
     });
@@ -378,7 +378,7 @@ fn is_in(info: &str, phase: Phase) -> bool {
         }
 }
 
-/// Different content of both disks, which only the copy makes equal.
+/// Makes disks of different content, so that only a copy makes them equal.
 fn make_disks(hosts: &Hosts) -> Result<()> {
     let [first, second] = hosts.hosts.each_ref().map(|host| host.path(DISK_PATH));
     ram::write(&first, DISK, &Fill::Random, 1)?;
@@ -386,7 +386,7 @@ fn make_disks(hosts: &Hosts) -> Result<()> {
     Ok(())
 }
 
-/// Makes a certificate for each host, by the hosts' own certtool, where QEMU looks for them.
+/// Makes certificates with the hosts' certtool, in the folder that QEMU searches.
 fn certify(hosts: &Hosts) -> Result<()> {
     let [first, _] = &hosts.hosts;
     let here = first.path("etc/host");

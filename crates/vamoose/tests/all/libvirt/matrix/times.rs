@@ -1,4 +1,4 @@
-//! How long `virsh migrate` takes: directly and through gateways, in turns, over a link of 1 Gbit/s.
+//! The duration of `virsh migrate`, directly and through gateways, alternating, over a link of 1 Gbit/s.
 
 use anyhow::{Context, Result};
 use lab::{
@@ -21,7 +21,7 @@ struct Contender {
     name: &'static str,
     way: Way,
     flags: &'static [&'static str],
-    /// Whether QEMU has to compress.
+    /// Whether QEMU compresses.
     compresses: bool,
 }
 
@@ -55,13 +55,13 @@ const LOAD: Load = Load {
     rate: 500,
 };
 
-/// Seconds of `virsh`, and milliseconds of downtime as libvirt says.
+/// The seconds that `virsh` ran, and the downtime in milliseconds by libvirt.
 struct Took {
     seconds: f64,
     downtime: f64,
 }
 
-/// LIBVIRT_ROUNDS is how often each one is measured, in turn.
+/// LIBVIRT_ROUNDS is the number of measurements of each.
 #[test]
 #[ignore = "half an hour, as root"]
 fn times() -> Result<()> {
@@ -110,7 +110,7 @@ fn migrate(
     })
 }
 
-/// The median, and the least and the most.
+/// The median, minimum and maximum.
 fn spread(values: impl Iterator<Item = f64> + Clone, digits: usize) -> String {
     let (least, most) = values
         .clone()
