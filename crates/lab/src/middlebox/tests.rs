@@ -543,3 +543,49 @@ fn dropping_ends_everything() {
     let error = TcpStream::connect(address).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
 }
+
+/// Passes lines, and notes them once they have passed.
+#[derive(Default)]
+struct Lines(std::sync::Mutex<(Vec<u8>, Vec<String>)>);
+
+impl Observer for Lines {
+    fn piece(&self, _: &Handle, _: usize, direction: Direction, bytes: &[u8]) -> usize {
+        if direction == Direction::ToDialler {
+            return bytes.len();
+        }
+        let mut seen = self.0.lock().unwrap();
+        let passed = std::mem::take(&mut seen.0);
+        if !passed.is_empty() {
+            seen.1.push(String::from_utf8(passed).unwrap());
+        }
+        let end = bytes.iter().position(|byte| *byte == b'\n');
+        let len = end.map_or(0, |end| end + 1);
+        seen.0 = bytes[..len].to_vec();
+        len
+    }
+}
+
+#[test]
+fn observer_decides_what_passes_in_pieces() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let lines = Arc::<Lines>::default();
+    let middlebox = Middlebox::observed(listener.local_addr().unwrap(), lines.clone()).unwrap();
+    let mut dialler = TcpStream::connect(middlebox.address()).unwrap();
+    let (mut accepted, _) = listener.accept().unwrap();
+    dialler.write_all(b"one\ntwo\nth").unwrap();
+    let mut read = [0; 8];
+    accepted.read_exact(&mut read).unwrap();
+    assert_eq!(&read, b"one\ntwo\n");
+    accepted.write_all(b"back").unwrap();
+    dialler.read_exact(&mut read[..4]).unwrap();
+    assert_eq!(&read[..4], b"back");
+    let passed = middlebox.connections()[0].to_listener.passed;
+    assert_eq!(passed, 8, "an incomplete line waits");
+    // The rest passes when the sender ends.
+    dialler.write_all(b"ree\nfo").unwrap();
+    dialler.shutdown(Shutdown::Write).unwrap();
+    let mut rest = String::new();
+    accepted.read_to_string(&mut rest).unwrap();
+    assert_eq!(rest, "three\nfo");
+    assert_eq!(lines.0.lock().unwrap().1, ["one\n", "two\n", "three\n"]);
+}
