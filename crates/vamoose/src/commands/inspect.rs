@@ -1,30 +1,24 @@
 //! `vamoose inspect`: the packets of recorded channel streams.
 //!
-//! ```text
-//! file ─> Recording (plain or zstd) ─> Packet ─┬─> Table: a line each, a summary at the end
-//!         header check, decode                 └─> Target: the RAM file
-//! ```
-//!
-//! The streams of one migration are walked together, round by round: a SYNC is a barrier, so
-//! everything up to a stream's n-th SYNC comes before anything behind the n-th SYNC of any other.
-//! Within a round no page appears twice, so the order of the streams does not matter there.
+//! The streams of one migration are read together, round by round: a SYNC is a barrier, so everything up to a stream's n-th SYNC
+//! comes before anything behind the n-th SYNC of any other. Within a round no page appears twice, so the order of the streams
+//! does not matter there.
 
 mod ram;
 mod recording;
-mod table;
-mod unzstd;
 
-use std::path::{Path, PathBuf};
+use std::{
+    io::{self, BufWriter, Write},
+    path::PathBuf,
+};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, ensure};
 use clap::Args;
 use multifd::Layout;
-use tracing::warn;
 
 use self::{
-    ram::Target,
-    recording::{Opened, Packet, Recording},
-    table::Table,
+    ram::RamFile,
+    recording::{Packet, Recording},
 };
 use vamoose::options::Size;
 
@@ -34,7 +28,7 @@ use vamoose::options::Size;
 /// all channels of a migration at once: they are read together, from SYNC to SYNC.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
-    /// Write the guest's resulting memory to this file; overwrites it
+    /// Write the guest's resulting memory to this new file
     #[arg(long, value_name = "FILE", requires = "size")]
     ram: Option<PathBuf>,
     /// Size of the RAM block
@@ -54,139 +48,83 @@ pub(crate) struct Options {
 pub(crate) fn run(options: &Options) -> Result<()> {
     let page_size = u32::try_from(options.page_size.0).unwrap_or(u32::MAX);
     let layout = Layout::new(page_size).context("--page-size")?;
-    let mut recordings = open(&options.streams, layout)?;
-    let mut target = match (&options.ram, options.size) {
-        (Some(path), Some(size)) => {
-            refuse_gaps(&recordings)?;
-            refuse_overwriting(path, &options.streams)?;
-            Some(Target::create(path, size, options.block.as_deref())?)
-        }
-        _ => None,
-    };
-    let mut table = Table::new(std::io::stdout().lock());
-    let walked = walk(&mut recordings, layout, &mut table, target.as_mut());
-    let summed_up = match walked {
-        Ok(()) => table.summary(),
-        // What was printed belongs before the error, and on broken streams sums mean nothing.
-        Err(_) => table.flush(),
-    };
-    let finished = walked.and_then(|()| match &target {
-        Some(target) => target.finish(),
-        None => Ok(()),
-    });
-    finished.map_err(|error| match &target {
-        Some(target) => target.blame(&error),
-        None => error,
-    })?;
-    summed_up
-}
-
-/// Opens the channels among `paths`, in the order of their ids.
-fn open(paths: &[PathBuf], layout: Layout) -> Result<Vec<Recording>> {
-    let mut recordings: Vec<Recording> = Vec::new();
-    for path in paths {
-        match Recording::open(path, layout)? {
-            Opened::Main => warn!(
-                "{}: skipped: this is a main stream (QEVM), not a channel",
-                path.display()
-            ),
-            Opened::Channel(recording) => recordings.push(*recording),
-        }
-    }
-    if recordings.is_empty() {
-        bail!("no channel streams: only main streams were given");
-    }
+    let recordings = options.streams.iter();
+    let mut recordings: Vec<_> = recordings
+        .map(|path| Recording::open(path, layout))
+        .collect::<Result<_>>()?;
     recordings.sort_by_key(Recording::channel);
-    for pair in recordings.windows(2) {
-        if pair[0].channel() == pair[1].channel() {
-            bail!(
-                "{} and {} are both channel {}: name each channel of one migration once",
-                pair[0].name(),
-                pair[1].name(),
-                pair[0].channel()
-            );
+    let mut out = BufWriter::new(io::stdout().lock());
+    match (&options.ram, options.size) {
+        (Some(path), Some(size)) => {
+            check_channels(&recordings)?;
+            let mut ram = RamFile::create(path, size, options.block.as_deref())?;
+            read(&mut recordings, layout, &mut out, Some(&mut ram))
+                .and_then(|()| ram.finish())
+                .with_context(|| format!("{} is INCOMPLETE", path.display()))?;
         }
+        _ => read(&mut recordings, layout, &mut out, None)?,
     }
-    Ok(recordings)
+    match out.flush() {
+        // `| head` has read enough.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        flushed => flushed.context("cannot write to standard output"),
+    }
 }
 
-/// A channel left out is memory left out, so a RAM file needs them all, as far as that can be determined.
-fn refuse_gaps(recordings: &[Recording]) -> Result<()> {
-    let highest = recordings.last().map_or(0, |last| last.channel());
-    let announced = recordings
+/// Without one of the channels, memory would be missing from the RAM file.
+fn check_channels(recordings: &[Recording]) -> Result<()> {
+    let announced = recordings.iter().filter_map(Recording::announced_channels);
+    let count = announced.max().map_or(0, usize::from).max(recordings.len());
+    let channels: Vec<_> = recordings
         .iter()
-        .filter_map(Recording::announced_channels)
-        .max();
-    let last = announced.map_or(highest, |channels| highest.max(channels.saturating_sub(1)));
-    let missing = (0..=last).find(|id| recordings.iter().all(|r| r.channel() != *id));
-    if let Some(missing) = missing {
-        bail!("channel {missing} is missing: --ram needs all channels of the migration");
-    }
+        .map(|r| usize::from(r.channel()))
+        .collect();
+    ensure!(
+        channels.iter().copied().eq(0..count),
+        "--ram needs each channel of one migration once: the streams are those of channels {channels:?}"
+    );
     Ok(())
 }
 
-fn refuse_overwriting(ram: &Path, streams: &[PathBuf]) -> Result<()> {
-    // A file that does not exist yet is none of the streams.
-    let Ok(target) = ram.canonicalize() else {
-        return Ok(());
-    };
-    for stream in streams {
-        if stream.canonicalize().is_ok_and(|path| path == target) {
-            bail!(
-                "--ram {} is one of the streams, which would be overwritten",
-                ram.display()
-            );
-        }
-    }
-    Ok(())
-}
-
-/// Prints and applies every packet, round by round.
-fn walk(
+/// Prints and applies every packet, round by round, then prints the sums.
+fn read(
     recordings: &mut [Recording],
     layout: Layout,
-    table: &mut Table<impl std::io::Write>,
-    mut target: Option<&mut Target>,
+    out: &mut impl Write,
+    mut ram: Option<&mut RamFile>,
 ) -> Result<()> {
     let mut packet = Packet::new(layout);
-    while recordings.iter().any(|recording| !recording.at_end()) {
+    // A failure to print is reported at the end, by `flush`: it must not leave the RAM file incomplete.
+    let mut print = |line: String| drop(writeln!(out, "{line}"));
+    print("channel         byte     packet flags  method  normal   zero  payload block".to_owned());
+    let (mut packets, mut normal, mut zero, mut payload) = (0_u64, 0, 0, 0);
+    while !recordings.iter().all(|recording| recording.ended) {
         for recording in &mut *recordings {
             while recording.next(&mut packet)? {
-                table.row(recording.channel(), &packet, layout)?;
-                if table.is_unread() && target.is_none() {
-                    return Ok(());
+                print(format!("{:>7} {packet}", recording.channel()));
+                packets += 1;
+                normal += packet.ram.normal_offsets().len();
+                zero += packet.ram.zero_offsets().len();
+                payload += packet.payload.len();
+                if let Some(ram) = ram.as_deref_mut() {
+                    let applied = ram.apply(&packet, layout);
+                    applied.with_context(|| recording.place(packet.at))?;
                 }
-                if let Some(target) = target.as_deref_mut() {
-                    target
-                        .apply(&packet, layout)
-                        .with_context(|| recording.place(packet.at))?;
-                }
-                if packet.is_sync() {
+                if packet.ram.sync {
                     break;
                 }
             }
         }
-        if let Some(target) = target.as_deref_mut() {
-            target.barrier(recordings.iter().map(Recording::syncs).min().unwrap_or(0));
-        }
     }
-    same_syncs(recordings)
-}
-
-/// A migration puts every SYNC on every channel, so a stream with fewer was cut off.
-fn same_syncs(recordings: &[Recording]) -> Result<()> {
-    let most = recordings.iter().max_by_key(|recording| recording.syncs());
-    let fewest = recordings.iter().min_by_key(|recording| recording.syncs());
-    if let (Some(most), Some(fewest)) = (most, fewest)
-        && most.syncs() != fewest.syncs()
-    {
-        bail!(
-            "{} after {} SYNCs, but {} has {}: the first is truncated, or they belong to two migrations",
-            fewest.place_of_end(),
-            fewest.syncs(),
-            most.name(),
-            most.syncs()
-        );
-    }
+    let syncs: Vec<_> = recordings.iter().map(|recording| recording.syncs).collect();
+    print(format!(
+        "packets {packets}, SYNCs {}, normal pages {normal} ({} bytes sent as {payload}), zero pages {zero}",
+        syncs.iter().sum::<u64>(),
+        normal * layout.page_size(),
+    ));
+    ensure!(
+        syncs.iter().all(|count| *count == syncs[0]),
+        "the streams have {syncs:?} SYNCs: one is truncated, or they belong to two migrations"
+    );
     Ok(())
 }

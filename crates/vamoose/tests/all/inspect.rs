@@ -38,12 +38,15 @@ fn every_recording_gives_the_guests_ram() {
         assert!(fs::read(&ram).unwrap() == expected, "{name}: another RAM");
         let text = stdout(&output);
         let lines: Vec<_> = text.lines().collect();
-        let total: Vec<_> = lines.last().unwrap().split_ascii_whitespace().collect();
-        let counts = [packets, syncs, normal, zero].map(|count| count.to_string());
-        assert_eq!(total[0], "total", "{name}");
-        assert_eq!(total[1..5], counts, "{name}");
-        // A line a packet and a heading; an empty line; the heading, two channels, the total.
-        assert_eq!(lines.len(), packets + 1 + 1 + 4, "{name}:\n{text}");
+        let sums = lines.last().unwrap();
+        let counts = format!("packets {packets}, SYNCs {syncs}, normal pages {normal} (");
+        assert!(sums.starts_with(&counts), "{name}: {sums}");
+        assert!(
+            sums.ends_with(&format!("zero pages {zero}")),
+            "{name}: {sums}"
+        );
+        // The heading, a line for each packet, and the sums.
+        assert_eq!(lines.len(), 1 + packets + 1, "{name}:\n{text}");
         let with_sync = lines.iter().filter(|line| line.contains(" SYNC ")).count();
         assert_eq!(with_sync, syncs, "{name}:\n{text}");
     }
@@ -65,13 +68,13 @@ fn a_recording_may_be_plain_and_one_of_several_channels() {
 fn a_stream_cut_anywhere_names_the_byte_and_the_state_of_the_ram() {
     let folder = TempDir::new().unwrap();
     let whole = unpack(&channel("qemu-10.0.2-zlib", 1));
-    for (len, within) in [
-        (3, "within the 64 bytes that introduce a channel"),
-        (40, "within the 64 bytes that introduce a channel"),
-        (64 + 5, "within the header of the packet at byte 64"),
-        (64 + 12, "before the header of the packet at byte 64"),
-        (64 + 1343, "within the header of the packet at byte 64"),
-        (100_000, "within the payload of the packet at byte 1408"),
+    for (len, part, at) in [
+        (3, "initial packet", 0),
+        (40, "initial packet", 0),
+        (64 + 5, "header", 64),
+        (64 + 12, "header", 64 + 12),
+        (64 + 1343, "header", 64 + 12),
+        (100_000, "payload", 1408 + 1344),
     ] {
         let cut = folder.path().join("cut");
         fs::write(&cut, &whole[..len]).unwrap();
@@ -80,7 +83,7 @@ fn a_stream_cut_anywhere_names_the_byte_and_the_state_of_the_ram() {
             &ram_options(&ram, "4M"),
             &[channel("qemu-10.0.2-zlib", 0), cut.clone()],
         ]);
-        let place = format!("{}: byte {len}: the stream ends {within}", cut.display());
+        let place = format!("{}: byte {at}: {part}: failed to fill", cut.display());
         refused(&output, &place);
         assert_eq!(ram.exists(), len > 64, "created only for channels");
         assert_eq!(
@@ -103,8 +106,7 @@ fn a_stream_cut_between_packets_is_missed_by_its_syncs() {
         &ram_options(&ram, "4M"),
         &[channel("qemu-10.0.2-none", 0), cut],
     ]);
-    refused(&output, "ends at byte 1408 after 1 SYNCs");
-    refused(&output, "(SYNCs): 1");
+    refused(&output, "[3, 1] SYNCs: one is truncated");
 }
 
 #[test]
@@ -117,7 +119,7 @@ fn a_corrupt_stream_is_refused_where_it_is_corrupt() {
         (64 + 3, 0, "byte 64: packet magic is 0x11223300"),
         (64 + 11, 0x80, "byte 64: packet flags 0x80"),
         (1408 + 16, 0xff, "byte 1408: normal_pages is"),
-        (1408 + 1344 + 1, 0, "byte 2752 (payload of packet "),
+        (1408 + 1344 + 1, 0, "byte 1408: payload of packet "),
     ] {
         let mut bytes = whole.clone();
         bytes[at] = value;
@@ -130,10 +132,13 @@ fn a_corrupt_stream_is_refused_where_it_is_corrupt() {
     packed.truncate(middle);
     let short = folder.path().join("short.zst");
     fs::write(&short, &packed).unwrap();
-    refused(&inspect(&[from_ref(&short)]), "the zstd file is cut short");
+    refused(&inspect(&[from_ref(&short)]), "incomplete frame");
     packed[4..8].fill(0xff);
     fs::write(&short, &packed).unwrap();
-    refused(&inspect(&[&[short]]), "bad zstd data");
+    refused(
+        &inspect(&[&[short]]),
+        "byte 0: initial packet: Unsupported frame",
+    );
 }
 
 #[test]
@@ -153,37 +158,36 @@ fn pages_beyond_the_size_are_refused_with_both_numbers() {
 #[test]
 fn streams_that_do_not_belong_together_are_refused() {
     let name = "qemu-10.0.2-none";
-    let twice = inspect(&[&[channel(name, 0), channel("qemu-7.2.22-none", 0)]]);
-    refused(&twice, "are both channel 0");
     let folder = TempDir::new().unwrap();
     let ram = folder.path().join("ram");
+    let twice = inspect(&[
+        &ram_options(&ram, "4M"),
+        &[channel(name, 0), channel("qemu-7.2.22-none", 0)],
+    ]);
+    refused(&twice, "those of channels [0, 0]");
     let half = inspect(&[&ram_options(&ram, "4M"), &[channel(name, 1)]]);
-    refused(&half, "channel 0 is missing");
+    refused(&half, "those of channels [1]");
     assert!(!ram.exists());
 }
 
 #[test]
-fn the_ram_file_may_not_be_one_of_the_streams() {
+fn no_file_is_overwritten_with_ram() {
     let folder = TempDir::new().unwrap();
     let stream = folder.path().join("channel0");
     fs::copy(channel("qemu-10.0.2-none", 0), &stream).unwrap();
     let before = fs::read(&stream).unwrap();
     let output = inspect(&[&ram_options(&stream, "4M"), from_ref(&stream)]);
-    refused(&output, "is one of the streams");
+    refused(&output, "File exists");
     assert!(fs::read(&stream).unwrap() == before);
 }
 
 #[test]
-fn a_main_stream_is_skipped_with_a_note() {
+fn a_main_stream_is_no_channel() {
     let main = vectors().join("qemu-10.0.2-none/main.bin.zst");
-    let output = inspect(&[&[main.clone(), channel("qemu-10.0.2-none", 0)]]);
-    assert!(output.status.success());
-    assert!(
-        stderr(&output).contains("main stream"),
-        "{}",
-        stderr(&output)
+    refused(
+        &inspect(&[&[main]]),
+        "not the recording of a multifd channel",
     );
-    refused(&inspect(&[&[main]]), "only main streams");
 }
 
 #[test]
@@ -218,27 +222,24 @@ fn one_of_several_blocks_has_to_be_chosen() {
         .pages("vga.vram", &[(0, 9)], &[])
         .sync()
         .write(&folder, "stream");
-    let ram = folder.path().join("ram");
-    let all = inspect(&[&ram_options(&ram, "8k"), from_ref(&stream)]);
+    let ram = |name| folder.path().join(name);
+    let all = inspect(&[&ram_options(&ram("all"), "8k"), from_ref(&stream)]);
     refused(
         &all,
-        "pages of 2 RAM blocks: choose one of pc.ram, vga.vram with --block",
+        "pages of the RAM blocks pc.ram and vga.vram: choose one with --block",
     );
     refused(&all, "INCOMPLETE");
     for (block, content) in [("vga.vram", [9, 0]), ("pc.ram", [1, 2])] {
-        let mut options = ram_options(&ram, "8k");
+        let mut options = ram_options(&ram(block), "8k");
         options.extend(["--block".into(), block.into()]);
         let output = inspect(&[&options, from_ref(&stream)]);
         assert!(output.status.success(), "{}", stderr(&output));
-        assert_eq!(pages(&ram), content, "{block}");
+        assert_eq!(pages(&ram(block)), content, "{block}");
     }
-    let mut options = ram_options(&ram, "8k");
+    let mut options = ram_options(&ram("mem"), "8k");
     options.extend(["--block".into(), "mem".into()]);
     let output = inspect(&[&options, &[stream]]);
-    refused(
-        &output,
-        "--block mem: the streams hold no page of it, only of: pc.ram, vga.vram",
-    );
+    refused(&output, "--block mem: the streams hold no page of it");
 }
 
 #[test]
@@ -279,7 +280,8 @@ fn other_page_sizes_and_methods_that_are_not_built_in_can_be_shown() {
         .write(&folder, "stream");
     let output = inspect(&[from_ref(&path)]);
     assert!(output.status.success(), "{}", stderr(&output));
-    assert!(stderr(&output).contains("method uadk is not built into this vamoose"));
+    assert!(stderr(&output).contains("payload not checked: "));
+    assert!(stderr(&output).contains("uadk"));
     let text = stdout(&output);
     assert!(text.contains("DEVICE"), "{text}");
     assert!(text.contains("0000:00:03.0/vfio instance 7"), "{text}");
@@ -418,7 +420,5 @@ fn vectors() -> PathBuf {
 }
 
 fn unpack(path: &Path) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(8 << 20);
-    zstd_safe::decompress(&mut bytes, &fs::read(path).unwrap()).unwrap();
-    bytes
+    zstd::decode_all(fs::File::open(path).unwrap()).unwrap()
 }
