@@ -3,8 +3,6 @@
 //! The migrations themselves count. [`Counts`] is told when they begin and end; for each request (`responder`) the counters of
 //! migrations under way are added to the totals of those that have ended.
 
-mod classic;
-mod process;
 mod responder;
 
 use std::{
@@ -17,9 +15,7 @@ use anyhow::Result;
 use clap::Args;
 use prometheus_client::{
     collector::Collector,
-    encoding::{
-        DescriptorEncoder, EncodeCounterValue, EncodeLabelSet, EncodeMetric as _, text::encode,
-    },
+    encoding::{DescriptorEncoder, EncodeMetric, text::encode},
     metrics::{
         MetricType,
         counter::ConstCounter,
@@ -30,11 +26,9 @@ use prometheus_client::{
     registry::{Registry, Unit},
 };
 use tracing::info;
-use vamoose_link::{Address, Snapshot, lock};
+use vamoose_link::{Address, LinkFaults, Snapshot, lock};
 use vamoose_relay::{End, EndKind, Observed, Observer, Way};
 
-use classic::classic;
-use responder::Format;
 pub use responder::Responder;
 
 /// For commands that run long.
@@ -45,39 +39,21 @@ pub struct MetricsOption {
     pub metrics: Option<Address>,
 }
 
-/// What the migrations of this process have come to.
+/// The migrations of this process, by direction and other host.
 #[derive(Debug, Default)]
 pub struct Counts(Mutex<BTreeMap<Host, Count>>);
 
-/// Migrations one way, with one other host.
+/// Direction of migrations, and the other host.
 type Host = (Way, String);
 
 #[derive(Debug)]
 struct Count {
     live: Vec<Arc<Observed>>,
-    done: Moved,
+    /// Values of [`COUNTERS`], of migrations that have ended.
+    done: [f64; COUNTERS.len()],
     ends: [u64; EndKind::ALL.len()],
-    reconnects: u64,
-    corrupt_frames: u64,
     duration: Histogram,
     switchover: Histogram,
-}
-
-/// What was moved: sums of the counters of migrations.
-#[derive(Clone, Copy, Debug, Default)]
-struct Moved {
-    received_bytes: u64,
-    sent_bytes: u64,
-    normal_pages: u64,
-    zero_pages: u64,
-    difference_pages: u64,
-    syncs: u64,
-    encode_seconds: f64,
-    decode_seconds: f64,
-    accelerated: u64,
-    fallbacks: u64,
-    wrong: u64,
-    changed_packets: u64,
 }
 
 /// Answers at `address` from now on.
@@ -92,14 +68,10 @@ pub fn serve(address: &Address, counts: &Arc<Counts>) -> Result<Responder> {
         Info::new([("version", env!("CARGO_PKG_VERSION"))]),
     );
     registry.register_collector(Box::new(counts.clone()));
-    registry.register_collector(Box::new(process::Process));
-    let responder = Responder::start(address, move |format| {
+    let responder = Responder::start(address, move || {
         let mut text = String::new();
         encode(&mut text, &registry)?;
-        Ok(match format {
-            Format::Open => text,
-            Format::Classic => classic(&text),
-        })
+        Ok(text)
     })?;
     info!("metrics at {}", responder.address());
     Ok(responder)
@@ -128,10 +100,8 @@ impl Observer for Counts {
         let mut counts = lock(&self.0);
         let count = counts.entry(host(migration)).or_default();
         count.live.retain(|other| !Arc::ptr_eq(other, migration));
-        count.done.add(&migration.stats.snapshot());
+        add(&mut count.done, migration, &end.faults);
         count.ends[end.kind as usize] += 1;
-        count.reconnects += end.faults.reconnects;
-        count.corrupt_frames += end.faults.corrupt_frames;
         if end.kind != EndKind::Refused {
             let took = migration.began.elapsed();
             count.duration.observe(took.as_secs_f64());
@@ -147,14 +117,19 @@ fn host(migration: &Observed) -> Host {
     (migration.way, migration.peer.clone())
 }
 
+fn add(values: &mut [f64], migration: &Observed, faults: &LinkFaults) {
+    let snapshot = migration.stats.snapshot();
+    for (value, counter) in values.iter_mut().zip(&COUNTERS) {
+        *value += (counter.of)(migration.way, &snapshot, faults);
+    }
+}
+
 impl Default for Count {
     fn default() -> Self {
         Self {
             live: Vec::new(),
-            done: Moved::default(),
+            done: [0.0; COUNTERS.len()],
             ends: Default::default(),
-            reconnects: 0,
-            corrupt_frames: 0,
             // Half a second to a bit more than an hour, and 2 ms to 16 s.
             duration: Histogram::new(exponential_buckets(0.5, 2.0, 14)),
             switchover: Histogram::new(exponential_buckets(0.002, 2.0, 14)),
@@ -162,168 +137,197 @@ impl Default for Count {
     }
 }
 
-impl Moved {
-    fn add(&mut self, snapshot: &Snapshot) {
-        self.received_bytes += snapshot.received_bytes;
-        self.sent_bytes += snapshot.wire_bytes;
-        self.normal_pages += snapshot.normal_pages;
-        self.zero_pages += snapshot.zero_pages;
-        self.difference_pages += snapshot.delta_pages;
-        self.syncs += snapshot.syncs;
-        self.encode_seconds += snapshot.encode_time.as_secs_f64();
-        self.decode_seconds += snapshot.decode_time.as_secs_f64();
-        self.accelerated += snapshot.engines.accelerated;
-        self.fallbacks += snapshot.engines.fallbacks;
-        self.wrong += snapshot.engines.wrong;
-        self.changed_packets += snapshot.changed_packets;
-    }
-}
-
-impl Collector for Counts {
-    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let counts = lock(&self.0);
-        let moved = counts.iter().map(|(host, count)| {
-            let mut moved = count.done;
-            for migration in &count.live {
-                moved.add(&migration.stats.snapshot());
-            }
-            (host, moved)
-        });
-        let moved: Vec<_> = moved.collect();
-        // Every value of a counter that is part of what was moved, with a label of its own if there are several.
-        let of = |values: &dyn Fn(Way, &Moved) -> Values| {
-            let each = moved.iter().flat_map(|(host, moved)| {
-                let values = values(host.0, moved);
-                values
-                    .into_iter()
-                    .map(|(more, it)| (labels(host, more), it))
-            });
-            each.collect::<Vec<_>>()
-        };
-        let mut out = Out(encoder);
-        let label = |name, value| Some((name, value));
-
-        out.counter(
-            "vamoose_migrations",
-            "Migrations that have ended",
-            None,
-            counts.iter().flat_map(|(host, count)| {
-                let ends = EndKind::ALL.iter().zip(count.ends);
-                ends.map(|(kind, ends)| (labels(host, label("outcome", kind.name())), ends))
-            }),
-        )?;
-        out.gauge(
-            "vamoose_migrations_in_flight",
-            "Migrations under way",
-            counts
-                .iter()
-                .map(|(host, count)| (labels(host, None), count.live.len())),
-        )?;
-        out.counter(
-            "vamoose_migration_guest",
-            "Bytes between this process and QEMUs, before encoding and after decoding",
-            Some(Unit::Bytes),
-            of(&|way, moved| match way {
-                Way::To => vec![(None, moved.received_bytes as f64)],
-                Way::From => vec![(None, moved.sent_bytes as f64)],
-            }),
-        )?;
-        out.counter(
-            "vamoose_migration_link",
-            "Bytes between this process and the other host's, encoded, without the overhead of TLS",
-            Some(Unit::Bytes),
-            of(&|way, moved| match way {
-                Way::To => vec![(None, moved.sent_bytes as f64)],
-                Way::From => vec![(None, moved.received_bytes as f64)],
-            }),
-        )?;
-        out.counter(
-            "vamoose_migration_pages",
-            "Pages passed on: as their content, or as the mere fact that they are zero",
-            None,
-            of(&|_, moved| {
-                vec![
-                    (label("kind", "normal"), moved.normal_pages as f64),
-                    (label("kind", "zero"), moved.zero_pages as f64),
-                ]
-            }),
-        )?;
-        out.counter(
-            "vamoose_migration_difference_pages",
-            "Normal pages sent as the difference to an earlier version",
-            None,
-            of(&|_, moved| vec![(None, moved.difference_pages as f64)]),
-        )?;
-        out.counter(
-            "vamoose_migration_syncs",
-            "SYNCs passed on, one for each round",
-            None,
-            of(&|_, moved| vec![(None, moved.syncs as f64)]),
-        )?;
-        out.counter(
-            "vamoose_migration_cpu",
-            "CPU time of encoding and decoding",
-            Some(Unit::Seconds),
-            of(&|_, moved| {
-                vec![
-                    (label("stage", "encode"), moved.encode_seconds),
-                    (label("stage", "decode"), moved.decode_seconds),
-                ]
-            }),
-        )?;
-        out.counter(
-            "vamoose_engine_operations",
-            "Operations for which there is a device, by what became of them",
-            None,
-            of(&|_, moved| {
-                vec![
-                    (label("result", "accelerated"), moved.accelerated as f64),
-                    (label("result", "fallback"), moved.fallbacks as f64),
-                    (label("result", "wrong"), moved.wrong as f64),
-                ]
-            }),
-        )?;
-        out.counter(
-            "vamoose_session_reconnects",
-            "Connections to the other host that were replaced, of migrations that have ended",
-            None,
-            counts
-                .iter()
-                .map(|(host, count)| (labels(host, None), count.reconnects)),
-        )?;
-        out.counter(
-            "vamoose_session_check_failures",
-            "What did not have the checksum that was sent with it",
-            None,
-            moved.iter().flat_map(|(host, moved)| {
-                let frames = counts.get(host).map_or(0, |count| count.corrupt_frames);
-                [
-                    (labels(host, label("check", "frame")), frames),
-                    (labels(host, label("check", "pages")), moved.changed_packets),
-                ]
-            }),
-        )?;
-        out.histogram(
-            "vamoose_migration_duration",
-            "From the first connection to the end, of migrations that were not refused",
-            counts
-                .iter()
-                .map(|(host, count)| (labels(host, None), &count.duration)),
-        )?;
-        out.histogram(
-            "vamoose_migration_switchover",
-            "From the last page to the message that the guest is loaded, where both were seen",
-            counts
-                .iter()
-                .map(|(host, count)| (labels(host, None), &count.switchover)),
-        )
-    }
+/// A counter of migrations.
+struct Counter {
+    name: &'static str,
+    help: &'static str,
+    unit: Option<&'static Unit>,
+    /// The label besides those of [`Host`].
+    label: Option<Label>,
+    /// What a migration has added so far.
+    of: fn(Way, &Snapshot, &LinkFaults) -> f64,
 }
 
 type Label = (&'static str, &'static str);
 
-/// Of one metric: with a further label, if there are several.
-type Values = Vec<(Option<Label>, f64)>;
+/// Counters of one name follow each other.
+const COUNTERS: [Counter; 14] = [
+    Counter {
+        name: "vamoose_migration_guest",
+        help: "Bytes between this process and QEMUs, before encoding and after decoding",
+        unit: Some(&Unit::Bytes),
+        label: None,
+        of: |way, moved, _| match way {
+            Way::To => moved.received_bytes as f64,
+            Way::From => moved.wire_bytes as f64,
+        },
+    },
+    Counter {
+        name: "vamoose_migration_link",
+        help: "Bytes between this process and the other host's, encoded, without the overhead of TLS",
+        unit: Some(&Unit::Bytes),
+        label: None,
+        of: |way, moved, _| match way {
+            Way::To => moved.wire_bytes as f64,
+            Way::From => moved.received_bytes as f64,
+        },
+    },
+    Counter {
+        label: Some(("kind", "normal")),
+        of: |_, moved, _| moved.normal_pages as f64,
+        ..PAGES
+    },
+    Counter {
+        label: Some(("kind", "zero")),
+        of: |_, moved, _| moved.zero_pages as f64,
+        ..PAGES
+    },
+    Counter {
+        name: "vamoose_migration_difference_pages",
+        help: "Normal pages sent as the difference to an earlier version",
+        unit: None,
+        label: None,
+        of: |_, moved, _| moved.delta_pages as f64,
+    },
+    Counter {
+        name: "vamoose_migration_syncs",
+        help: "SYNCs passed on, one for each round",
+        unit: None,
+        label: None,
+        of: |_, moved, _| moved.syncs as f64,
+    },
+    Counter {
+        label: Some(("stage", "encode")),
+        of: |_, moved, _| moved.encode_time.as_secs_f64(),
+        ..CPU
+    },
+    Counter {
+        label: Some(("stage", "decode")),
+        of: |_, moved, _| moved.decode_time.as_secs_f64(),
+        ..CPU
+    },
+    Counter {
+        label: Some(("result", "accelerated")),
+        of: |_, moved, _| moved.engines.accelerated as f64,
+        ..OPERATIONS
+    },
+    Counter {
+        label: Some(("result", "fallback")),
+        of: |_, moved, _| moved.engines.fallbacks as f64,
+        ..OPERATIONS
+    },
+    Counter {
+        label: Some(("result", "wrong")),
+        of: |_, moved, _| moved.engines.wrong as f64,
+        ..OPERATIONS
+    },
+    Counter {
+        name: "vamoose_session_reconnects",
+        help: "Connections to the other host that were replaced, of migrations that have ended",
+        unit: None,
+        label: None,
+        of: |_, _, faults| faults.reconnects as f64,
+    },
+    Counter {
+        label: Some(("check", "frame")),
+        of: |_, _, faults| faults.corrupt_frames as f64,
+        ..CHECKS
+    },
+    Counter {
+        label: Some(("check", "pages")),
+        of: |_, moved, _| moved.changed_packets as f64,
+        ..CHECKS
+    },
+];
+
+const PAGES: Counter = Counter {
+    name: "vamoose_migration_pages",
+    help: "Pages passed on: with their content, or as the mere fact that they are zero",
+    unit: None,
+    label: None,
+    of: |_, _, _| 0.0,
+};
+
+const CPU: Counter = Counter {
+    name: "vamoose_migration_cpu",
+    help: "CPU time of encoding and decoding",
+    unit: Some(&Unit::Seconds),
+    ..PAGES
+};
+
+const OPERATIONS: Counter = Counter {
+    name: "vamoose_engine_operations",
+    help: "Operations for which there is a device, by their result",
+    ..PAGES
+};
+
+const CHECKS: Counter = Counter {
+    name: "vamoose_session_check_failures",
+    help: "Checksum mismatches",
+    ..PAGES
+};
+
+impl Collector for Counts {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let counts = lock(&self.0);
+        let ended = counts.iter().flat_map(|(host, count)| {
+            let ends = EndKind::ALL.iter().zip(count.ends);
+            ends.map(|(kind, ends)| {
+                let labels = labels(host, Some(("outcome", kind.name())));
+                (labels, ConstCounter::new(ends))
+            })
+        });
+        let help = "Migrations that have ended";
+        family(&mut encoder, "vamoose_migrations", help, None, ended)?;
+        let live = counts.iter().map(|(host, count)| {
+            let live = ConstGauge::new(count.live.len());
+            (labels(host, None), live)
+        });
+        let (name, help) = ("vamoose_migrations_in_flight", "Migrations under way");
+        family(&mut encoder, name, help, None, live)?;
+        let moved = counts.iter().map(|(host, count)| {
+            let mut values = count.done;
+            for migration in &count.live {
+                add(&mut values, migration, &LinkFaults::default());
+            }
+            (host, values)
+        });
+        let moved: Vec<_> = moved.collect();
+        let mut at = 0;
+        for counters in COUNTERS.chunk_by(|one, other| one.name == other.name) {
+            let values = moved.iter().flat_map(|(host, values)| {
+                let values = counters.iter().zip(&values[at..]);
+                values.map(|(counter, value)| {
+                    (labels(host, counter.label), ConstCounter::new(*value))
+                })
+            });
+            let Counter {
+                name, help, unit, ..
+            } = &counters[0];
+            family(&mut encoder, name, help, *unit, values)?;
+            at += counters.len();
+        }
+        let seconds = Some(&Unit::Seconds);
+        let durations = counts.iter();
+        let durations = durations.map(|(host, count)| (labels(host, None), count.duration.clone()));
+        family(
+            &mut encoder,
+            "vamoose_migration_duration",
+            "From the first connection to the end, of migrations that were not refused",
+            seconds,
+            durations,
+        )?;
+        let times = counts.iter();
+        let times = times.map(|(host, count)| (labels(host, None), count.switchover.clone()));
+        family(
+            &mut encoder,
+            "vamoose_migration_switchover",
+            "From the last page to the message that the guest is loaded, where both were seen",
+            seconds,
+            times,
+        )
+    }
+}
 
 fn labels((way, peer): &Host, more: Option<Label>) -> Vec<(&'static str, String)> {
     let direction = match way {
@@ -335,57 +339,21 @@ fn labels((way, peer): &Host, more: Option<Label>) -> Vec<(&'static str, String)
     labels
 }
 
-/// Writes families of metrics.
-struct Out<'a>(DescriptorEncoder<'a>);
-
-impl Out<'_> {
-    fn counter<N, V>(
-        &mut self,
-        name: &str,
-        help: &str,
-        unit: Option<Unit>,
-        values: V,
-    ) -> fmt::Result
-    where
-        N: EncodeCounterValue,
-        V: IntoIterator<Item = (Vec<(&'static str, String)>, N)>,
-    {
-        let kind = MetricType::Counter;
-        let mut family = self.0.encode_descriptor(name, help, unit.as_ref(), kind)?;
-        for (labels, value) in values {
-            let one = family.encode_family(&labels)?;
-            ConstCounter::new(value).encode(one)?;
-        }
-        Ok(())
+/// Writes a metric with a value for each set of labels.
+fn family<M: EncodeMetric>(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    unit: Option<&Unit>,
+    values: impl IntoIterator<Item = (Vec<(&'static str, String)>, M)>,
+) -> fmt::Result {
+    let mut values = values.into_iter().peekable();
+    let kind = values
+        .peek()
+        .map_or(MetricType::Unknown, |(_, value)| value.metric_type());
+    let mut family = encoder.encode_descriptor(name, help, unit, kind)?;
+    for (labels, value) in values {
+        value.encode(family.encode_family(&labels)?)?;
     }
-
-    fn gauge<L: EncodeLabelSet>(
-        &mut self,
-        name: &str,
-        help: &str,
-        values: impl IntoIterator<Item = (L, usize)>,
-    ) -> fmt::Result {
-        let mut family = self
-            .0
-            .encode_descriptor(name, help, None, MetricType::Gauge)?;
-        for (labels, value) in values {
-            ConstGauge::new(value).encode(family.encode_family(&labels)?)?;
-        }
-        Ok(())
-    }
-
-    /// Of seconds.
-    fn histogram<'h, L: EncodeLabelSet>(
-        &mut self,
-        name: &str,
-        help: &str,
-        values: impl IntoIterator<Item = (L, &'h Histogram)>,
-    ) -> fmt::Result {
-        let (unit, kind) = (Unit::Seconds, MetricType::Histogram);
-        let mut family = self.0.encode_descriptor(name, help, Some(&unit), kind)?;
-        for (labels, histogram) in values {
-            histogram.encode(family.encode_family(&labels)?)?;
-        }
-        Ok(())
-    }
+    Ok(())
 }

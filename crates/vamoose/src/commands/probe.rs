@@ -2,12 +2,8 @@
 //!
 //! The system's files are read below a [`Root`], which tests replace. Something absent is not an error: the output states why.
 
-mod cpu;
 mod engines;
 mod offload;
-mod pci;
-mod qemu;
-mod sample;
 mod speeds;
 mod system;
 
@@ -24,13 +20,10 @@ use serde::Serialize;
 use vamoose_codec::Registry;
 
 use self::{
-    cpu::Cpu,
-    engines::Engine,
+    engines::{Device, Engine},
     offload::Offload,
-    pci::Device,
-    qemu::Qemu,
     speeds::Speeds,
-    system::{Memlock, Node, Presence, Userfaultfd},
+    system::{Cpu, Memlock, Presence},
 };
 
 /// Show this host's hardware and software for migrations, and the speed of each method
@@ -44,7 +37,7 @@ pub(crate) struct Options {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let probe = Probe::new(&Root::system());
+    let probe = Probe::new(&Root::system())?;
     let text = if options.json {
         serde_json::to_string_pretty(&probe).context("cannot write the result as JSON")? + "\n"
     } else {
@@ -63,47 +56,39 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 struct Probe {
     kernel: Option<String>,
     cpu: Cpu,
-    numa_nodes: Vec<Node>,
     memlock: Memlock,
     kvm: Presence,
-    userfaultfd: Userfaultfd,
+    userfaultfd: Presence,
     devices: Vec<Device>,
     /// Reason if there are none.
     devices_reason: Option<&'static str>,
     offload: Offload,
     engines: Vec<Engine>,
-    qemus: Vec<Qemu>,
     speeds: Speeds,
 }
 
 impl Probe {
-    fn new(root: &Root) -> Self {
-        let cpu = Cpu::probe(root);
+    fn new(root: &Root) -> Result<Self> {
         let registry = Arc::new(Registry::new());
-        let devices = pci::devices(root);
-        Self {
-            kernel: system::kernel(root),
-            numa_nodes: system::nodes(root),
+        let devices = engines::devices(root);
+        Ok(Self {
+            kernel: root.read("proc/sys/kernel/osrelease"),
+            cpu: Cpu::probe(root),
             memlock: Memlock::probe(),
             kvm: system::kvm(root),
-            userfaultfd: Userfaultfd::probe(root),
+            userfaultfd: system::userfaultfd(root),
             engines: engines::engines(&registry, &devices),
-            qemus: qemu::on_path(std::env::var_os("PATH").as_deref()),
-            speeds: Speeds::measure(&registry),
-            cpu,
+            speeds: Speeds::measure(&registry)?,
             devices_reason: devices.is_empty().then_some(NO_DEVICES),
             devices,
             offload: Offload::probe(root),
-        }
+        })
     }
 
     fn text(&self) -> String {
         let mut lines = Lines::default();
         lines.put("kernel", self.kernel.as_deref().unwrap_or("unknown"));
         self.cpu.describe(&mut lines);
-        for node in &self.numa_nodes {
-            lines.put("numa node", node);
-        }
         lines.put("memlock", &self.memlock);
         lines.put("kvm", &self.kvm);
         lines.put("userfaultfd", &self.userfaultfd);
@@ -116,12 +101,6 @@ impl Probe {
         self.offload.describe(&mut lines);
         for engine in &self.engines {
             lines.put("engine", engine);
-        }
-        if self.qemus.is_empty() {
-            lines.put("qemu", "none on PATH");
-        }
-        for qemu in &self.qemus {
-            lines.put("qemu", qemu);
         }
         self.speeds.describe(&mut lines);
         lines.0
@@ -152,7 +131,7 @@ impl Root {
     }
 
     /// The path of a system file, given without its leading `/`.
-    fn path(&self, file: &str) -> PathBuf {
+    fn path(&self, file: impl AsRef<Path>) -> PathBuf {
         self.0.join(file)
     }
 
@@ -162,31 +141,10 @@ impl Root {
     }
 
     /// The trimmed text of a system file, where it can be read.
-    fn read(&self, file: &str) -> Option<String> {
-        read(&self.path(file))
+    fn read(&self, file: impl AsRef<Path>) -> Option<String> {
+        let bytes = fs::read(self.path(file)).ok()?;
+        Some(String::from_utf8_lossy(&bytes).trim().to_owned())
     }
-
-    /// The entries of a system folder, by name; none where there is no such folder.
-    fn list(&self, folder: &str) -> Vec<(String, PathBuf)> {
-        let Ok(entries) = fs::read_dir(self.path(folder)) else {
-            return Vec::new();
-        };
-        let mut found: Vec<_> = entries
-            .flatten()
-            .map(|entry| {
-                let name = entry.file_name().to_string_lossy().into_owned();
-                (name, entry.path())
-            })
-            .collect();
-        found.sort();
-        found
-    }
-}
-
-/// The trimmed text of a file, where it can be read.
-fn read(path: &Path) -> Option<String> {
-    let bytes = fs::read(path).ok()?;
-    Some(String::from_utf8_lossy(&bytes).trim().to_owned())
 }
 
 #[cfg(test)]
@@ -215,10 +173,10 @@ mod tests {
     #[test]
     fn a_system_without_anything_is_described_too() {
         let (_folder, root) = fake::root(&[]);
-        let probe = Probe::new(&root);
+        let probe = Probe::new(&root).unwrap();
         assert_eq!(probe.kernel, None);
-        assert!(!probe.kvm.present && !probe.userfaultfd.kernel);
-        assert!(probe.devices.is_empty() && probe.numa_nodes.is_empty());
+        assert!(!probe.kvm.present && !probe.userfaultfd.present);
+        assert!(probe.devices.is_empty());
         let text = probe.text();
         for line in ["kernel          unknown", "no QAT, DSA or IAA on PCI"] {
             assert!(text.contains(line), "{text}");

@@ -1,7 +1,7 @@
 //! HTTP responder for the metrics, whose clients cannot slow a migration down.
 //!
-//! One thread and one answer per connection. Connections, and the length and time of a request, are limited. `tiny_http` has no
-//! such limits: a client that sends nothing would keep one of its threads for ever.
+//! One thread answers one request after the other, each of limited length and within limited time. `tiny_http` has no such
+//! limits: a client that sends nothing would keep one of its threads forever.
 
 use std::{
     fmt,
@@ -22,55 +22,32 @@ pub struct Responder {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Open connections; further ones are closed. Prometheus needs one.
-const MOST: usize = 8;
 /// Most bytes of a request.
 const LONGEST: usize = 8 << 10;
-/// Time for a request to arrive, and for its answer to be read.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Time for a request to arrive, and for its answer to be read: other requests wait meanwhile.
+const PATIENCE: Duration = Duration::from_secs(1);
 /// Wait before another accept, so that file descriptors become free.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Text format of metrics.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Format {
-    /// OpenMetrics, for clients that accept it.
-    Open,
-    /// Prometheus' text format.
-    Classic,
-}
-
-impl Format {
-    fn media_type(self) -> &'static str {
-        match self {
-            Self::Open => "application/openmetrics-text; version=1.0.0; charset=utf-8",
-            Self::Classic => "text/plain; version=0.0.4; charset=utf-8",
-        }
-    }
-}
-
 impl Responder {
-    /// Answers at `address` with what `metrics` makes.
+    /// Answers at `address` with the text that `metrics` makes.
     pub(super) fn start(
         address: &Address,
-        metrics: impl Fn(Format) -> Result<String, fmt::Error> + Send + Sync + 'static,
+        metrics: impl Fn() -> Result<String, fmt::Error> + Send + 'static,
     ) -> Result<Self> {
         let listener = Listener::bind(address, PATIENCE).context("metrics")?;
         let (address, stop) = (listener.address().clone(), Arc::new(Hangup::new()?));
-        let (seen, metrics) = (stop.clone(), Arc::new(metrics));
-        let work = move || accept(&listener, &seen, &metrics);
+        let seen = stop.clone();
         let thread = thread::Builder::new().name("metrics".to_owned());
-        let thread = thread
-            .spawn(work)
-            .context("metrics: no thread can be started")?;
+        let thread = thread.spawn(move || accept(&listener, &seen, &metrics));
         Ok(Self {
             address,
             stop,
-            thread: Some(thread),
+            thread: Some(thread.context("metrics: no thread can be started")?),
         })
     }
 
-    /// Where.
+    /// The address, with the port that the kernel chose.
     pub fn address(&self) -> &Address {
         &self.address
     }
@@ -86,55 +63,43 @@ impl Drop for Responder {
     }
 }
 
-fn accept<M>(listener: &Listener, stop: &Hangup, metrics: &Arc<M>)
-where
-    M: Fn(Format) -> Result<String, fmt::Error> + Send + Sync + 'static,
-{
-    // One reference for each open connection, besides this one.
-    let open = Arc::new(());
+fn accept(listener: &Listener, stop: &Hangup, metrics: &dyn Fn() -> Result<String, fmt::Error>) {
     while !stop.is_hung_up() {
         let mut fds = [
             PollFd::new(listener, PollFlags::IN),
             PollFd::new(stop, PollFlags::IN),
         ];
-        if let Err(error) = wait_for(&mut fds, PATIENCE) {
+        if let Err(error) = wait_for(&mut fds, Duration::MAX) {
             return warn!("no more metrics: {error}");
         }
-        let socket = match listener.try_accept() {
-            Ok(Some(socket)) => socket,
-            Ok(None) => continue,
+        match listener.try_accept() {
+            Ok(Some(socket)) => answer(&socket, metrics),
+            Ok(None) => {}
             Err(error) => {
                 debug!("{}", chain(&error));
                 thread::sleep(PAUSE);
-                continue;
             }
-        };
-        if Arc::strong_count(&open) > MOST {
-            continue;
-        }
-        let (metrics, counted) = (metrics.clone(), open.clone());
-        let work = move || {
-            answer(&socket, &*metrics);
-            drop(counted);
-        };
-        if let Err(error) = thread::Builder::new().spawn(work) {
-            debug!("a request for metrics is not answered: {error}");
         }
     }
 }
 
-fn answer(socket: &Socket, metrics: impl Fn(Format) -> Result<String, fmt::Error>) {
+fn answer(socket: &Socket, metrics: &dyn Fn() -> Result<String, fmt::Error>) {
+    const TEXT: &str = "text/plain";
     let Some(request) = read(socket) else {
         return socket.shut_down();
     };
-    let (status, kind, body) = match judge(&request) {
-        Request::Metrics(format) => match metrics(format) {
-            Ok(text) => ("200 OK", format.media_type(), text),
-            Err(error) => ("500 Internal Server Error", "text/plain", error.to_string()),
+    let mut words = request.split(|byte| byte.is_ascii_whitespace());
+    let path = match (words.next(), words.next()) {
+        (Some(b"GET"), Some(target)) => target.split(|byte| *byte == b'?').next(),
+        _ => None,
+    };
+    let (status, kind, body) = match path {
+        Some(b"/metrics") => match metrics() {
+            Ok(text) => ("200 OK", OPEN_METRICS, text),
+            Err(error) => ("500 Internal Server Error", TEXT, error.to_string()),
         },
-        Request::Other => ("404 Not Found", "text/plain", "See /metrics\n".to_owned()),
-        Request::NotRead => ("405 Method Not Allowed", "text/plain", String::new()),
-        Request::Nonsense => ("400 Bad Request", "text/plain", String::new()),
+        Some(_) => ("404 Not Found", TEXT, "See /metrics\n".to_owned()),
+        None => ("405 Method Not Allowed", TEXT, String::new()),
     };
     let length = body.len();
     let head = format!(
@@ -151,6 +116,8 @@ fn answer(socket: &Socket, metrics: impl Fn(Format) -> Result<String, fmt::Error
     ) {}
 }
 
+const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
 /// The head of a request; `None` if it is late, incomplete or too long.
 fn read(socket: &Socket) -> Option<Vec<u8>> {
     let deadline = Instant::now() + PATIENCE;
@@ -166,39 +133,6 @@ fn read(socket: &Socket) -> Option<Vec<u8>> {
     Some(request)
 }
 
-#[derive(Debug, PartialEq, Eq)]
-enum Request {
-    Metrics(Format),
-    Other,
-    NotRead,
-    Nonsense,
-}
-
-fn judge(request: &[u8]) -> Request {
-    let line = request.split(|byte| *byte == b'\r').next();
-    let line = line.and_then(|line| str::from_utf8(line).ok());
-    let words: Vec<_> = line.map_or_else(Vec::new, |line| line.split(' ').collect());
-    let [method, target, version] = words[..] else {
-        return Request::Nonsense;
-    };
-    let path = target.split('?').next();
-    match (method, path) {
-        _ if !version.starts_with("HTTP/1.") => Request::Nonsense,
-        ("GET", Some("/metrics")) => Request::Metrics(accepted(request)),
-        ("GET", _) => Request::Other,
-        _ => Request::NotRead,
-    }
-}
-
-fn accepted(request: &[u8]) -> Format {
-    let head = String::from_utf8_lossy(request).to_ascii_lowercase();
-    let mut lines = head.lines().filter(|line| line.starts_with("accept:"));
-    match lines.any(|line| line.contains("application/openmetrics-text")) {
-        true => Format::Open,
-        false => Format::Classic,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::{
@@ -211,7 +145,7 @@ mod tests {
 
     fn responder(folder: &Path) -> Responder {
         let address = Address::Unix(folder.join("metrics.sock"));
-        Responder::start(&address, |_| Ok("vamoose 1\n".to_owned())).unwrap()
+        Responder::start(&address, || Ok("vamoose 1\n".to_owned())).unwrap()
     }
 
     /// What comes back for these bytes.
@@ -241,8 +175,8 @@ mod tests {
             (b"GET /metrics?a=b HTTP/1.0\r\n\r\n", "200 OK"),
             (b"GET / HTTP/1.1\r\n\r\n", "404 Not Found"),
             (b"POST /metrics HTTP/1.1\r\n\r\n", "405 Method Not Allowed"),
-            (b"GET /metrics\r\n\r\n", "400 Bad Request"),
-            (b"\xff\xfe \r\n\r\n", "400 Bad Request"),
+            (b"GET\r\n\r\n", "404 Not Found"),
+            (b"\xff\xfe \r\n\r\n", "405 Method Not Allowed"),
         ] {
             let answer = say(folder.path(), request);
             assert!(
@@ -256,37 +190,15 @@ mod tests {
     }
 
     #[test]
-    fn who_accepts_open_metrics_gets_it() {
-        let request = |accept: &str| {
-            let text = format!("GET /metrics HTTP/1.1\r\nHost: x\r\n{accept}\r\n");
-            judge(text.as_bytes())
-        };
-        for accept in [
-            "Accept: application/openmetrics-text;version=1.0.0,text/plain;q=0.5\r\n",
-            "accept: text/plain, application/openmetrics-text\r\n",
-        ] {
-            assert_eq!(request(accept), Request::Metrics(Format::Open));
-        }
-        for accept in [
-            "",
-            "Accept: text/plain\r\n",
-            "X: application/openmetrics-text\r\n",
-        ] {
-            assert_eq!(request(accept), Request::Metrics(Format::Classic));
-        }
-    }
-
-    #[test]
     fn strays_do_not_hurt() {
         let folder = tempfile::tempdir().unwrap();
         let _responder = responder(folder.path());
         assert_eq!(say(folder.path(), &[b'x'; 2 * LONGEST]), "");
         let silent = || UnixStream::connect(folder.path().join("metrics.sock")).unwrap();
-        let strays: Vec<_> = (0..MOST - 1).map(|_| silent()).collect();
-        // All places but one are taken, when that of the first has been given back.
+        // Clients that say nothing delay others for a limited time; those that have gone do not.
+        let strays: Vec<_> = (0..3).map(|_| silent()).collect();
         ask(folder.path());
-        let more: Vec<_> = (0..2 * MOST).map(|_| silent()).collect();
-        drop((strays, more));
+        drop((strays, (0..16).map(|_| silent()).collect::<Vec<_>>()));
         ask(folder.path());
     }
 }

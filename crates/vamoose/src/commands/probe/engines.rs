@@ -1,30 +1,135 @@
-//! The registered engines, what they do, and why some are absent.
+//! The accelerators on the PCI bus, and the engines that the registry has.
 
-use std::{collections::BTreeMap, fmt, ops::RangeInclusive, path::PathBuf};
+use std::{fmt, fs, path::PathBuf};
 
-use multifd::Method;
+use idxd::discovery::{self, Hardware};
 use serde::Serialize;
-use vamoose_codec::{EngineInfo, Registry, info};
+use vamoose_codec::Registry;
 
-use super::pci::{Device, Kind};
+use super::Root;
 
-/// A way to do a method's work.
+/// An accelerator.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Device {
+    /// Domain, bus, device and function.
+    address: String,
+    kind: Kind,
+    model: &'static str,
+    /// Absent on hosts without NUMA.
+    numa_node: Option<u32>,
+    /// The kernel's driver that has it.
+    driver: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Kind {
+    Qat,
+    Dsa,
+    Iaa,
+}
+
+impl From<idxd::Kind> for Kind {
+    fn from(kind: idxd::Kind) -> Self {
+        match kind {
+            idxd::Kind::Dsa => Self::Dsa,
+            idxd::Kind::Iaa => Self::Iaa,
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Qat => "QAT",
+            Self::Dsa => "DSA",
+            Self::Iaa => "IAA",
+        })
+    }
+}
+
+/// Device ids of QAT; idxd knows those of DSA and IAA.
+const QAT: [(&str, &str); 8] = [
+    ("0x4940", "4xxx"),
+    ("0x4941", "4xxx (virtual function)"),
+    ("0x4942", "401xx"),
+    ("0x4943", "401xx (virtual function)"),
+    ("0x4944", "402xx"),
+    ("0x4945", "402xx (virtual function)"),
+    ("0x4946", "420xx"),
+    ("0x4947", "420xx (virtual function)"),
+];
+
+/// The accelerators of this host, by their addresses.
+pub(super) fn devices(root: &Root) -> Vec<Device> {
+    const BUS: &str = "sys/bus/pci/devices";
+    let device = |address: String, kind: Kind, model| {
+        let file = |name: &str| format!("{BUS}/{address}/{name}");
+        let driver = fs::read_link(root.path(file("driver"))).ok();
+        Device {
+            kind,
+            model,
+            // -1 means that there is none.
+            numa_node: root
+                .read(file("numa_node"))
+                .and_then(|node| node.parse().ok()),
+            driver: driver.and_then(|it| Some(it.file_name()?.to_string_lossy().into_owned())),
+            address,
+        }
+    };
+    let qat = |address: String| {
+        let read = |name: &str| root.read(format!("{BUS}/{address}/{name}"));
+        let id = read("device").filter(|_| read("vendor").as_deref() == Some("0x8086"))?;
+        let (_, model) = QAT.into_iter().find(|(known, _)| **known == id)?;
+        Some(device(address, Kind::Qat, model))
+    };
+    let on_bus = fs::read_dir(root.path(BUS)).into_iter().flatten().flatten();
+    let names = on_bus.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let offload = discovery::hardware(&root.of_idxd()).into_iter();
+    let offload = offload.map(
+        |Hardware {
+             address,
+             kind,
+             model,
+             ..
+         }| device(address, kind.into(), model),
+    );
+    let mut found: Vec<_> = names.filter_map(qat).chain(offload).collect();
+    found.sort_by(|one, other| one.address.cmp(&other.address));
+    found
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} at {}", self.kind, self.model, self.address)?;
+        if let Some(node) = self.numa_node {
+            write!(f, ", node {node}")?;
+        }
+        match &self.driver {
+            Some(driver) => write!(f, ", driver {driver}"),
+            None => write!(f, ", no driver bound"),
+        }
+    }
+}
+
+/// An engine of the registry.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Engine {
     name: &'static str,
     method: &'static str,
-    /// Nothing where the method has none.
+    /// `None` if the method has no levels.
     levels: Option<Levels>,
     hardware: bool,
     present: bool,
-    /// Why it is absent, or what it serves.
+    /// Why it is absent, and how many devices there are for it.
     reason: String,
     /// The file of the library that drives the hardware, with the version in its name.
     library: Option<PathBuf>,
 }
 
-/// The levels that an engine can do.
+/// The levels that an engine supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Levels {
@@ -32,97 +137,53 @@ struct Levels {
     max: i32,
 }
 
-/// The engines, method by method, the preferred one first, given the accelerators of this host.
+/// The engines, method by method, the preferred one first.
 pub(super) fn engines(registry: &Registry, devices: &[Device]) -> Vec<Engine> {
-    let rows = registry.engines();
-    rows.iter()
-        .enumerate()
-        .map(|(index, row)| {
-            let has_better = rows[..index]
-                .iter()
-                .any(|better| better.method == row.method && !better.hardware);
-            engine(row, has_better, devices)
-        })
-        .collect()
-}
-
-/// `has_better` means that other software comes before this one, where both can.
-fn engine(row: &EngineInfo, has_better: bool, devices: &[Device]) -> Engine {
-    let levels = row.levels.as_ref();
-    Engine {
-        name: row.name,
-        method: row.method.name(),
-        levels: levels.map(|levels| Levels {
-            min: *levels.start(),
-            max: *levels.end(),
-        }),
-        hardware: row.hardware,
-        present: row.absent.is_none(),
-        reason: match (&row.absent, kind(row)) {
-            (Some(why), Some(kind)) => format!("{why}; {}", seen(kind, devices)),
-            (Some(why), None) => why.clone(),
-            (None, Some(kind)) => seen(kind, devices),
-            (None, None) => match levels {
-                None => "uncompressed pages",
-                Some(_) if has_better => "the other levels",
-                Some(levels) if all_levels(row.method).as_ref() == Some(levels) => "all levels",
-                Some(_) => "the levels at which it is faster",
-            }
-            .to_owned(),
-        },
-        library: row.library.clone(),
-    }
-}
-
-fn all_levels(method: Method) -> Option<RangeInclusive<i32>> {
-    Some(info(method)?.levels?.range)
-}
-
-/// The devices that hardware engines drive.
-fn kind(row: &EngineInfo) -> Option<Kind> {
-    match row.name {
-        "qat" => Some(Kind::Qat),
-        "iaa" => Some(Kind::Iaa),
-        _ => None,
-    }
-}
-
-/// How many there are on PCI, and where.
-fn seen(kind: Kind, devices: &[Device]) -> String {
-    let mut nodes = BTreeMap::new();
-    for device in devices.iter().filter(|device| device.kind == kind) {
-        *nodes.entry(device.numa_node).or_insert(0) += 1_usize;
-    }
-    let places: Vec<_> = nodes
-        .iter()
-        .map(|(node, devices)| match node {
-            Some(node) => format!("{devices} on node {node}"),
-            None => format!("{devices} on unknown node"),
-        })
-        .collect();
-    let name = kind.name();
-    match nodes.values().sum::<usize>() {
-        0 => format!("no {name} device found"),
-        1 => format!("1 {name} device found: {}", places.join(", ")),
-        more => format!("{more} {name} devices found: {}", places.join(", ")),
-    }
+    let count = |kind: Kind| {
+        let found = devices.iter().filter(|device| device.kind == kind).count();
+        match found {
+            0 => format!("no {kind} device found"),
+            found => format!("{kind} devices found: {found}"),
+        }
+    };
+    let engine = |row: vamoose_codec::EngineInfo| {
+        let found = match row.name {
+            "qat" => Some(count(Kind::Qat)),
+            "iaa" => Some(count(Kind::Iaa)),
+            _ => None,
+        };
+        Engine {
+            name: row.name,
+            method: row.method.name(),
+            levels: row.levels.map(|levels| Levels {
+                min: *levels.start(),
+                max: *levels.end(),
+            }),
+            hardware: row.hardware,
+            present: row.absent.is_none(),
+            reason: [row.absent, found]
+                .into_iter()
+                .flatten()
+                .collect::<Vec<_>>()
+                .join("; "),
+            library: row.library,
+        }
+    };
+    registry.engines().into_iter().map(engine).collect()
 }
 
 impl fmt::Display for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let presence = if self.present { "present" } else { "absent" };
-        let (name, method, reason) = (self.name, self.method, &self.reason);
-        write!(f, "{name:<11}{method:<12}{presence:<9}{reason}")?;
-        if let Some(library) = &self.library {
-            write!(f, "; library {}", library.display())?;
-        }
-        match self.levels {
-            // The line of hardware is long already.
-            Some(_) if self.hardware => Ok(()),
-            Some(Levels { min, max }) if min == max => write!(f, " ({min})"),
-            Some(Levels { min, max }) => write!(f, " ({min} to {max})"),
-            None => Ok(()),
-        }
+        let library = self.library.as_ref();
+        let library = library.map(|file| format!("library {}", file.display()));
+        // The line of hardware is long already.
+        let levels = self.levels.filter(|_| !self.hardware);
+        let levels = levels.map(|Levels { min, max }| format!("levels {min} to {max}"));
+        let reason = Some(self.reason.clone()).filter(|reason| !reason.is_empty());
+        let details: Vec<_> = [reason, library, levels].into_iter().flatten().collect();
+        let (name, method, details) = (self.name, self.method, details.join("; "));
+        write!(f, "{name:<11}{method:<12}{presence:<9}{details}")
     }
 }
 
@@ -130,10 +191,46 @@ impl fmt::Display for Engine {
 mod tests {
     use std::path::Path;
 
-    use super::{
-        super::{fake, pci},
-        *,
-    };
+    use super::{super::fake, *};
+
+    #[test]
+    fn accelerators_are_told_from_the_rest() {
+        let (_folder, root) = fake::root(&[
+            ("sys/bus/pci/devices/0000:00:01.0/vendor", "0x8086\n"),
+            ("sys/bus/pci/devices/0000:00:01.0/device", "0x1237\n"),
+            ("sys/bus/pci/devices/0000:6d:00.0/vendor", "0x1af4\n"),
+            ("sys/bus/pci/devices/0000:6d:00.0/device", "0x4940\n"),
+            ("sys/bus/pci/devices/0000:6b:00.0/vendor", "0x8086\n"),
+            ("sys/bus/pci/devices/0000:6b:00.0/device", "0x4940\n"),
+            ("sys/bus/pci/devices/0000:6b:00.0/numa_node", "1\n"),
+            ("sys/bus/pci/devices/0000:6a:02.0/vendor", "0x8086\n"),
+            ("sys/bus/pci/devices/0000:6a:02.0/device", "0x0cfe\n"),
+            ("sys/bus/pci/devices/0000:6a:02.0/numa_node", "-1\n"),
+            ("sys/bus/pci/drivers/4xxx/bind", ""),
+            // Files that a hostile or broken sysfs might hold.
+            ("sys/bus/pci/devices/0000:ff:00.0/vendor", "Intel\n"),
+            ("sys/bus/pci/devices/0000:ff:00.0/device", "\n"),
+        ]);
+        std::os::unix::fs::symlink(
+            "../../drivers/4xxx",
+            root.path("sys/bus/pci/devices/0000:6b:00.0/driver"),
+        )
+        .unwrap();
+        let found: Vec<_> = devices(&root).iter().map(ToString::to_string).collect();
+        assert_eq!(
+            found,
+            [
+                "IAA Sapphire or Emerald Rapids at 0000:6a:02.0, no driver bound",
+                "QAT 4xxx at 0000:6b:00.0, node 1, driver 4xxx",
+            ]
+        );
+    }
+
+    #[test]
+    fn no_bus_is_no_device() {
+        let (_folder, root) = fake::root(&[]);
+        assert_eq!(devices(&root), []);
+    }
 
     #[test]
     fn absent_hardware_says_why_and_what_is_on_the_bus() {
@@ -141,47 +238,23 @@ mod tests {
         let (_folder, root) = fake::root(&[
             (&format!("{bus}/0000:6b:00.0/vendor"), "0x8086"),
             (&format!("{bus}/0000:6b:00.0/device"), "0x4944"),
-            (&format!("{bus}/0000:6b:00.0/numa_node"), "0"),
             (&format!("{bus}/0000:70:00.0/vendor"), "0x8086"),
             (&format!("{bus}/0000:70:00.0/device"), "0x4946"),
-            (&format!("{bus}/0000:70:00.0/numa_node"), "1"),
         ]);
-        let devices = pci::devices(&root);
         let registry = Registry::with_libqatzip(Path::new("/nowhere/libqatzip.so"));
-        let engines = engines(&registry, &devices);
-        let qat = engines.iter().find(|engine| engine.name == "qat").unwrap();
+        let engines = engines(&registry, &devices(&root));
+        assert_eq!(engines.len(), registry.engines().len());
+        let named = |name| engines.iter().find(|engine| engine.name == name).unwrap();
+        let qat = named("qat");
         assert!(qat.hardware && !qat.present);
         let reason = &qat.reason;
         assert!(
             reason.contains("/nowhere/libqatzip.so cannot be loaded"),
             "{reason}"
         );
-        assert!(
-            reason.ends_with("; 2 QAT devices found: 1 on node 0, 1 on node 1"),
-            "{reason}"
-        );
-        assert_eq!(seen(Kind::Iaa, &devices), "no IAA device found");
-        assert_eq!(
-            seen(Kind::Qat, &devices[..1]),
-            "1 QAT device found: 1 on node 0"
-        );
-    }
-
-    #[test]
-    fn every_row_of_the_registry_is_there_with_what_it_serves() {
-        let registry = Registry::new();
-        let engines = engines(&registry, &[]);
-        assert_eq!(engines.len(), registry.engines().len());
-        let reason = |name, method| {
-            let engine = engines
-                .iter()
-                .find(|engine| (engine.name, engine.method) == (name, method));
-            engine.unwrap().reason.as_str()
-        };
-        assert_eq!(reason("copy", "none"), "uncompressed pages");
-        assert_eq!(reason("zstd", "zstd"), "all levels");
-        if cfg!(feature = "isal") {
-            assert_eq!(reason("zlib-rs", "zlib"), "the other levels");
-        }
+        assert!(reason.ends_with("; QAT devices found: 2"), "{reason}");
+        assert!(named("iaa").reason.ends_with("no IAA device found"));
+        let zstd = named("zstd").to_string();
+        assert!(zstd.contains("present  levels "), "{zstd}");
     }
 }

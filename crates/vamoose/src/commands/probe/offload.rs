@@ -4,7 +4,7 @@ use idxd::discovery::{self, DeviceReport, OpenFile, QueueReport, Report, WorkQue
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
-use super::{Lines, Root, pci::Kind};
+use super::{Lines, Root, engines::Kind};
 
 /// The work queues, their devices, and what this host lacks.
 #[derive(Debug)]

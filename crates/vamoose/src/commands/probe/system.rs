@@ -1,14 +1,71 @@
-//! Kernel features: KVM, userfaultfd, locked memory, NUMA.
+//! The processor and the kernel's features.
 
-use std::{
-    fmt, fs, io,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, fmt, fs::File, io, thread};
 
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
-use super::{Root, read};
+use super::{Lines, Root};
+
+/// The processor.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Cpu {
+    architecture: &'static str,
+    model: Option<String>,
+    /// Hardware threads that this process may use.
+    usable_cores: usize,
+    features: BTreeMap<&'static str, bool>,
+}
+
+/// Names as in `/proc/cpuinfo`: vectors (zero scan, ISA-L), carry-less multiplication (checksums), then what drives DSA and IAA
+/// from user space: work submission to shared and dedicated queues, and sleeping until a descriptor is done.
+const FEATURES: [&str; 8] = [
+    "sse4_2",
+    "avx2",
+    "avx512f",
+    "avx512bw",
+    "pclmulqdq",
+    "enqcmd",
+    "movdir64b",
+    "waitpkg",
+];
+
+impl Cpu {
+    pub(super) fn probe(root: &Root) -> Self {
+        let info = root.read("proc/cpuinfo").unwrap_or_default();
+        // The first value of a key.
+        let value = |key: &str| {
+            let mut pairs = info.lines().filter_map(|line| line.split_once(':'));
+            let (_, value) = pairs.find(|(name, _)| name.trim() == key)?;
+            Some(value.trim())
+        };
+        let flags: Vec<_> = value("flags").unwrap_or_default().split(' ').collect();
+        Self {
+            architecture: std::env::consts::ARCH,
+            model: value("model name").map(str::to_owned),
+            usable_cores: thread::available_parallelism().map_or(1, usize::from),
+            features: FEATURES.map(|name| (name, flags.contains(&name))).into(),
+        }
+    }
+
+    pub(super) fn describe(&self, lines: &mut Lines) {
+        let model = self.model.as_deref().unwrap_or("unknown model");
+        let (architecture, cores) = (self.architecture, self.usable_cores);
+        lines.put(
+            "cpu",
+            format_args!("{model} ({architecture}), {cores} cores for this process"),
+        );
+        for (heading, wanted) in [("present", true), ("absent", false)] {
+            let features = self
+                .features
+                .iter()
+                .filter(|(_, present)| **present == wanted);
+            let names: Vec<_> = features.map(|(name, _)| *name).collect();
+            lines.put("features", format_args!("{heading}: {}", names.join(" ")));
+        }
+    }
+}
 
 /// Whether something is there and usable, and why or why not.
 #[derive(Debug, PartialEq, Eq, Serialize)]
@@ -19,87 +76,57 @@ pub(super) struct Presence {
     reason: String,
 }
 
-/// The kernel's release.
-pub(super) fn kernel(root: &Root) -> Option<String> {
-    root.read("proc/sys/kernel/osrelease")
-}
-
-/// KVM, as far as opening its device shows. Some hosts offer one on which stock guests do not run.
-pub(super) fn kvm(root: &Root) -> Presence {
-    match openable(&root.path("dev/kvm")) {
-        Ok(()) => Presence {
-            present: true,
-            usable: true,
-            reason: "/dev/kvm can be opened (running a guest was not tried)".to_owned(),
-        },
-        Err(error) => Presence {
-            present: error.kind() != io::ErrorKind::NotFound,
-            usable: false,
-            reason: format!("/dev/kvm: {error}"),
-        },
-    }
-}
-
-/// userfaultfd, and whether this process may use it.
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub(super) struct Userfaultfd {
-    /// The kernel has it.
-    pub(super) kernel: bool,
-    /// This process may take the faults of kernel code too, as vhost and KVM make them.
-    usable: bool,
-    /// `/dev/userfaultfd` can be opened.
-    device: bool,
-    /// The sysctl `vm.unprivileged_userfaultfd`.
-    unprivileged: Option<bool>,
-    /// This process has CAP_SYS_PTRACE, to which the system call is never refused.
-    privileged: bool,
-}
-
-impl Userfaultfd {
-    pub(super) fn probe(root: &Root) -> Self {
-        let device = openable(&root.path("dev/userfaultfd")).is_ok();
-        let unprivileged = root
-            .read("proc/sys/vm/unprivileged_userfaultfd")
-            .map(|text| text != "0");
-        let privileged = has_capability(root, CAP_SYS_PTRACE);
-        // The sysctl exists in every kernel since 5.2 that is built with userfaultfd.
-        let kernel = device || unprivileged.is_some();
-        Self {
-            kernel,
-            usable: device || kernel && (privileged || unprivileged == Some(true)),
-            device,
-            unprivileged,
-            privileged,
-        }
-    }
-}
-
-impl fmt::Display for Userfaultfd {
+impl fmt::Display for Presence {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if !self.kernel {
-            return write!(f, "absent: neither /dev/userfaultfd nor its sysctl");
-        }
-        let usable = if self.usable { "usable" } else { "not usable" };
-        write!(
-            f,
-            "{usable}: /dev/userfaultfd {}, vm.unprivileged_userfaultfd {}, CAP_SYS_PTRACE {}",
-            if self.device {
-                "opens"
-            } else {
-                "does not open"
-            },
-            match self.unprivileged {
-                Some(true) => "1",
-                Some(false) => "0",
-                None => "unknown",
-            },
-            if self.privileged { "yes" } else { "no" },
-        )
+        let state = match (self.present, self.usable) {
+            (_, true) => "usable",
+            (true, false) => "present, not usable",
+            (false, false) => "absent",
+        };
+        write!(f, "{state}: {}", self.reason)
     }
 }
 
-/// Memory that this process may lock, in bytes; nothing means without limit.
+/// KVM, as far as opening its device shows. On some hosts the device is there, but stock guests do not run.
+pub(super) fn kvm(root: &Root) -> Presence {
+    let opened = open(root, "dev/kvm");
+    Presence {
+        present: is_there(&opened),
+        usable: opened.is_ok(),
+        reason: match opened {
+            Ok(_) => "/dev/kvm can be opened (running a guest was not tried)".to_owned(),
+            Err(error) => format!("/dev/kvm: {error}"),
+        },
+    }
+}
+
+/// Whether this process may use userfaultfd for the faults of kernel code too, as vhost and KVM cause them.
+pub(super) fn userfaultfd(root: &Root) -> Presence {
+    let opened = open(root, "dev/userfaultfd");
+    // In every kernel since 5.2 that is built with userfaultfd.
+    let sysctl = root.read("proc/sys/vm/unprivileged_userfaultfd");
+    let is_allowed = sysctl.as_deref() == Some("1");
+    Presence {
+        present: is_there(&opened) || sysctl.is_some(),
+        usable: opened.is_ok() || is_allowed,
+        reason: format!(
+            "/dev/userfaultfd {}, vm.unprivileged_userfaultfd is {}",
+            opened.map_or_else(|error| error.to_string(), |_| "can be opened".to_owned()),
+            sysctl.as_deref().unwrap_or("absent"),
+        ),
+    }
+}
+
+fn open(root: &Root, device: &str) -> io::Result<File> {
+    let mut options = File::options();
+    options.read(true).write(true).open(root.path(device))
+}
+
+fn is_there(opened: &io::Result<File>) -> bool {
+    !matches!(opened, Err(error) if error.kind() == io::ErrorKind::NotFound)
+}
+
+/// Memory that this process may lock, in bytes; `None` without limit.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Memlock {
@@ -127,117 +154,43 @@ impl fmt::Display for Memlock {
     }
 }
 
-/// A NUMA node.
-#[derive(Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub(super) struct Node {
-    node: u32,
-    /// As the kernel writes sets: `0-3,8`.
-    cpus: String,
-    memory: Option<u64>,
-}
-
-/// The NUMA nodes; none where the kernel does not know of them.
-pub(super) fn nodes(root: &Root) -> Vec<Node> {
-    let mut nodes: Vec<_> = root
-        .list("sys/devices/system/node")
-        .into_iter()
-        .filter_map(|(name, folder)| {
-            Some(Node {
-                node: name.strip_prefix("node")?.parse().ok()?,
-                cpus: read(&folder.join("cpulist")).unwrap_or_default(),
-                memory: memory(&folder),
-            })
-        })
-        .collect();
-    nodes.sort_by_key(|node| node.node);
-    nodes
-}
-
-impl fmt::Display for Node {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let cpus = if self.cpus.is_empty() {
-            "none"
-        } else {
-            &self.cpus
-        };
-        write!(f, "{}: cpus {cpus}", self.node)?;
-        match self.memory {
-            Some(bytes) => write!(f, ", {} MiB", bytes >> 20),
-            None => Ok(()),
-        }
-    }
-}
-
-impl fmt::Display for Presence {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let state = match (self.present, self.usable) {
-            (_, true) => "usable",
-            (true, false) => "present, not usable",
-            (false, false) => "absent",
-        };
-        write!(f, "{state}: {}", self.reason)
-    }
-}
-
-/// Its number among the capabilities.
-const CAP_SYS_PTRACE: u32 = 19;
-
-fn openable(path: &Path) -> io::Result<()> {
-    fs::File::options()
-        .read(true)
-        .write(true)
-        .open(path)
-        .map(drop)
-}
-
-fn has_capability(root: &Root, number: u32) -> bool {
-    root.read("proc/self/status")
-        .and_then(|status| {
-            let set = status
-                .lines()
-                .find_map(|line| line.strip_prefix("CapEff:"))?;
-            u64::from_str_radix(set.trim(), 16).ok()
-        })
-        .is_some_and(|set| set & (1 << number) != 0)
-}
-
-/// `Node 0 MemTotal:  16303400 kB`
-fn memory(node: &Path) -> Option<u64> {
-    let path: PathBuf = node.join("meminfo");
-    let text = read(&path)?;
-    let line = text.lines().find(|line| line.contains("MemTotal:"))?;
-    let kib: u64 = line.split_ascii_whitespace().nth(3)?.parse().ok()?;
-    kib.checked_mul(1024)
-}
-
 #[cfg(test)]
 mod tests {
     use super::{super::fake, *};
 
     #[test]
-    fn userfaultfd_is_usable_by_sysctl_capability_or_device() {
+    fn features_are_those_of_the_kernels_list() {
+        let info = "processor\t: 0\nmodel name\t: Some Xeon\nflags\t\t: fpu enqcmd movdir64b\n\n\
+                    processor\t: 1\nmodel name\t: Some Xeon\nflags\t\t: fpu enqcmd movdir64b\n";
+        let (_folder, root) = fake::root(&[("proc/cpuinfo", info)]);
+        let cpu = Cpu::probe(&root);
+        assert_eq!(cpu.model.as_deref(), Some("Some Xeon"));
+        assert_eq!(cpu.features.len(), FEATURES.len());
+        assert!(cpu.features["enqcmd"] && cpu.features["movdir64b"] && !cpu.features["waitpkg"]);
+        let mut lines = Lines::default();
+        cpu.describe(&mut lines);
+        assert!(
+            lines.0.contains("present: enqcmd movdir64b\n"),
+            "{}",
+            lines.0
+        );
+    }
+
+    #[test]
+    fn userfaultfd_is_usable_by_sysctl_or_device() {
         let sysctl = "proc/sys/vm/unprivileged_userfaultfd";
-        let status = "proc/self/status";
-        let no_cap = (status, "Name:\tx\nCapEff:\t0000000000000000\n");
-        let cap = (status, "Name:\tx\nCapEff:\t0000000000080000\n");
-        for (files, kernel, usable) in [
-            (&[no_cap][..], false, false),
-            (&[cap], false, false),
-            (&[no_cap, (sysctl, "0")], true, false),
-            (&[no_cap, (sysctl, "1")], true, true),
-            (&[cap, (sysctl, "0")], true, true),
-            (
-                &[no_cap, (sysctl, "0"), ("dev/userfaultfd", "")],
-                true,
-                true,
-            ),
+        for (files, present, usable) in [
+            (&[][..], false, false),
+            (&[(sysctl, "0")], true, false),
+            (&[(sysctl, "1")], true, true),
+            (&[(sysctl, "0"), ("dev/userfaultfd", "")], true, true),
         ] {
             let (_folder, root) = fake::root(files);
-            let found = Userfaultfd::probe(&root);
+            let found = userfaultfd(&root);
+            let expected = (present, usable);
             assert_eq!(
-                (found.kernel, found.usable),
-                (kernel, usable),
+                (found.present, found.usable),
+                expected,
                 "{files:?}: {found}"
             );
         }
@@ -254,21 +207,5 @@ mod tests {
         let (_folder, root) = fake::root(&[("dev/kvm/x", "")]);
         let unusable = kvm(&root);
         assert!(unusable.present && !unusable.usable, "{unusable}");
-    }
-
-    #[test]
-    fn nodes_come_in_order_of_their_numbers() {
-        let folder = "sys/devices/system/node";
-        let (_folder, root) = fake::root(&[
-            (&format!("{folder}/node10/cpulist"), "\n"),
-            (&format!("{folder}/node2/cpulist"), "8-15\n"),
-            (
-                &format!("{folder}/node2/meminfo"),
-                "\nNode 2 MemTotal:       2048 kB\nNode 2 MemFree: 1 kB\n",
-            ),
-            (&format!("{folder}/online"), "2,10\n"),
-        ]);
-        let shown: Vec<_> = nodes(&root).iter().map(ToString::to_string).collect();
-        assert_eq!(shown, ["2: cpus 8-15, 2 MiB", "10: cpus none"]);
     }
 }
