@@ -21,8 +21,6 @@ pub struct Host {
     pub memory_free: u64,
     /// A guest with more CPUs does not move here.
     pub cpus: u32,
-    /// Bytes a second that its migrations may use, in each direction.
-    pub bandwidth: Option<u64>,
 }
 
 /// A guest that is to move.
@@ -38,8 +36,6 @@ pub struct Guest {
     pub cpus: u32,
     /// Bytes a second that it is known to write. Its migration needs more than that to end.
     pub dirty_rate: Option<u64>,
-    /// Bytes a second that its migration may use.
-    pub bandwidth: Option<u64>,
     /// Reasons why the guest cannot move at all.
     pub obstacles: Vec<String>,
     /// Reasons why the guest cannot move to a host.

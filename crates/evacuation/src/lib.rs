@@ -13,8 +13,8 @@
 //! # Rules
 //! - **Capacity**: what is reserved at a destination never exceeds what was free there.
 //! - **Slots**: the number of concurrent migrations is limited per source and per destination.
-//! - **Bandwidth**: rates are max-min fair within the limits of all migrations together, of each host and of each guest. After
-//!   each single action their sum is within the limits: decreases come before starts, and those before increases.
+//! - **Bandwidth**: all migrations have the same rate. After each single action the sum of the rates is within the limit: decreases
+//!   come before starts, and starts before increases.
 //! - **One outcome**: each guest ends as moved, as one that stays, or as in doubt. A guest in doubt is never tried again: a second
 //!   migration could leave two copies running.
 //! - **Observation**: after a migration, both hosts are asked where the guest is. The answer counts, not the migration's own
@@ -25,11 +25,9 @@
 mod fleet;
 mod plan;
 mod schedule;
-mod shares;
 
 pub use fleet::{Fleet, FleetError, Guest, GuestId, Host, HostId};
 pub use plan::{Hindrance, Move, Plan, Refusal, Refused};
 pub use schedule::{
-    Action, At, End, Event, Failure, FailureKind, Limits, LimitsError, Outcome, Scheduler, Stay,
-    Stop,
+    Action, At, End, Event, Failure, FailureKind, Limits, Outcome, Scheduler, Stay, Stop,
 };

@@ -11,7 +11,7 @@ use thiserror::Error;
 
 use self::task::{Cancelled, Running, State, Task};
 pub use self::task::{Outcome, Stay};
-use crate::{Fleet, GuestId, HostId, Plan, plan, shares};
+use crate::{Fleet, GuestId, HostId, Plan, plan};
 
 /// Limits of all migrations together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,7 +20,7 @@ pub struct Limits {
     pub per_source: NonZeroUsize,
     /// Migrations at once to a host.
     pub per_destination: NonZeroUsize,
-    /// Bytes a second of all migrations.
+    /// Bytes a second of all migrations together, at least one unit; they share it equally.
     pub bandwidth: Option<u64>,
     /// Rates are multiples of this.
     pub rate_unit: NonZeroU64,
@@ -32,20 +32,6 @@ pub struct Limits {
     pub backoff: Duration,
     /// How long a try may take.
     pub timeout: Option<Duration>,
-}
-
-/// A limit that lets nothing pass.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error(
-    "a bandwidth of {limit} bytes a second for {what} is less than {unit}, the least that a migration can be given"
-)]
-pub struct LimitsError {
-    /// What is limited.
-    pub what: String,
-    /// The limit.
-    pub limit: u64,
-    /// The unit of rates.
-    pub unit: u64,
 }
 
 /// An action for the caller, to be carried out in order.
@@ -161,30 +147,14 @@ pub struct Scheduler<'a> {
     free: Vec<u64>,
     /// By host: migrations from it and to it.
     busy: Vec<[usize; 2]>,
+    /// The rate of each migration under way.
+    rate: Option<u64>,
     stop: Option<Stop>,
 }
 
 impl<'a> Scheduler<'a> {
-    /// Nothing has begun yet: that is for [`Event::Tick`].
-    ///
-    /// # Errors
-    /// If a limit is below the unit of rates.
-    pub fn new(fleet: &'a Fleet, plan: &Plan, limits: Limits) -> Result<Self, LimitsError> {
-        let all = [("all migrations", limits.bandwidth)].into_iter();
-        let hosts = fleet.hosts().iter();
-        let guests = fleet.guests().iter();
-        let all = all
-            .chain(hosts.map(|it| (&*it.name, it.bandwidth)))
-            .chain(guests.map(|it| (&*it.name, it.bandwidth)));
-        for (what, limit) in all {
-            if let Some(limit) = limit.filter(|limit| *limit < limits.rate_unit.get()) {
-                return Err(LimitsError {
-                    what: what.to_owned(),
-                    limit,
-                    unit: limits.rate_unit.get(),
-                });
-            }
-        }
+    /// A scheduler that starts nothing before the first [`Event::Tick`].
+    pub fn new(fleet: &'a Fleet, plan: &Plan, limits: Limits) -> Self {
         // The plan names each guest once; one that it does not name stays.
         let mut tasks: Vec<_> = fleet.guests().iter().map(Task::unplanned).collect();
         for (guest, why) in &plan.stays {
@@ -196,15 +166,20 @@ impl<'a> Scheduler<'a> {
                 until: Duration::ZERO,
             };
         }
-        Ok(Self {
+        let bandwidth = limits.bandwidth;
+        Self {
             fleet,
-            limits,
+            limits: Limits {
+                bandwidth: bandwidth.map(|bytes| bytes.max(limits.rate_unit.get())),
+                ..limits
+            },
             tasks,
             open: plan.moves.iter().map(|step| step.guest).collect(),
             free: plan.free().to_vec(),
             busy: vec![[0, 0]; fleet.hosts().len()],
+            rate: None,
             stop: None,
-        })
+        }
     }
 
     /// Actions after `event`. `now` never decreases.
@@ -364,8 +339,6 @@ impl<'a> Scheduler<'a> {
     /// Starts migrations in order, skipping those that wait for a slot or for bandwidth.
     fn admit(&mut self, now: Duration) -> Vec<GuestId> {
         let mut started = Vec::new();
-        // Between the same hosts, a later one finds no more than an earlier one.
-        let mut narrow = Vec::new();
         for guest in self.open.clone() {
             let State::Waiting { to, until } = self.tasks[guest.0].state else {
                 continue;
@@ -373,12 +346,11 @@ impl<'a> Scheduler<'a> {
             let from = self.fleet.guest(guest).host;
             let is_free = self.busy[from.0][0] < self.limits.per_source.get()
                 && self.busy[to.0][1] < self.limits.per_destination.get();
-            if until > now || !is_free || narrow.contains(&(from, to)) {
+            if until > now || !is_free {
                 continue;
             }
-            if !self.has_bandwidth_for(guest, to) {
-                narrow.push((from, to));
-                continue;
+            if !self.has_bandwidth_for(guest) {
+                break;
             }
             self.busy[from.0][0] += 1;
             self.busy[to.0][1] += 1;
@@ -387,7 +359,6 @@ impl<'a> Scheduler<'a> {
             task.state = State::Running(Running {
                 to,
                 since: now,
-                rate: None,
                 cancelled: None,
             });
             started.push(guest);
@@ -396,26 +367,21 @@ impl<'a> Scheduler<'a> {
     }
 
     /// Whether all migrations still get the rate they need if this one starts. One that runs alone needs no least rate.
-    fn has_bandwidth_for(&self, guest: GuestId, to: HostId) -> bool {
-        let mut running: Vec<_> = self.running().collect();
-        if running.is_empty() {
+    fn has_bandwidth_for(&self, guest: GuestId) -> bool {
+        let mut all: Vec<_> = self.running().map(|(guest, _)| guest).collect();
+        all.push(guest);
+        let Some(rate) = self.rate_of(all.len()) else {
             return true;
-        }
-        running.push((guest, to));
-        let rates = self.rates(&running);
-        let mut all = running.iter().zip(rates);
-        all.all(|(one, rate)| rate.is_none_or(|rate| rate >= self.needed(*one)))
+        };
+        all.len() == 1 || all.iter().all(|guest| rate >= self.needed(*guest))
     }
 
     /// The bytes a second that a migration has to have: the least rate, and more than its guest writes; but no more than it would
     /// have alone.
-    fn needed(&self, (guest, to): (GuestId, HostId)) -> u64 {
-        let is = self.fleet.guest(guest);
-        let hosts = [is.host, to].map(|host| self.fleet.host(host).bandwidth);
-        let limits = [self.limits.bandwidth, is.bandwidth, hosts[0], hosts[1]];
-        let unit = self.limits.rate_unit.get();
-        let alone = limits.into_iter().flatten().min().unwrap_or(u64::MAX) / unit * unit;
-        let least = self.limits.least_rate.max(unit).min(alone);
+    fn needed(&self, guest: GuestId) -> u64 {
+        let alone = self.rate_of(1).unwrap_or(u64::MAX);
+        let least = self.limits.least_rate.max(self.limits.rate_unit.get());
+        let least = least.min(alone);
         match self.tasks[guest.0].dirty_rate {
             // One that cannot be outrun needs no bandwidth that others can use.
             Some(writes) if writes < alone => least.max(writes + 1),
@@ -423,53 +389,30 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// The fair rates of these migrations.
-    fn rates(&self, running: &[(GuestId, HostId)]) -> Vec<Option<u64>> {
+    /// The rate of each of so many migrations, in whole units.
+    fn rate_of(&self, migrations: usize) -> Option<u64> {
         let unit = self.limits.rate_unit.get();
-        let (mut limits, mut hosts) = (Vec::new(), vec![[None; 2]; self.busy.len()]);
-        let mut limit = |bytes: u64| {
-            limits.push(bytes / unit);
-            limits.len() - 1
-        };
-        let all = self.limits.bandwidth.map(&mut limit);
-        let flows: Vec<_> = running
-            .iter()
-            .map(|&(guest, to)| {
-                let guest = self.fleet.guest(guest);
-                let own = guest.bandwidth.map(&mut limit);
-                let mut of_host = |host: HostId, direction: usize| {
-                    let bytes = self.fleet.host(host).bandwidth?;
-                    Some(*hosts[host.0][direction].get_or_insert_with(|| limit(bytes)))
-                };
-                let (from, into) = (of_host(guest.host, 0), of_host(to, 1));
-                [all, own, from, into].into_iter().flatten().collect()
-            })
-            .collect();
-        let rates = shares::fair(&limits, &flows);
-        rates.into_iter().map(|rate| Some(rate? * unit)).collect()
+        let migrations = u64::try_from(migrations).unwrap_or(u64::MAX);
+        let units = (self.limits.bandwidth? / unit).checked_div(migrations)?;
+        Some(units * unit)
     }
 
-    /// Gives all that run their rates: first those that become slower, then those that start, then those that become faster.
+    /// Gives all that run their rate: before others start if it is lower than before, after that if it is higher.
     fn share(&mut self, started: &[GuestId], actions: &mut Vec<Action>) {
         let running: Vec<_> = self.running().collect();
-        let rates = self.rates(&running);
-        let (mut starts, mut faster) = (Vec::new(), Vec::new());
-        for ((guest, to), rate) in running.into_iter().zip(rates) {
-            let State::Running(running) = &mut self.tasks[guest.0].state else {
-                continue;
-            };
-            let before = std::mem::replace(&mut running.rate, rate);
+        let rate = self.rate_of(running.len());
+        let before = std::mem::replace(&mut self.rate, rate);
+        let (mut starts, mut changes) = (Vec::new(), Vec::new());
+        for (guest, to) in running {
             if started.contains(&guest) {
                 starts.push(Action::Start { guest, to, rate });
-            } else if let Some(rate) = rate.filter(|rate| before != Some(*rate)) {
-                let change = Action::SetRate { guest, rate };
-                match before.is_some_and(|before| before < rate) {
-                    true => faster.push(change),
-                    false => actions.push(change),
-                }
+            } else if let Some(rate) = rate.filter(|_| rate != before) {
+                changes.push(Action::SetRate { guest, rate });
             }
         }
-        actions.append(&mut starts);
-        actions.append(&mut faster);
+        match rate < before {
+            true => actions.extend(changes.into_iter().chain(starts)),
+            false => actions.extend(starts.into_iter().chain(changes)),
+        }
     }
 }

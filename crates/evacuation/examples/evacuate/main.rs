@@ -20,8 +20,7 @@ const SCENARIO: Scenario = Scenario {
     rack: 20,
     guests: 30,
     parallel: 4,
-    // 25 and 100 Gbit/s, less what others need.
-    host_bandwidth: 2800 * MIB,
+    // 100 Gbit/s, less what others need.
     bandwidth: 11_000 * MIB,
     failures: 10,
 };

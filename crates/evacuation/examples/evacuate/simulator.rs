@@ -22,8 +22,6 @@ pub(crate) struct Scenario {
     pub(crate) guests: usize,
     /// Migrations at once, from and to each host.
     pub(crate) parallel: usize,
-    /// Bytes a second of each host.
-    pub(crate) host_bandwidth: u64,
     /// Bytes a second of all migrations.
     pub(crate) bandwidth: u64,
     /// Of a thousand migrations, how many fail.
@@ -103,7 +101,6 @@ impl Scenario {
                     memory,
                     cpus: 4,
                     dirty_rate: Some(random.u64(0..80) * MIB),
-                    bandwidth: None,
                     obstacles: Vec::new(),
                     barred: BTreeMap::new(),
                 });
@@ -126,7 +123,6 @@ impl Scenario {
             name: format!("host{number}"),
             memory_free: *free,
             cpus: 64,
-            bandwidth: Some(self.host_bandwidth),
         });
         let is_here = |guest: &&mut Guest| rack.contains(&guest.host.0);
         let mut moving: Vec<_> = places.iter_mut().filter(is_here).collect();
@@ -163,7 +159,7 @@ impl Scenario {
             most_used: 0.0,
         };
         let mut scheduling = Duration::ZERO;
-        let mut scheduler = Scheduler::new(fleet, &plan, limits).unwrap();
+        let mut scheduler = Scheduler::new(fleet, &plan, limits);
         let mut event = Event::Tick;
         loop {
             let now = Duration::from_secs_f64(world.now);

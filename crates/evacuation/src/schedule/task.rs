@@ -32,7 +32,6 @@ pub(super) enum State {
 pub(super) struct Running {
     pub(super) to: HostId,
     pub(super) since: Duration,
-    pub(super) rate: Option<u64>,
     pub(super) cancelled: Option<Cancelled>,
 }
 

@@ -108,7 +108,6 @@ fn host(name: &str, memory_free: u64) -> Host {
         name: name.to_owned(),
         memory_free,
         cpus: 8,
-        bandwidth: None,
     }
 }
 
@@ -119,7 +118,6 @@ fn guest(name: &str, memory: u64) -> Guest {
         memory,
         cpus: 1,
         dirty_rate: None,
-        bandwidth: None,
         obstacles: Vec::new(),
         barred: BTreeMap::new(),
     }

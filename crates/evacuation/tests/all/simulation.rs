@@ -8,7 +8,6 @@ const SCENARIO: Scenario = Scenario {
     rack: 20,
     guests: 10,
     parallel: 4,
-    host_bandwidth: 2800 * MIB,
     bandwidth: 11_000 * MIB,
     failures: 10,
 };

@@ -18,13 +18,10 @@ pub(crate) fn fleet() -> impl Strategy<Value = Fleet> {
 }
 
 fn host() -> impl Strategy<Value = Host> {
-    (0..200_u64, 1..8_u32, option::of(10..100_u64)).prop_map(|(memory_free, cpus, bandwidth)| {
-        Host {
-            name: format!("host of {memory_free}"),
-            memory_free,
-            cpus,
-            bandwidth,
-        }
+    (0..200_u64, 1..8_u32).prop_map(|(memory_free, cpus)| Host {
+        name: format!("host of {memory_free}"),
+        memory_free,
+        cpus,
     })
 }
 
@@ -32,21 +29,28 @@ fn guest(sources: usize, destinations: usize) -> impl Strategy<Value = Guest> {
     let barred: Vec<_> = (sources..sources + destinations).collect();
     let barred = subsequence(barred, 0..=destinations);
     let barred = prop_oneof![2 => Just(Vec::new()), 1 => barred];
-    let rates = (option::of(0..60_u64), option::of(10..60_u64));
+    let dirty_rate = option::of(0..60_u64);
     let obstacles = prop_oneof![8 => Just(Vec::new()), 1 => Just(vec!["pinned".to_owned()])];
-    (0..sources, 1..60_u64, 1..8_u32, rates, obstacles, barred).prop_map(
-        |(host, memory, cpus, (dirty_rate, bandwidth), obstacles, barred)| Guest {
-            name: format!("guest of {memory}"),
-            host: HostId(host),
-            memory,
-            cpus,
-            dirty_rate,
-            bandwidth,
-            obstacles,
-            barred: barred
-                .into_iter()
-                .map(|host| (HostId(host), "barred".to_owned()))
-                .collect::<BTreeMap<_, _>>(),
-        },
+    (
+        0..sources,
+        1..60_u64,
+        1..8_u32,
+        dirty_rate,
+        obstacles,
+        barred,
     )
+        .prop_map(
+            |(host, memory, cpus, dirty_rate, obstacles, barred)| Guest {
+                name: format!("guest of {memory}"),
+                host: HostId(host),
+                memory,
+                cpus,
+                dirty_rate,
+                obstacles,
+                barred: barred
+                    .into_iter()
+                    .map(|host| (HostId(host), "barred".to_owned()))
+                    .collect::<BTreeMap<_, _>>(),
+            },
+        )
 }

@@ -65,7 +65,7 @@ pub(super) struct Account {
 
 /// Moves the guests.
 pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<Ended> {
-    let scheduler = Scheduler::new(&survey.fleet, plan, options.limits())?;
+    let scheduler = Scheduler::new(&survey.fleet, plan, options.limits());
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot catch signals")?;
     let handle = signals.handle();
     let (send, messages) = mpsc::channel();

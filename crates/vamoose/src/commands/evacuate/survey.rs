@@ -74,7 +74,6 @@ impl Survey {
             name: places[SOURCE.0].name.clone(),
             memory_free: 0,
             cpus: 0,
-            bandwidth: None,
         };
         let hosts = others.into_iter().map(|it| it.host);
         let hosts: Vec<_> = [source].into_iter().chain(hosts).collect();
@@ -129,7 +128,6 @@ impl Destination {
                 name: place.name.clone(),
                 memory_free,
                 cpus: node.cpus,
-                bandwidth: None,
             },
             capabilities: place.ask(Connection::capabilities)?,
             guests,
@@ -220,7 +218,6 @@ impl<'a> Guests<'a> {
             memory: domain.memory,
             cpus: domain.cpus,
             dirty_rate: None,
-            bandwidth: None,
             obstacles,
             barred,
         };
