@@ -1,7 +1,6 @@
 //! `vamoose libvirt`: what hosts of libvirt need for migrations through Vamoose.
 
 mod migrate;
-mod qemu_conf;
 mod receive;
 mod setup;
 

@@ -1,12 +1,11 @@
-//! `vamoose libvirt setup`: the lines of qemu.conf that lead libvirt's migrations to the gateway, and what else they need.
+//! `vamoose libvirt setup`: the lines of qemu.conf that lead libvirt's migrations to the gateway, and checks of what else the
+//! migrations need.
 
 use std::{
-    fs::{self, File, Permissions},
-    io::{self, ErrorKind, Write as _},
+    fs::{self, File},
+    io::{ErrorKind, Write as _},
     net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs as _},
-    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, fchown},
     path::{Path, PathBuf},
-    process,
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -14,12 +13,11 @@ use clap::Args;
 use vamoose_link::Peer;
 use vamoose_relay::GatewayConfig;
 
-use super::qemu_conf::{self, QemuConf, Value, Wanted};
 use crate::commands::{gateway, virsh};
 
-/// Show, or write, what qemu.conf has to say for migrations through this host's gateway, and check what else they need
+/// Show or add the lines that qemu.conf needs for migrations through this host's gateway, and check what else they need
 ///
-/// Ends with an error if something would keep migrations from passing.
+/// Ends with an error if something would prevent migrations.
 #[derive(Args, Debug)]
 pub(super) struct Options {
     /// The gateway's configuration
@@ -28,7 +26,7 @@ pub(super) struct Options {
     /// libvirt's configuration of its QEMUs
     #[arg(long, default_value = "/etc/libvirt/qemu.conf", value_name = "FILE")]
     qemu_conf: PathBuf,
-    /// Write the lines into qemu.conf; what it was before is then in qemu.conf.before-vamoose
+    /// Append the missing lines to qemu.conf
     #[arg(long)]
     write: bool,
 }
@@ -42,31 +40,39 @@ enum Finding {
 pub(super) fn run(options: &Options) -> Result<()> {
     let config = gateway::configuration(&options.config)?;
     let path = &options.qemu_conf;
-    let text = match fs::read_to_string(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => None,
-        read => Some(read.with_context(|| format!("cannot read {}", path.display()))?),
+    let mut text = match fs::read_to_string(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
+        read => read.with_context(|| format!("cannot read {}", path.display()))?,
     };
-    let conf = QemuConf::parse(text.as_deref().unwrap_or_default());
-    let conf = conf.with_context(|| path.display().to_string())?;
     let wanted = wanted(&config)?;
-    for setting in &wanted {
-        print!("{}", qemu_conf::line(setting));
-    }
-    if options.write {
-        let changed = conf.with(&wanted);
-        if text.as_deref() == Some(&*changed) {
-            println!("{} has these lines already", path.display());
+    let lines = |wanted: &mut dyn Iterator<Item = &Setting>| -> String {
+        wanted
+            .map(|(name, value)| format!("{name} = {value}\n"))
+            .collect()
+    };
+    print!("{}", lines(&mut wanted.iter()));
+    let missing = wanted
+        .iter()
+        .filter(|(name, _)| value(&text, name).is_none());
+    let missing = lines(&mut { missing });
+    if options.write && missing.is_empty() {
+        println!("{} has all of these settings already", path.display());
+    } else if options.write {
+        let end = if text.is_empty() || text.ends_with('\n') {
+            ""
         } else {
-            replace(path, &changed)?;
-            println!(
-                "{} is written; now restart virtqemud, or libvirtd where it is the one daemon: running guests stay",
-                path.display()
-            );
-        }
+            "\n"
+        };
+        let added = format!("{end}{HEADING}{missing}");
+        append(path, &added).with_context(|| format!("cannot write {}", path.display()))?;
+        text += &added;
+        println!(
+            "{} is written; now restart virtqemud, or libvirtd where it is the one daemon: running guests stay",
+            path.display()
+        );
     }
-    let is_written = options.write;
     let mut findings = libvirt();
-    findings.extend(of_qemu_conf(&conf, &wanted, is_written, &config));
+    findings.extend(of_qemu_conf(&text, &wanted, &config));
     findings.extend(of_gateway(&config));
     let mut problems = 0;
     for finding in findings {
@@ -83,8 +89,11 @@ pub(super) fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
+/// A setting of qemu.conf, and its value as the file has it.
+type Setting = (&'static str, String);
+
 /// QEMUs of this host wait at its alias, and libvirt tells sources to connect there.
-fn wanted(config: &GatewayConfig) -> Result<[Wanted; 4]> {
+fn wanted(config: &GatewayConfig) -> Result<[Setting; 4]> {
     let Some(alias) = config.alias else {
         bail!(
             "the gateway has no alias: it takes streams alone, and libvirt's migrations need one"
@@ -94,64 +103,34 @@ fn wanted(config: &GatewayConfig) -> Result<[Wanted; 4]> {
         alias != IpAddr::V4(Ipv4Addr::LOCALHOST),
         "libvirt refuses the alias {alias} as an address for migrations: take another one of 127.0.0.0/8, on all hosts"
     );
-    let address = || Value::Text(alias.to_string());
-    let port = |port: u16| Value::Number(port.into());
+    let address = format!("\"{alias}\"");
     Ok([
-        ("migration_address", address()),
-        ("migration_host", address()),
-        ("migration_port_min", port(*config.ports.start())),
-        ("migration_port_max", port(*config.ports.end())),
+        ("migration_address", address.clone()),
+        ("migration_host", address),
+        ("migration_port_min", config.ports.start().to_string()),
+        ("migration_port_max", config.ports.end().to_string()),
     ])
 }
 
-/// Whole or not at all, with the owner and the mode that it had.
-fn replace(path: &Path, text: &str) -> Result<()> {
-    let context = || format!("cannot write {}", path.display());
-    let real = match fs::canonicalize(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => path.to_owned(),
-        found => found.with_context(context)?,
-    };
-    let beside = |ending: &str| {
-        let mut name = real.clone().into_os_string();
-        name.push(ending);
-        PathBuf::from(name)
-    };
-    let before = fs::metadata(&real).ok();
-    if before.is_some() {
-        let backup = beside(".before-vamoose");
-        copy(&real, &backup).with_context(|| format!("cannot write {}", backup.display()))?;
-    }
-    let unfinished = beside(&format!(".{}", process::id()));
-    let write = || {
-        let mut file = create(&unfinished)?;
-        file.write_all(text.as_bytes())?;
-        if let Some(before) = &before {
-            fchown(&file, Some(before.uid()), Some(before.gid()))?;
-            file.set_permissions(Permissions::from_mode(before.mode() & 0o7777))?;
-        }
-        file.sync_all()?;
-        fs::rename(&unfinished, &real)
-    };
-    let written: io::Result<()> = write();
-    if written.is_err() {
-        // It may not have come so far.
-        let _ = fs::remove_file(&unfinished);
-    }
-    written.with_context(context)
+/// Before settings that are added.
+const HEADING: &str =
+    "# Migrations to this host come through `vamoose gateway` (vamoose libvirt setup).\n";
+
+fn append(path: &Path, text: &str) -> std::io::Result<()> {
+    let mut file = File::options().append(true).create(true).open(path)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()
 }
 
-/// Only root may read the file until its owner and mode are set: it may hold passwords.
-fn create(path: &Path) -> io::Result<File> {
-    let mut options = File::options();
-    options.write(true).create_new(true).mode(0o600).open(path)
-}
-
-fn copy(from: &Path, to: &Path) -> io::Result<()> {
-    match fs::remove_file(to) {
-        Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-        _ => {}
+/// The value of a setting in qemu.conf, without quotes. If a name is set twice, libvirt uses the first value.
+fn value<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    let mut settings = text.lines().filter_map(|line| line.split_once('='));
+    let (_, value) = settings.find(|(key, _)| key.trim() == name)?;
+    let value = value.trim_start();
+    match value.strip_prefix(['"', '\'']) {
+        Some(quoted) => quoted.split(['"', '\'']).next(),
+        None => value.split(['#', ' ', '\t']).next(),
     }
-    create(to)?.write_all(&fs::read(from)?)
 }
 
 /// Major and minor.
@@ -201,45 +180,35 @@ fn of_versions(text: &str) -> Vec<Finding> {
     findings
 }
 
-fn of_qemu_conf(
-    conf: &QemuConf<'_>,
-    wanted: &[Wanted],
-    is_written: bool,
-    config: &GatewayConfig,
-) -> Vec<Finding> {
+fn of_qemu_conf(text: &str, wanted: &[Setting], config: &GatewayConfig) -> Vec<Finding> {
     let mut findings = Vec::new();
-    for (name, value) in wanted {
-        match conf.get(name) {
-            Some(found) if found == value => {}
-            found => {
-                let found = found.map_or("is not set".to_owned(), |it| format!("is {it}"));
-                findings.push(match is_written {
-                    true => {
-                        Finding::Note(format!("before, {name} {}", found.replace("is ", "was ")))
-                    }
-                    false => Finding::Problem(format!(
-                        "{name} {found} in qemu.conf, and has to be {value}: --write sets it"
-                    )),
-                });
-            }
+    for (name, wanted) in wanted {
+        match value(text, name) {
+            Some(found) if found == wanted.trim_matches('"') => {}
+            Some(found) => findings.push(Finding::Problem(format!(
+                "{name} is {found} in qemu.conf, and has to be {wanted}: change that line"
+            ))),
+            None => findings.push(Finding::Problem(format!(
+                "{name} is not set in qemu.conf, and has to be {wanted}: --write adds it"
+            ))),
         }
     }
     if findings.is_empty() {
         findings.push(Finding::Fine("qemu.conf has these lines".to_owned()));
     }
-    if matches!(conf.get("migrate_tls_force"), Some(Value::Number(it)) if *it != 0) {
+    if value(text, "migrate_tls_force") == Some("1") {
         findings.push(Finding::Note(
-            "migrate_tls_force is on: QEMUs encrypt themselves, and the gateway passes everything on as it is, without \
-             compressing it"
+            "migrate_tls_force is on: QEMUs encrypt their migrations themselves, and the gateway passes them on unchanged, \
+             without compression"
                 .to_owned(),
         ));
     }
     // The default is the distribution's user, whom the gateway accepts.
-    if let Some(Value::Text(user)) = conf.get("user") {
+    if let Some(user) = value(text, "user") {
         findings.push(match gateway::uid(user.trim_start_matches('+')) {
             None => Finding::Problem(format!("user {user} of qemu.conf is not in /etc/passwd")),
             Some(uid) if config.users.allow(Peer::Uid(uid)) => Finding::Fine(format!(
-                "the gateway takes connections of QEMU's user {user}"
+                "the gateway accepts connections of QEMU's user {user}"
             )),
             Some(_) => Finding::Problem(format!(
                 "QEMUs run as {user}, whose connections the gateway refuses: add it to `users`"
@@ -294,6 +263,15 @@ mod tests {
         problems
     }
 
+    fn config() -> GatewayConfig {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("gateway.toml");
+        let text = "insecure = true\nlisten = [\"127.0.0.1:4440\"]\nalias = \"127.77.0.1\"\n\
+             peers.kvm2 = { alias = \"127.77.0.2\", to = [\"127.0.0.1:4441\"] }\n";
+        fs::write(&file, text).unwrap();
+        gateway::configuration(&file).unwrap()
+    }
+
     #[test]
     fn versions_that_do_not_suit_each_other() {
         let say = |libvirt: &str, qemu: &str| {
@@ -307,46 +285,52 @@ mod tests {
         assert!(problems(&of_versions("")).is_empty());
     }
 
-    /// Another user's, where that can be.
     #[test]
-    fn a_file_that_is_replaced_keeps_owner_and_mode() {
+    fn values_are_found_as_libvirt_finds_them() {
+        let text = "# The default.\n#migration_address = \"0.0.0.0\"\nuser = 'libvirt-qemu' # who\n\
+            \n  migration_port_min=49152\nnamespaces = [\n  \"mount\", # one\n\n]\nmigration_port_min = 7";
+        assert_eq!(value(text, "migration_address"), None);
+        assert_eq!(value(text, "user"), Some("libvirt-qemu"));
+        assert_eq!(value(text, "migration_port_min"), Some("49152"));
+    }
+
+    #[test]
+    fn a_file_is_only_appended_to() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("qemu.conf");
-        fs::write(&path, "before").unwrap();
-        fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
-        if rustix::process::geteuid().is_root() {
-            std::os::unix::fs::chown(&path, Some(4711), Some(4712)).unwrap();
+        for expected in ["one\n", "one\none\n"] {
+            append(&path, "one\n").unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), expected);
         }
-        let of = |path: &Path| {
-            let it = fs::metadata(path).unwrap();
-            (it.uid(), it.gid(), it.mode() & 0o7777)
+    }
+
+    #[test]
+    fn settings_that_differ_are_problems() {
+        let config = config();
+        let wanted = wanted(&config).unwrap();
+        let text = "migration_address = \"127.77.0.1\"\nmigration_host = \"10.0.0.1\"\nmigration_port_min = 49152\n";
+        let findings = of_qemu_conf(text, &wanted, &config);
+        let [host, port] = problems(&findings)[..] else {
+            panic!("{:?}", problems(&findings));
         };
-        let before = of(&path);
-        replace(&path, "after").unwrap();
-        assert_eq!(of(&path), before);
-        assert_eq!(fs::read_to_string(&path).unwrap(), "after");
-        let backup = folder.path().join("qemu.conf.before-vamoose");
-        assert_eq!(fs::read_to_string(&backup).unwrap(), "before");
-        // It may hold passwords.
-        assert_eq!(of(&backup).2, 0o600);
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+        assert!(
+            host.starts_with(
+                "migration_host is 10.0.0.1 in qemu.conf, and has to be \"127.77.0.1\""
+            ),
+            "{host}"
+        );
+        assert!(port.starts_with("migration_port_max is not set"), "{port}");
     }
 
     #[test]
     fn qemus_that_encrypt_by_themselves_are_noted() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("gateway.toml");
-        let text = "insecure = true\nlisten = [\"127.0.0.1:4440\"]\nalias = \"127.77.0.1\"\n\
-             peers.kvm2 = { alias = \"127.77.0.2\", to = [\"127.0.0.1:4441\"] }\n";
-        fs::write(&file, text).unwrap();
-        let config = gateway::configuration(&file).unwrap();
+        let config = config();
         for (line, is_noted) in [
             ("migrate_tls_force = 1", true),
             ("migrate_tls_force = 0", false),
             ("# migrate_tls_force = 1", false),
         ] {
-            let conf = QemuConf::parse(line).unwrap();
-            let findings = of_qemu_conf(&conf, &[], false, &config);
+            let findings = of_qemu_conf(line, &[], &config);
             let is_it = |it: &Finding| matches!(it, Finding::Note(text) if text.starts_with("migrate_tls_force is on"));
             assert_eq!(findings.iter().any(is_it), is_noted, "{line}");
         }
