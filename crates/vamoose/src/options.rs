@@ -349,6 +349,14 @@ impl MethodName {
     }
 }
 
+impl FromStr for MethodName {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        ValueEnum::from_str(name, false)
+    }
+}
+
 impl ValueEnum for MethodName {
     fn value_variants<'a>() -> &'a [Self] {
         static ALL: LazyLock<Vec<MethodName>> = LazyLock::new(|| {

@@ -59,8 +59,8 @@ impl Options {
     /// Reads the file, and reports every error in it that can be found without listening.
     fn read(&self) -> Result<Setting> {
         let file = File::read(&self.config)?;
-        let metrics = self.metrics(&file)?;
-        let page_caches = file.page_caches()?;
+        let metrics = self.metrics.metrics.clone().or_else(|| file.metrics());
+        let page_caches = file.page_caches();
         let config = file.into_config(&self.hardware, self.drain_timeout());
         let config = config.with_context(|| self.config.display().to_string())?;
         Sessions::check(&config.sessions)?;
@@ -82,14 +82,6 @@ impl Options {
             metrics,
             page_caches,
         })
-    }
-
-    /// Where to answer with metrics.
-    fn metrics(&self, file: &File) -> Result<Option<Address>> {
-        match &self.metrics.metrics {
-            Some(address) => Ok(Some(address.clone())),
-            None => file.metrics(),
-        }
     }
 
     fn watchable(&self) -> Option<Watchable> {

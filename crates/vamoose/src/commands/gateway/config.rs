@@ -2,27 +2,29 @@
 
 use std::{
     collections::BTreeMap,
+    fmt::Display,
     fs,
     net::IpAddr,
+    num::{NonZeroU64, NonZeroUsize},
     ops::RangeInclusive,
     path::{Path, PathBuf},
+    str::FromStr,
     sync::Arc,
     time::Duration,
 };
 
-use anyhow::{Context as _, Error, Result, bail, ensure};
-use clap::ValueEnum as _;
+use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize;
 use vamoose_codec::Settings;
 use vamoose_link::{
-    Address, Certificates, Keys, MethodChoice, Path as LinkPath, Peers, PublicKey, Remote,
-    Security, SessionConfig,
+    Address, AddressError, Certificates, Keys, MethodChoice, Path as LinkPath, Peers, PublicKey,
+    Remote, Security, SessionConfig,
 };
 use vamoose_relay::{Config, GatewayConfig, GatewayPeer, GatewayStream};
 
 use vamoose::{
     link::page_caches,
-    options::{Hardware, MethodName, Size},
+    options::{Hardware, MethodName, Size, as_text},
     security::keys_directory,
 };
 
@@ -31,23 +33,22 @@ use vamoose::{
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) struct File {
     #[serde(default)]
-    listen: Vec<String>,
+    listen: Vec<Text<Endpoint>>,
     alias: Option<IpAddr>,
-    ports: Option<String>,
+    ports: Option<Text<Ports>>,
     users: Option<Vec<String>>,
     keys: Option<PathBuf>,
     tls_creds: Option<PathBuf>,
     #[serde(default)]
     insecure: bool,
-    method: Option<String>,
+    method: Option<Text<MethodName>>,
     level: Option<i32>,
-    page_cache: Option<String>,
-    page_caches: Option<String>,
-    #[serde(default = "half_a_minute")]
-    reconnect_timeout: u64,
-    #[serde(default = "a_quarter_minute")]
-    stall_timeout: u64,
-    metrics: Option<String>,
+    page_cache: Option<Text<Size>>,
+    page_caches: Option<Text<Size>>,
+    /// In seconds, as is `stall_timeout`.
+    reconnect_timeout: Option<u64>,
+    stall_timeout: Option<NonZeroU64>,
+    metrics: Option<Text<Endpoint>>,
     #[serde(default)]
     peers: BTreeMap<String, Peer>,
     #[serde(default)]
@@ -58,48 +59,59 @@ pub(super) struct File {
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Peer {
     alias: Option<IpAddr>,
-    ports: Option<String>,
-    to: Vec<String>,
+    ports: Option<Text<Ports>>,
+    to: Vec<Text<Endpoint>>,
     #[serde(default)]
     bind: Vec<IpAddr>,
-    key: Option<PublicKeyText>,
+    key: Option<Text<PublicKey>>,
     certificate: Option<String>,
-    #[serde(default = "sixteen")]
-    migrations: usize,
-    max_bandwidth: Option<String>,
+    migrations: Option<NonZeroUsize>,
+    max_bandwidth: Option<Text<Size>>,
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Stream {
     peer: String,
-    listen: Option<String>,
-    to: Option<String>,
+    listen: Option<Text<Endpoint>>,
+    to: Option<Text<Endpoint>>,
 }
 
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(try_from = "String")]
-struct PublicKeyText(PublicKey);
+/// A value that the file has as a string.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(bound = "T: FromStr<Err: Display>")]
+struct Text<T>(#[serde(deserialize_with = "as_text::deserialize")] T);
 
-impl TryFrom<String> for PublicKeyText {
-    type Error = String;
+/// An address: a URI of QEMU, or HOST:PORT.
+#[derive(Clone, Debug)]
+struct Endpoint(Address);
 
-    fn try_from(text: String) -> Result<Self, String> {
-        let key: Result<PublicKey, _> = text.parse();
-        key.map(Self).map_err(|error| format!("`{text}`: {error}"))
+impl FromStr for Endpoint {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        let has_scheme = text.starts_with("tcp:") || text.starts_with("unix:");
+        let scheme = if has_scheme { "" } else { "tcp:" };
+        format!("{scheme}{text}").parse().map(Self)
     }
 }
 
-fn half_a_minute() -> u64 {
-    30
-}
+/// A range of ports, as FIRST-LAST.
+#[derive(Clone, Debug)]
+struct Ports(RangeInclusive<u16>);
 
-fn a_quarter_minute() -> u64 {
-    15
-}
+impl FromStr for Ports {
+    type Err = String;
 
-fn sixteen() -> usize {
-    16
+    fn from_str(text: &str) -> Result<Self, String> {
+        let ports = || {
+            let (first, last) = text.split_once('-')?;
+            let ports: RangeInclusive<u16> =
+                first.trim().parse().ok()?..=last.trim().parse().ok()?;
+            (*ports.start() > 0 && !ports.is_empty()).then_some(Self(ports))
+        };
+        ports().ok_or_else(|| format!("`{text}` is no range: write FIRST-LAST"))
+    }
 }
 
 /// Users as which distributions run QEMU under libvirt.
@@ -112,17 +124,18 @@ impl File {
         toml::from_str(&text).with_context(|| path.display().to_string())
     }
 
-    /// Where to answer with metrics.
-    pub(super) fn metrics(&self) -> Result<Option<Address>> {
-        let parsed = self.metrics.as_deref().map(address);
-        parsed.transpose().context("metrics")
+    /// Address at which to answer with metrics.
+    pub(super) fn metrics(&self) -> Option<Address> {
+        self.metrics.clone().map(|Text(Endpoint(address))| address)
     }
 
-    /// The memory for the page caches of all migrations.
-    pub(super) fn page_caches(&self) -> Result<usize> {
-        let size = self.page_caches.as_deref().map(str::parse::<Size>);
-        let size = size.transpose().map_err(Error::msg);
-        Ok(page_caches(size.context("page-caches")?))
+    /// Memory for the page caches of all migrations.
+    pub(super) fn page_caches(&self) -> usize {
+        page_caches(self.page_caches.as_ref().map(|size| size.0))
+    }
+
+    fn stall_timeout(&self) -> Duration {
+        Duration::from_secs(self.stall_timeout.map_or(15, NonZeroU64::get))
     }
 
     /// The configuration of the gateway, with these devices.
@@ -135,18 +148,13 @@ impl File {
             !self.listen.is_empty(),
             "listen: other gateways need an address"
         );
-        let mut outgoing = Config::new(self.method()?.choose(self.level, hardware)?);
+        let method = self.method.as_ref().map_or(MethodName::Auto, |it| it.0);
+        let mut outgoing = Config::new(method.choose(self.level, hardware)?);
         let restores = hardware.engines(Settings::default())?;
         let mut incoming = Config::new(MethodChoice::Fixed(restores));
         incoming.restore = true;
-        ensure!(self.stall_timeout > 0, "stall-timeout: at least 1 s");
-        let stall_timeout = Duration::from_secs(self.stall_timeout);
-        (outgoing.stall_timeout, incoming.stall_timeout) = (stall_timeout, stall_timeout);
-        let listen: Vec<_> = self
-            .listen
-            .iter()
-            .map(|text| address(text))
-            .collect::<Result<_>>()?;
+        outgoing.stall_timeout = self.stall_timeout();
+        incoming.stall_timeout = self.stall_timeout();
         let peers = self.peers.iter().map(|(name, peer)| {
             let peer = self.peer(name, peer);
             peer.map(Arc::new).with_context(|| format!("peer {name}"))
@@ -158,53 +166,39 @@ impl File {
         let config = GatewayConfig {
             peers: peers.collect::<Result<_>>()?,
             streams: streams.collect::<Result<_>>()?,
-            listen,
+            listen: self.listen.iter().map(|it| it.0.0.clone()).collect(),
             alias: self.alias,
-            ports: ports(self.ports.as_deref(), self.alias)?,
+            ports: ports(self.ports.as_ref(), self.alias),
             users: users(self.users.as_deref()).context("users")?,
             outgoing,
             incoming,
-            sessions: self.sessions(self.security(None)?)?,
+            sessions: self.sessions(self.security(None)?),
             drain_timeout,
         };
         check(&config)?;
         Ok(config)
     }
 
-    fn method(&self) -> Result<MethodName> {
-        let Some(name) = &self.method else {
-            return Ok(MethodName::Auto);
-        };
-        let method = MethodName::from_str(name, false);
-        method.map_err(|_| Error::msg(format!("method: there is no `{name}`")))
-    }
-
     fn peer(&self, name: &str, peer: &Peer) -> Result<GatewayPeer> {
-        ensure!(peer.migrations > 0, "migrations: at least 1");
         if !peer.bind.is_empty() && peer.bind.len() != peer.to.len() {
             bail!("bind: one for each address of `to`, or none");
         }
-        let paths = peer.to.iter().enumerate().map(|(at, to)| {
-            let bind = peer.bind.get(at).copied();
-            Ok(LinkPath {
-                to: address(to)?,
-                bind,
-            })
+        let paths = peer.to.iter().enumerate();
+        let paths = paths.map(|(at, Text(Endpoint(to)))| LinkPath {
+            to: to.clone(),
+            bind: peer.bind.get(at).copied(),
         });
-        let max_bandwidth = peer.max_bandwidth.as_deref().map(|text| {
-            let size: Size = text.parse().map_err(Error::msg)?;
-            size.rate()
-        });
+        let max_bandwidth = peer.max_bandwidth.as_ref().map(|size| size.0.rate());
         Ok(GatewayPeer {
             name: name.to_owned(),
             alias: peer.alias,
-            ports: ports(peer.ports.as_deref(), peer.alias)?,
+            ports: ports(peer.ports.as_ref(), peer.alias),
             remote: Remote {
-                paths: paths.collect::<Result<_>>()?,
-                config: self.sessions(self.security(Some((name, peer)))?)?,
+                paths: paths.collect(),
+                config: self.sessions(self.security(Some((name, peer)))?),
             },
             identity: self.identity(name, peer),
-            migrations: peer.migrations,
+            migrations: peer.migrations.map_or(16, NonZeroUsize::get),
             max_bandwidth: max_bandwidth.transpose().context("max-bandwidth")?,
         })
     }
@@ -216,8 +210,8 @@ impl File {
             stream.listen.is_some() || stream.to.is_some(),
             "`listen` is needed where connections begin, `to` where they lead"
         );
-        let local = |text: &Option<String>| {
-            let address = text.as_deref().map(address).transpose()?;
+        let local = |endpoint: &Option<Text<Endpoint>>| {
+            let address = endpoint.clone().map(|Text(Endpoint(address))| address);
             if let Some(address) = &address {
                 ensure!(address.is_local(), "{address} is not this host's alone");
             }
@@ -237,7 +231,7 @@ impl File {
         }
         match &self.tls_creds {
             Some(_) => Some(certificate_name(name, peer)),
-            None => peer.key.map(|key| key.0.to_string()),
+            None => peer.key.as_ref().map(|key| key.0.to_string()),
         }
     }
 
@@ -272,7 +266,7 @@ impl File {
             }));
         }
         let trusted = peers().into_iter().map(|(name, peer)| {
-            let key = peer.key.map(|key| key.0);
+            let key = peer.key.as_ref().map(|key| key.0);
             key.with_context(|| {
                 format!("peer {name}: its key is missing; `vamoose keys show` prints it there")
             })
@@ -283,15 +277,14 @@ impl File {
         }))
     }
 
-    fn sessions(&self, security: Security) -> Result<SessionConfig> {
+    fn sessions(&self, security: Security) -> SessionConfig {
         let mut sessions = SessionConfig::new(security);
-        sessions.reconnect_timeout = Duration::from_secs(self.reconnect_timeout);
-        sessions.stall_timeout = Duration::from_secs(self.stall_timeout);
-        if let Some(text) = &self.page_cache {
-            let size: Size = text.parse().map_err(Error::msg).context("page-cache")?;
+        sessions.reconnect_timeout = Duration::from_secs(self.reconnect_timeout.unwrap_or(30));
+        sessions.stall_timeout = self.stall_timeout();
+        if let Some(Text(size)) = self.page_cache {
             sessions.page_cache = usize::try_from(size.0).unwrap_or(usize::MAX);
         }
-        Ok(sessions)
+        sessions
     }
 }
 
@@ -299,25 +292,9 @@ fn certificate_name(name: &str, peer: &Peer) -> String {
     peer.certificate.clone().unwrap_or_else(|| name.to_owned())
 }
 
-/// `HOST:PORT`, with or without `tcp:` before it.
-fn address(text: &str) -> Result<Address> {
-    let whole = match text.starts_with("tcp:") || text.starts_with("unix:") {
-        true => text.to_owned(),
-        false => format!("tcp:{text}"),
-    };
-    Ok(whole.parse()?)
-}
-
-/// Those that are written, or those of the host with this alias.
-fn ports(text: Option<&str>, alias: Option<IpAddr>) -> Result<RangeInclusive<u16>> {
-    let Some(text) = text else {
-        return Ok(ports_of(alias));
-    };
-    let parsed = text.split_once('-').and_then(|(first, last)| {
-        let ports: RangeInclusive<u16> = first.trim().parse().ok()?..=last.trim().parse().ok()?;
-        (*ports.start() > 0 && !ports.is_empty()).then_some(ports)
-    });
-    parsed.with_context(|| format!("ports: `{text}` is no range: write FIRST-LAST"))
+/// The configured ports, or those of the host with this alias.
+fn ports(configured: Option<&Text<Ports>>, alias: Option<IpAddr>) -> RangeInclusive<u16> {
+    configured.map_or_else(|| ports_of(alias), |ports| ports.0.0.clone())
 }
 
 /// Each host has ports of its own: 64 by the last number of its alias, 1 to 255; those of 1 are libvirt's own default.
@@ -528,7 +505,7 @@ mod tests {
             (with("portz = \"1-2\""), "portz"),
             (with("ports = \"2-1\""), "no range"),
             (with("ports = \"0-1\""), "no range"),
-            (with("method = \"zip\""), "there is no `zip`"),
+            (with("method = \"zip\""), "zip"),
             (
                 with("users = [\"nobody-of-this-name\"]"),
                 "nobody-of-this-name",
