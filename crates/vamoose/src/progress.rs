@@ -9,17 +9,15 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::Value;
 pub use vamoose_relay::Progress;
 
-/// Shows progress on standard error.
-pub struct Display {
+/// Progress on standard error: a bar on a terminal, a line now and then elsewhere.
+pub struct Bar {
     bar: Option<ProgressBar>,
+    line_every: Duration,
     last_line: Option<Instant>,
-    rate: Rate,
 }
 
-const LINE_EVERY: Duration = Duration::from_secs(1);
-
-impl Display {
-    pub fn on_stderr() -> Self {
+impl Bar {
+    pub fn on_stderr(line_every: Duration) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
             // The template is a constant: without it the bar is plainer, not wrong.
@@ -30,28 +28,38 @@ impl Display {
         });
         Self {
             bar,
+            line_every,
             last_line: None,
-            rate: Rate::default(),
         }
     }
 
-    /// Shows the progress.
-    pub fn show(&mut self, progress: &Progress) {
-        self.rate.update(progress.moved.wire_bytes);
-        let state = State::of(progress);
-        let text = state.text(self.rate.bytes_per_second);
-        // The last one is always shown.
-        let is_due = state.downtime_parts.is_object()
-            || self
-                .last_line
-                .is_none_or(|last| last.elapsed() >= LINE_EVERY);
+    /// Shows progress: on a bar always, in a line if one is due.
+    pub fn show(&mut self, done: u64, total: u64, text: String) {
+        let (done, total) = (done.min(total), total.max(1));
         if let Some(bar) = &self.bar {
-            bar.set_length(state.total.max(1));
-            bar.set_position(state.done());
+            bar.set_length(total);
+            bar.set_position(done);
             bar.set_message(text);
-        } else if is_due {
+            return;
+        }
+        let is_due = |last: Instant| last.elapsed() >= self.line_every;
+        if self.last_line.is_none_or(is_due) {
             self.last_line = Some(Instant::now());
-            crate::say(format_args!("{:>3}% {text}", state.percent()));
+            let percent = u128::from(done) * 100 / u128::from(total);
+            crate::say(format_args!("{percent:>3}% {text}"));
+        }
+    }
+
+    /// Makes the next line due.
+    fn expect_line(&mut self) {
+        self.last_line = None;
+    }
+
+    /// Writes to the log without a bar through it.
+    pub fn suspend(&self, line: impl FnOnce()) {
+        match &self.bar {
+            Some(bar) => bar.suspend(line),
+            None => line(),
         }
     }
 
@@ -60,6 +68,38 @@ impl Display {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+/// Shows the progress of one migration.
+pub struct Display {
+    bar: Bar,
+    rate: Rate,
+}
+
+const LINE_EVERY: Duration = Duration::from_secs(1);
+
+impl Display {
+    pub fn on_stderr() -> Self {
+        Self {
+            bar: Bar::on_stderr(LINE_EVERY),
+            rate: Rate::default(),
+        }
+    }
+
+    pub fn show(&mut self, progress: &Progress) {
+        self.rate.update(progress.moved.wire_bytes);
+        let state = State::of(progress);
+        // The last one is always shown.
+        if state.downtime_parts.is_object() {
+            self.bar.expect_line();
+        }
+        let text = state.text(self.rate.bytes_per_second);
+        self.bar.show(state.done(), state.total, text);
+    }
+
+    pub fn end(&self) {
+        self.bar.end();
     }
 }
 
@@ -98,10 +138,6 @@ impl<'a> State<'a> {
 
     fn done(&self) -> u64 {
         self.total.saturating_sub(self.remaining)
-    }
-
-    fn percent(&self) -> u64 {
-        self.done() * 100 / self.total.max(1)
     }
 
     fn text(&self, bytes_per_second: f64) -> String {
@@ -162,7 +198,7 @@ mod tests {
             ..Progress::default()
         };
         let state = State::of(&progress);
-        assert_eq!(state.percent(), 75);
+        assert_eq!((state.done(), state.total), (3072, 4096));
         assert_eq!(
             state.text(2_097_152.0),
             "active, 2 MiB/s on the wire, ratio 2.50, round 2, expected downtime 300 ms"
@@ -190,6 +226,6 @@ mod tests {
 
     #[test]
     fn a_source_that_says_nothing_yet_is_at_the_start() {
-        assert_eq!(State::of(&Progress::default()).percent(), 0);
+        assert_eq!(State::of(&Progress::default()).done(), 0);
     }
 }

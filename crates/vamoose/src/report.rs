@@ -5,7 +5,7 @@ use std::{error::Error, fs, io::Write as _, net::IpAddr, time::Duration};
 use anyhow::{Context as _, Result};
 use idxd::offload::OffloadCounters;
 use rustix::time::{ClockId, clock_gettime};
-use serde::{Serialize, Serializer, ser::SerializeStruct as _};
+use serde::Serialize;
 use vamoose_link::{MethodChoice, PathStatus, Session, Snapshot, millis};
 use vamoose_relay::{DowntimeParts, Moved, chain};
 
@@ -39,10 +39,7 @@ pub struct Report {
     /// Packets of a device that software has checked.
     pub verified: u64,
     /// What the devices of an engine did that works page by page (iaa).
-    #[serde(
-        skip_serializing_if = "Option::is_none",
-        serialize_with = "without_checked"
-    )]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub accelerator: Option<OffloadCounters>,
     pub cpu_seconds: CpuSeconds,
     /// The session with another Vamoose, if there was one.
@@ -117,21 +114,6 @@ pub struct CpuSeconds {
     pub decode: f64,
     /// Of this whole process.
     pub total: f64,
-}
-
-/// Packets of an engine are checked as a whole: [`Report::verified`] counts them.
-pub fn without_checked<S: Serializer>(
-    counters: &Option<OffloadCounters>,
-    serializer: S,
-) -> Result<S::Ok, S::Error> {
-    let done = counters.unwrap_or_default();
-    let mut object = serializer.serialize_struct("OffloadCounters", 5)?;
-    object.serialize_field("by-device", &done.by_device)?;
-    object.serialize_field("refused", &done.refused)?;
-    object.serialize_field("failed", &done.failed)?;
-    object.serialize_field("overtaken", &done.overtaken)?;
-    object.serialize_field("model", &done.model)?;
-    object.end()
 }
 
 impl Report {

@@ -6,10 +6,9 @@
 //! ```
 
 mod description;
-mod display;
 mod drive;
+mod host;
 mod libvirt;
-mod place;
 mod summary;
 mod survey;
 
@@ -84,6 +83,10 @@ pub(crate) struct Options {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
+    let is_too_little = |rate: &Size| rate.0 < RATE_UNIT.get();
+    if let Some(rate) = options.bandwidth.filter(is_too_little) {
+        bail!("--bandwidth {rate}: at least 1M");
+    }
     let survey = Survey::make(options)?;
     let plan = Plan::new(&survey.fleet);
     let report = Report::of_plan(&survey, &plan);
@@ -99,8 +102,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         warn!("{} cannot move: {why}", survey.fleet.guest(*guest).name);
     }
     say_shut_off(&survey);
-    let ended = drive::run(options, &survey, &plan)?;
-    let report = Report::of(&survey, &ended);
+    let report = drive::run(options, &survey, &plan)?;
     report.lines().for_each(vamoose::say);
     options.json.write(&report)?;
     let (all, moved) = (report.guests.len(), report.count("moved"));

@@ -9,7 +9,6 @@ use std::{
 };
 
 use anyhow::Result;
-use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use vamoose_link::millis;
 use vamoose_relay::{Role, UnderWay, under_way};
@@ -18,20 +17,16 @@ const EVERY: Duration = Duration::from_secs(1);
 
 pub(super) fn run(dirs: &[PathBuf], json: bool) -> Result<()> {
     let mut rates = Rates::default();
-    let mut screen = io::stdout().is_terminal().then(Screen::new);
+    let is_terminal = io::stdout().is_terminal();
     loop {
         let mut all = Vec::new();
         for dir in dirs {
             all.extend(under_way(dir)?);
         }
         let all = rates.of(all, Instant::now());
-        let printed = match &mut screen {
-            _ if json => print_json(all),
-            Some(screen) => {
-                screen.show(&all);
-                Ok(())
-            }
-            None => print(&all),
+        let printed = match json {
+            true => print_json(all),
+            false => print(&all, is_terminal),
         };
         match printed {
             // The reader has gone.
@@ -66,51 +61,16 @@ fn print_json(migrations: Vec<Shown>) -> io::Result<()> {
     io::stdout().write_all(&line)
 }
 
-fn print(all: &[Shown]) -> io::Result<()> {
-    let mut out = io::stdout();
-    texts(all)
-        .iter()
-        .try_for_each(|text| writeln!(out, "{text}"))
-}
-
-/// A line for each migration on a terminal, which stays where it is.
-struct Screen {
-    lines: MultiProgress,
-    bars: Vec<ProgressBar>,
-}
-
-impl Screen {
-    fn new() -> Self {
-        let lines = MultiProgress::with_draw_target(ProgressDrawTarget::stdout());
-        let bars = Vec::new();
-        Self { lines, bars }
+/// Prints a line for each migration; on a terminal, in place of the lines before.
+fn print(all: &[Shown], is_terminal: bool) -> io::Result<()> {
+    const CLEAR: &str = "\x1b[H\x1b[2J";
+    let mut lines: String = all.iter().map(|shown| text(shown) + "\n").collect();
+    if all.is_empty() {
+        "nothing is under way\n".clone_into(&mut lines);
     }
-
-    fn show(&mut self, all: &[Shown]) {
-        let texts = texts(all);
-        while self.bars.len() < texts.len() {
-            let bar = self.lines.add(ProgressBar::no_length());
-            // The template is a constant: without it the line is longer, not wrong.
-            if let Ok(style) = ProgressStyle::with_template("{msg}") {
-                bar.set_style(style);
-            }
-            self.bars.push(bar);
-        }
-        for bar in self.bars.drain(texts.len()..) {
-            bar.finish_and_clear();
-            self.lines.remove(&bar);
-        }
-        for (bar, text) in self.bars.iter().zip(texts) {
-            bar.set_message(text);
-        }
-    }
-}
-
-fn texts(all: &[Shown]) -> Vec<String> {
-    match all {
-        [] => vec!["nothing is under way".to_owned()],
-        all => all.iter().map(text).collect(),
-    }
+    let clear = if is_terminal { CLEAR } else { "" };
+    write!(io::stdout(), "{clear}{lines}")?;
+    io::stdout().flush()
 }
 
 fn text(shown: &Shown) -> String {

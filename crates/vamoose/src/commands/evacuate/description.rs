@@ -120,25 +120,17 @@ fn passed_through(device: Node<'_, '_>) -> Option<String> {
         return None;
     }
     let kind = device.attribute("type").unwrap_or("of an unknown kind");
-    let address = child(device, "source").and_then(|source| child(source, "address"));
-    let number = |name: &str| {
-        let digits = address?.attribute(name)?.trim_start_matches("0x");
-        u32::from_str_radix(digits, 16).ok()
+    let source = child(device, "source");
+    let address = source.and_then(|source| child(source, "address"));
+    let numbers = address.iter().flat_map(Node::attributes);
+    let numbers: Vec<_> = numbers
+        .map(|it| it.value().trim_start_matches("0x"))
+        .collect();
+    let at = match numbers[..] {
+        [domain, bus, slot, function] => format!("{domain}:{bus}:{slot}.{function}"),
+        _ => kind.to_owned(),
     };
-    let at = [
-        number("domain"),
-        number("bus"),
-        number("slot"),
-        number("function"),
-    ];
-    Some(match at {
-        [Some(domain), Some(bus), Some(slot), Some(function)] => {
-            format!(
-                "a device of its host is passed through: {domain:04x}:{bus:02x}:{slot:02x}.{function}"
-            )
-        }
-        _ => format!("a device of its host is passed through ({kind})"),
-    })
+    Some(format!("a device of its host is passed through: {at}"))
 }
 
 fn child<'a, 'input>(of: Node<'a, 'input>, name: &str) -> Option<Node<'a, 'input>> {
@@ -176,7 +168,7 @@ mod tests {
             "{disk}"
         );
         assert_eq!(pci, "a device of its host is passed through: 0000:3b:02.1");
-        assert_eq!(usb, "a device of its host is passed through (usb)");
+        assert_eq!(usb, "a device of its host is passed through: usb");
         assert_eq!(folder, "a folder of its host is shared with it (share)");
         for storage in [Storage::Shared, Storage::Copied] {
             assert_eq!(obstacles(storage).len(), 3);

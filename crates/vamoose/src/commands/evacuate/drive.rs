@@ -9,8 +9,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use evacuation::{
-    Action, At, End, Event, Failure, FailureKind, GuestId, HostId, Outcome, Plan, Scheduler, Stay,
-    Stop,
+    Action, At, End, Event, Failure, FailureKind, GuestId, HostId, Move, Plan, Scheduler, Stop,
 };
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
@@ -20,35 +19,23 @@ use tracing::{debug, error, info, warn};
 
 use super::{
     Options,
-    display::Display,
+    host::LibvirtHost,
     libvirt::{self, Connection, Domain, Migration, State},
-    place::Place,
+    summary::{GuestReport, Report},
     survey::{Known, SOURCE, Survey},
 };
+use vamoose::progress::Bar;
 
 /// How often migrations are asked how they are.
 const POLL: Duration = Duration::from_millis(250);
 
+/// How often a line is printed where there is no terminal.
+const LINE_EVERY: Duration = Duration::from_secs(5);
+
 /// Time for both hosts to agree on a guest's location after its migration.
 const SETTLE: Duration = Duration::from_secs(30);
 
-/// Result of an evacuation.
-pub(super) struct Ended {
-    /// By guest.
-    pub(super) guests: Vec<Moved>,
-    pub(super) was_stopped: bool,
-    pub(super) took: Duration,
-}
-
-/// Result for one guest.
-#[derive(Clone, Debug)]
-pub(super) struct Moved {
-    pub(super) outcome: Outcome,
-    pub(super) tries: u32,
-    pub(super) account: Account,
-}
-
-/// Statistics of one guest.
+/// What the tries of one guest have come to.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Account {
     began: Option<Instant>,
@@ -64,7 +51,8 @@ pub(super) struct Account {
 }
 
 /// Moves the guests.
-pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<Ended> {
+pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<Report> {
+    let memory = |step: &Move| survey.fleet.guest(step.guest).memory;
     let scheduler = Scheduler::new(&survey.fleet, plan, options.limits());
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot catch signals")?;
     let handle = signals.handle();
@@ -77,7 +65,9 @@ pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<End
         running: BTreeMap::new(),
         accounts: vec![Account::default(); survey.fleet.guests().len()],
         stop: None,
-        display: Display::on_stderr(survey, plan),
+        bar: Bar::on_stderr(LINE_EVERY),
+        moved: (0, 0),
+        total: (plan.moves.iter().map(memory).sum(), plan.moves.len()),
     };
     thread::scope(|scope| {
         let signalled = send.clone();
@@ -91,38 +81,35 @@ pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<End
         handle.close();
         done
     })?;
-    drive.display.end();
-    let guests = drive
-        .accounts
-        .into_iter()
-        .enumerate()
-        .map(|(guest, account)| {
-            let guest = GuestId(guest);
-            let unplanned = Outcome::Stays(Stay::Unplanned);
-            Moved {
-                outcome: drive.scheduler.outcome(guest).cloned().unwrap_or(unplanned),
-                tries: drive.scheduler.tries(guest),
-                account,
-            }
-        });
-    Ok(Ended {
-        guests: guests.collect(),
-        was_stopped: drive.stop.is_some(),
-        took: drive.start.elapsed(),
-    })
+    drive.bar.end();
+    let Drive {
+        scheduler,
+        accounts,
+        ..
+    } = &drive;
+    let guests = accounts.iter().enumerate();
+    let guests =
+        guests.map(|(at, account)| GuestReport::of(survey, scheduler, GuestId(at), account));
+    let was_stopped = drive.stop.is_some();
+    Ok(Report::of(
+        survey,
+        guests.collect(),
+        was_stopped,
+        drive.start.elapsed(),
+    ))
 }
 
 enum Message {
     Signal,
-    Ended(Box<Finished>),
+    Ended(Finished),
 }
 
 /// A migration that has ended.
 struct Finished {
     end: End,
     state: Option<State>,
-    downtime_ms: Option<u64>,
-    bytes: Option<u64>,
+    /// Statistics that the destination keeps.
+    job: Option<libvirt::Job>,
 }
 
 struct Drive<'a> {
@@ -133,7 +120,11 @@ struct Drive<'a> {
     running: BTreeMap<GuestId, Running>,
     accounts: Vec<Account>,
     stop: Option<Stop>,
-    display: Display,
+    bar: Bar,
+    /// Memory and number of the guests that have moved.
+    moved: (u64, usize),
+    /// Memory and number of the guests that are to move.
+    total: (u64, usize),
 }
 
 /// A migration under way.
@@ -155,28 +146,21 @@ impl<'a> Drive<'a> {
     where
         'a: 'scope,
     {
-        let mut event = Event::Tick;
+        let mut events = vec![Event::Tick];
         loop {
-            let now = self.start.elapsed();
-            for action in self.scheduler.handle(now, event) {
-                self.act(scope, send, action);
+            for event in events {
+                let now = self.start.elapsed();
+                for action in self.scheduler.handle(now, event) {
+                    self.act(scope, send, action);
+                }
             }
             if self.scheduler.is_done() {
                 return Ok(());
             }
-            event = match messages.recv_timeout(POLL) {
-                Ok(Message::Ended(finished)) => self.finished(*finished),
-                Ok(Message::Signal) => self.signalled(),
-                Err(RecvTimeoutError::Timeout) => {
-                    for (guest, rate) in self.poll() {
-                        let now = self.start.elapsed();
-                        let event = Event::DirtyRate { guest, rate };
-                        for action in self.scheduler.handle(now, event) {
-                            self.act(scope, send, action);
-                        }
-                    }
-                    Event::Tick
-                }
+            events = match messages.recv_timeout(POLL) {
+                Ok(Message::Ended(finished)) => vec![self.finished(finished)],
+                Ok(Message::Signal) => vec![self.signalled()],
+                Err(RecvTimeoutError::Timeout) => self.poll(),
                 Err(RecvTimeoutError::Disconnected) => {
                     bail!("all threads of migrations have ended")
                 }
@@ -210,11 +194,11 @@ impl<'a> Drive<'a> {
                 } else {
                     String::new()
                 };
-                self.display
-                    .note(|| info!("{} moves to {}{again}", job.name, job.to.name));
+                self.bar
+                    .suspend(|| info!("{} moves to {}{again}", job.name, job.to.name));
                 let send = send.clone();
                 // The receiver outlives it.
-                scope.spawn(move || drop(send.send(Message::Ended(Box::new(job.run(guest))))));
+                scope.spawn(move || drop(send.send(Message::Ended(job.run(guest)))));
             }
             Action::SetRate { guest, rate } => {
                 if let Some(running) = self.running.get_mut(&guest) {
@@ -239,7 +223,7 @@ impl<'a> Drive<'a> {
         };
         if self.stop != Some(stop) {
             let running = self.running.len();
-            self.display.note(|| match stop {
+            self.bar.suspend(|| match stop {
                 Stop::Finish => warn!(
                     "no further guests; {running} migrations are under way and end first, or are cancelled by another signal"
                 ),
@@ -251,12 +235,7 @@ impl<'a> Drive<'a> {
     }
 
     fn finished(&mut self, finished: Finished) -> Event {
-        let Finished {
-            end,
-            state,
-            downtime_ms,
-            bytes,
-        } = finished;
+        let Finished { end, state, job } = finished;
         let guest = end.guest;
         let to = self.running.remove(&guest).map(|running| running.to);
         let account = &mut self.accounts[guest.0];
@@ -264,40 +243,48 @@ impl<'a> Drive<'a> {
             .began
             .map_or(Duration::ZERO, |began| began.elapsed());
         account.state = state.map(State::name);
-        account.downtime_ms = downtime_ms;
-        account.bytes = bytes.unwrap_or(account.bytes);
+        account.downtime_ms = job.and_then(|job| job.downtime_ms);
+        account.bytes = job.map_or(account.bytes, |job| job.processed);
         account.done = 0;
         let is = self.survey.fleet.guest(guest);
         let (name, took) = (&is.name, account.took.as_secs_f64());
-        let to = to.map_or("?", |to| &self.survey.places[to.0].name);
+        let to = to.map_or("?", |to| &self.survey.hosts[to.0].name);
         let why = match &end.result {
             Ok(()) => String::new(),
             Err(failure) => format!(": {failure}"),
         };
-        self.display.note(|| match end.at {
+        self.bar.suspend(|| match end.at {
             At::Destination => info!("{name} has moved to {to} in {took:.1} s"),
             At::Source => warn!("{name} has not moved to {to}{why}"),
             at => error!("{name} IS IN DOUBT, {}{why}", in_doubt(at, to)),
         });
         if end.at == At::Destination {
-            self.display.moved(is.memory);
+            self.moved = (self.moved.0 + is.memory, self.moved.1 + 1);
         }
         Event::Ended(end)
     }
 
-    /// Asks all migrations how they are, and returns how fast guests write.
-    fn poll(&mut self) -> Vec<(GuestId, u64)> {
+    /// Polls all migrations, and shows progress.
+    fn poll(&mut self) -> Vec<Event> {
         let guests: Vec<_> = self.running.keys().copied().collect();
-        let rates = guests.iter().map(|guest| Some((*guest, self.ask(*guest)?)));
-        let rates: Vec<_> = rates.collect();
-        let done = guests.iter().map(|guest| self.accounts[guest.0].done).sum();
-        self.display.show(done, self.running.len());
-        rates.into_iter().flatten().collect()
+        let mut events = vec![Event::Tick];
+        for guest in &guests {
+            let rate = self.ask(*guest);
+            events.extend(rate.map(|rate| Event::DirtyRate {
+                guest: *guest,
+                rate,
+            }));
+        }
+        let sent: u64 = guests.iter().map(|guest| self.accounts[guest.0].done).sum();
+        let ((memory, moved), (total, all)) = (self.moved, self.total);
+        let text = format!("{moved} of {all} guests moved, {} under way", guests.len());
+        self.bar.show(memory + sent, total, text);
+        events
     }
 
     /// Polls a migration, and passes a new rate or a cancellation on. Errors are ignored: a guest that is gone has moved.
     fn ask(&mut self, guest: GuestId) -> Option<u64> {
-        let source = &self.survey.places[SOURCE.0];
+        let source = &self.survey.hosts[SOURCE.0];
         let uuid = &self.survey.known[guest.0].uuid;
         let job = source.ask(|it| it.job(uuid)).ok()?;
         let running = self.running.get_mut(&guest)?;
@@ -345,8 +332,8 @@ fn mib(rate: u64) -> u64 {
 struct Job<'a> {
     name: &'a str,
     known: &'a Known,
-    from: &'a Place,
-    to: &'a Place,
+    from: &'a LibvirtHost,
+    to: &'a LibvirtHost,
     migration: Migration,
 }
 
@@ -362,8 +349,8 @@ impl<'a> Job<'a> {
         Self {
             name: &survey.fleet.guest(guest).name,
             known,
-            from: &survey.places[SOURCE.0],
-            to: &survey.places[to.0],
+            from: &survey.hosts[SOURCE.0],
+            to: &survey.hosts[to.0],
             migration: Migration {
                 is_persistent: known.is_persistent,
                 rate: rate.map(mib),
@@ -387,8 +374,7 @@ impl<'a> Job<'a> {
                 return Finished {
                     end,
                     state: None,
-                    downtime_ms: None,
-                    bytes: None,
+                    job: None,
                 };
             }
         };
@@ -416,8 +402,7 @@ impl<'a> Job<'a> {
         Finished {
             end: End { guest, at, result },
             state,
-            downtime_ms: job.and_then(|job| job.downtime_ms),
-            bytes: job.map(|job| job.processed),
+            job,
         }
     }
 
@@ -445,7 +430,7 @@ impl<'a> Job<'a> {
     fn observe(&self) -> (At, Option<State>) {
         let start = Instant::now();
         loop {
-            let found = [self.from, self.to].map(|place| active(place, &self.known.uuid));
+            let found = [self.from, self.to].map(|host| active(host, &self.known.uuid));
             let is_last = start.elapsed() >= SETTLE;
             let is_settled = |of: &Domain| !of.state.is_migrating() || is_last;
             match found {
@@ -485,12 +470,12 @@ fn ended(from: Option<State>, to: Option<State>) -> (At, Option<State>) {
 }
 
 /// The guest, if it has a process there.
-fn active(place: &Place, uuid: &str) -> Result<Option<Domain>> {
-    Ok(known(place, uuid)?.filter(|it| it.state.is_active()))
+fn active(host: &LibvirtHost, uuid: &str) -> Result<Option<Domain>> {
+    Ok(known(host, uuid)?.filter(|it| it.state.is_active()))
 }
 
-fn known(place: &Place, uuid: &str) -> Result<Option<Domain>> {
-    place.ask(|it| it.domain(uuid))
+fn known(host: &LibvirtHost, uuid: &str) -> Result<Option<Domain>> {
+    host.ask(|it| it.domain(uuid))
 }
 
 #[cfg(test)]

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use evacuation::{HostId, Outcome, Plan};
+use evacuation::{GuestId, HostId, Outcome, Plan, Scheduler};
 use serde::Serialize;
 use vamoose_link::millis;
 
 use super::{
-    drive::{self, Ended, Moved},
+    drive::{self, Account},
     survey::{SOURCE, Survey},
 };
 
@@ -52,9 +52,9 @@ pub(super) struct GuestReport {
 impl Report {
     pub(super) fn of_plan(survey: &Survey, plan: &Plan) -> Self {
         let moves = plan.moves.iter().map(|step| {
-            let place = &survey.places[step.to.0];
+            let host = &survey.hosts[step.to.0];
             GuestReport {
-                to: Some(place.name.clone()),
+                to: Some(host.name.clone()),
                 ..GuestReport::new(survey, step.guest.0, "planned")
             }
         });
@@ -68,28 +68,29 @@ impl Report {
         }
     }
 
-    pub(super) fn of(survey: &Survey, ended: &Ended) -> Self {
-        let guests = ended.guests.iter().enumerate();
-        let guests: Vec<_> = guests
-            .map(|(guest, moved)| GuestReport::of(survey, guest, moved))
-            .collect();
+    pub(super) fn of(
+        survey: &Survey,
+        guests: Vec<GuestReport>,
+        was_stopped: bool,
+        took: Duration,
+    ) -> Self {
         let status = if guests.iter().all(|guest| guest.outcome == "moved") {
             "completed"
-        } else if ended.was_stopped {
+        } else if was_stopped {
             "stopped"
         } else {
             "incomplete"
         };
         Self {
             guests,
-            ..Self::new(survey, status, ended.took)
+            ..Self::new(survey, status, took)
         }
     }
 
     fn new(survey: &Survey, status: &'static str, took: Duration) -> Self {
         Self {
             status,
-            host: survey.places[SOURCE.0].name.clone(),
+            host: survey.hosts[SOURCE.0].name.clone(),
             total_time: millis(took),
             guests: Vec::new(),
             shut_off: survey.shut_off,
@@ -115,7 +116,7 @@ impl GuestReport {
             uuid: survey.known[guest].uuid.clone(),
             memory: is.memory,
             outcome,
-            at: Some(survey.places[SOURCE.0].name.clone()),
+            at: Some(survey.hosts[SOURCE.0].name.clone()),
             to: None,
             state: None,
             reason: None,
@@ -126,32 +127,33 @@ impl GuestReport {
         }
     }
 
-    fn of(survey: &Survey, guest: usize, moved: &Moved) -> Self {
-        let Moved {
-            outcome,
-            tries,
-            account,
-        } = moved;
+    pub(super) fn of(
+        survey: &Survey,
+        scheduler: &Scheduler<'_>,
+        guest: GuestId,
+        account: &Account,
+    ) -> Self {
         let report = Self {
             state: account.state,
-            tries: *tries,
+            tries: scheduler.tries(guest),
             total_time: millis(account.took),
             bytes: account.bytes,
             downtime: account.downtime_ms,
-            ..Self::new(survey, guest, "stays")
+            ..Self::new(survey, guest.0, "stays")
         };
-        let name = |host: HostId| survey.places[host.0].name.clone();
-        match outcome {
-            Outcome::Moved { to } => Self {
+        let name = |host: HostId| survey.hosts[host.0].name.clone();
+        match scheduler.outcome(guest) {
+            None => report,
+            Some(Outcome::Moved { to }) => Self {
                 outcome: "moved",
                 at: Some(name(*to)),
                 ..report
             },
-            Outcome::Stays(stay) => Self {
+            Some(Outcome::Stays(stay)) => Self {
                 reason: Some(stay.to_string()),
                 ..report
             },
-            Outcome::InDoubt { to, at, reason } => {
+            Some(Outcome::InDoubt { to, at, reason }) => {
                 let doubt = drive::in_doubt(*at, &name(*to));
                 let reason = reason.iter().map(|reason| format!("; {reason}"));
                 Self {

@@ -9,8 +9,8 @@ use tracing::{info, warn};
 use super::{
     Options,
     description::{self, Description, WantedCpu},
+    host::LibvirtHost,
     libvirt::{Connection, Domain},
-    place::Place,
 };
 
 /// The host to be emptied; all others are destinations.
@@ -18,8 +18,8 @@ pub(super) const SOURCE: HostId = HostId(0);
 
 /// Result of the survey.
 pub(super) struct Survey {
-    /// By host of the fleet.
-    pub(super) places: Vec<Place>,
+    /// Hosts of the fleet, in its order.
+    pub(super) hosts: Vec<LibvirtHost>,
     pub(super) fleet: Fleet,
     /// By guest of the fleet.
     pub(super) known: Vec<Known>,
@@ -37,50 +37,50 @@ pub(super) struct Known {
 impl Survey {
     /// Asks all hosts.
     pub(super) fn make(options: &Options) -> Result<Self> {
-        let source = Place::new(&options.host);
+        let source = LibvirtHost::new(&options.host);
         let of_source = source.ask(Connection::capabilities)?;
         let mut uuids = vec![description::host_uuid(&of_source)];
-        let mut places = vec![source];
+        let mut hosts = vec![source];
         let mut others = Vec::new();
         for text in &options.to {
-            let place = Place::new(text);
+            let host = LibvirtHost::new(text);
             ensure!(
-                !options.p2p || !place.is_local(),
+                !options.p2p || !host.is_local(),
                 "with --p2p the host itself connects to {}, which there is another host: name it otherwise",
-                place.uri
+                host.uri
             );
-            match Destination::ask(&place) {
+            match Destination::ask(&host) {
                 Ok(found) => {
                     // A host under two names would have its memory given away twice.
                     let uuid = description::host_uuid(&found.capabilities);
                     let same = uuids.iter().position(|it| uuid.is_some() && *it == uuid);
                     if let Some(same) = same {
-                        bail!("{} and {} are the same host", places[same].uri, place.uri);
+                        bail!("{} and {} are the same host", hosts[same].uri, host.uri);
                     }
                     uuids.push(uuid);
                     others.push(found);
-                    places.push(place);
+                    hosts.push(host);
                 }
-                Err(error) => warn!("nothing moves to {}: {error:#}", place.name),
+                Err(error) => warn!("nothing moves to {}: {error:#}", host.name),
             }
         }
         ensure!(!others.is_empty(), "no destination can be reached");
-        let (found, shut_off) = Guests::of(options, &places, &others, &of_source)?;
+        let (found, shut_off) = Guests::of(options, &hosts, &others, &of_source)?;
         for name in &options.guests {
             expect(name, options, &found, &others)?;
         }
         let (guests, known) = found.into_iter().unzip();
         let source = Host {
-            name: places[SOURCE.0].name.clone(),
+            name: hosts[SOURCE.0].name.clone(),
             memory_free: 0,
             cpus: 0,
         };
-        let hosts = others.into_iter().map(|it| it.host);
-        let hosts: Vec<_> = [source].into_iter().chain(hosts).collect();
-        let to = (1..hosts.len()).map(HostId).collect();
+        let destinations = others.into_iter().map(|it| it.host);
+        let in_fleet: Vec<_> = [source].into_iter().chain(destinations).collect();
+        let to = (1..in_fleet.len()).map(HostId).collect();
         Ok(Self {
-            fleet: Fleet::new(hosts, guests, to)?,
-            places,
+            fleet: Fleet::new(in_fleet, guests, to)?,
+            hosts,
             known,
             shut_off,
         })
@@ -116,20 +116,20 @@ struct Destination {
 }
 
 impl Destination {
-    fn ask(place: &Place) -> Result<Self> {
-        let node = place.ask(Connection::node)?;
-        let guests = place.ask(Connection::domains)?;
+    fn ask(host: &LibvirtHost) -> Result<Self> {
+        let node = host.ask(Connection::node)?;
+        let guests = host.ask(Connection::domains)?;
         let active = guests.iter().filter(|guest| guest.state.is_active());
         let promised = active.map(|guest| guest.memory).sum();
         // Memory that guests there have not touched yet is free, but theirs.
         let memory_free = node.available.min(node.memory.saturating_sub(promised));
         Ok(Self {
             host: Host {
-                name: place.name.clone(),
+                name: host.name.clone(),
                 memory_free,
                 cpus: node.cpus,
             },
-            capabilities: place.ask(Connection::capabilities)?,
+            capabilities: host.ask(Connection::capabilities)?,
             guests,
         })
     }
@@ -139,7 +139,7 @@ impl Destination {
 struct Guests<'a> {
     options: &'a Options,
     source_cpu: Option<String>,
-    places: &'a [Place],
+    hosts: &'a [LibvirtHost],
     destinations: &'a [Destination],
     /// Whether a destination, by its index, has a CPU: many guests have the same.
     cpus: HashMap<(usize, WantedCpu), bool>,
@@ -148,23 +148,23 @@ struct Guests<'a> {
 }
 
 impl<'a> Guests<'a> {
-    /// The guests of the first place, and how many more of them are shut off.
+    /// The guests of the first host, and how many more of them are shut off.
     fn of(
         options: &'a Options,
-        places: &'a [Place],
+        hosts: &'a [LibvirtHost],
         destinations: &'a [Destination],
         capabilities: &str,
     ) -> Result<(Vec<(Guest, Known)>, usize)> {
         let mut guests = Self {
             options,
             source_cpu: description::host_cpu(capabilities),
-            places,
+            hosts,
             destinations,
             cpus: HashMap::new(),
             found: Vec::new(),
             shut_off: 0,
         };
-        let source = &places[SOURCE.0];
+        let source = &hosts[SOURCE.0];
         let persistent = source.ask(Connection::persistent)?;
         for domain in source.ask(Connection::domains)? {
             let is_persistent = persistent.contains(&domain.uuid);
@@ -190,7 +190,7 @@ impl<'a> Guests<'a> {
             self.shut_off += 1;
             return Ok(());
         }
-        let source = &self.places[SOURCE.0];
+        let source = &self.hosts[SOURCE.0];
         let mut obstacles = Vec::new();
         if !state.runs() && !state.is_paused_by_user() {
             obstacles.push(format!("it is {}", state.name()));
@@ -231,7 +231,7 @@ impl<'a> Guests<'a> {
 
     /// Why a guest cannot move to this destination.
     fn bar(&mut self, at: usize, name: &str, uuid: &str, cpu: &WantedCpu) -> Option<String> {
-        let (destination, place) = (self.destinations.get(at)?, self.places.get(at + 1)?);
+        let (destination, host) = (self.destinations.get(at)?, self.hosts.get(at + 1)?);
         for other in &destination.guests {
             if other.uuid == uuid && other.state.is_active() {
                 return Some(
@@ -247,9 +247,9 @@ impl<'a> Guests<'a> {
             let found = match cpu {
                 WantedCpu::Any => Ok(true),
                 WantedCpu::OfHost => {
-                    source_cpu.map_or(Ok(true), |cpu| place.ask(|it| it.has_cpu(cpu)))
+                    source_cpu.map_or(Ok(true), |cpu| host.ask(|it| it.has_cpu(cpu)))
                 }
-                WantedCpu::Made(cpu) => place.ask(|it| it.can_make_cpu(cpu)),
+                WantedCpu::Made(cpu) => host.ask(|it| it.can_make_cpu(cpu)),
             };
             // If libvirt cannot tell in advance, the migration will.
             found.unwrap_or_else(|error| {

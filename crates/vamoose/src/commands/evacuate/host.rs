@@ -9,7 +9,7 @@ use super::libvirt::{self, Connection};
 
 /// A host, as named on the command line.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct LibvirtHost {
     /// For messages.
     pub(super) name: String,
     /// Libvirt's URI of it.
@@ -17,7 +17,7 @@ pub(super) struct Place {
     connection: Mutex<Option<Connection>>,
 }
 
-impl Place {
+impl LibvirtHost {
     /// A URI of libvirt, `localhost`, or a name that ssh knows.
     pub(super) fn new(text: &str) -> Self {
         let (name, uri) = match text {
@@ -102,8 +102,8 @@ mod tests {
                 "qemu+tls://[fd00::2]:1/system?x=y",
             ),
         ] {
-            let place = Place::new(text);
-            assert_eq!((&*place.name, &*place.uri), (name, uri));
+            let host = LibvirtHost::new(text);
+            assert_eq!((&*host.name, &*host.uri), (name, uri));
         }
     }
 
@@ -121,7 +121,7 @@ mod tests {
             ),
             ("qemu+tcp://a/system", "qemu+tcp://a/system"),
         ] {
-            assert_eq!(Place::new(uri).uri_here(), expected);
+            assert_eq!(LibvirtHost::new(uri).uri_here(), expected);
         }
     }
 }
