@@ -3,10 +3,13 @@
 use std::{fs, net::IpAddr, time::Duration};
 
 use anyhow::{Result, bail};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use vamoose_link::{Address, Path, Remote, SessionConfig};
 
-use crate::{options::Size, security::SecurityOptions};
+use crate::{
+    options::{Size, Switch},
+    security::SecurityOptions,
+};
 
 /// How two Vamooses speak with each other.
 #[derive(Args, Clone, Debug)]
@@ -14,8 +17,8 @@ pub struct LinkOptions {
     #[command(flatten)]
     pub security: SecurityOptions,
     /// Checksums of the pages and of all that is sent; off only to measure what they cost
-    #[arg(long, value_enum, default_value_t = Check::On)]
-    check: Check,
+    #[arg(long, value_enum, default_value_t = Switch::On)]
+    check: Switch,
     /// Give up after this many seconds without a connection; 0 does not survive the loss of one
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     reconnect_timeout: u64,
@@ -43,12 +46,6 @@ fn memory_of_host() -> Option<u64> {
     kibibytes.checked_mul(1024)
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Check {
-    On,
-    Off,
-}
-
 impl LinkOptions {
     /// Sessions between these addresses and others.
     pub fn config<'a>(
@@ -57,7 +54,7 @@ impl LinkOptions {
         stall_timeout: Duration,
     ) -> Result<SessionConfig> {
         Ok(SessionConfig {
-            check: self.check == Check::On,
+            check: self.check == Switch::On,
             reconnect_timeout: Duration::from_secs(self.reconnect_timeout),
             stall_timeout,
             page_cache: usize::try_from(self.page_cache.0).unwrap_or(usize::MAX),

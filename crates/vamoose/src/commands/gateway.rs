@@ -1,7 +1,6 @@
 //! `vamoose gateway`: carries all migrations between this host and others, whatever drives the QEMUs.
 
 mod config;
-mod systemd;
 
 use std::{
     path::{Path, PathBuf},
@@ -13,12 +12,13 @@ use std::{
 use anyhow::{Context as _, Result};
 use clap::Args;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use sd_notify::NotifyState;
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     iterator::Signals,
 };
-use tracing::{error, info, warn};
-use vamoose_link::{Address, PageCaches, Session, Sessions};
+use tracing::{debug, error, info, warn};
+use vamoose_link::{Address, Listener, PageCaches, Peers, Session, Sessions};
 use vamoose_relay::{Gateway, GatewayConfig, Watchable};
 
 use self::config::File;
@@ -116,7 +116,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let caches = PageCaches::new(page_caches);
     let config = config.sharing(&caches);
     let fixed = Fixed::of(&config, metrics.as_ref());
-    let passed = systemd::passed_listeners(config.sessions.stall_timeout)?;
+    let passed = passed_listeners(config.sessions.stall_timeout)?;
     let peers: Vec<_> = config.peers.iter().map(|peer| peer.name.clone()).collect();
     let counts = Arc::<Counts>::default();
     counts.expect(peers.iter().map(String::as_str));
@@ -129,7 +129,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         info!("reached by other gateways on {address}");
     }
     info!("ready for migrations to {}", peers.join(", "));
-    systemd::notify("READY=1");
+    notify(NotifyState::Ready);
     thread::scope(|scope| {
         let _end = watchable::serve(scope, watchable.as_ref(), || gateway.under_way());
         scope.spawn(|| {
@@ -161,7 +161,7 @@ fn obey(signals: &mut Signals, gateway: &Gateway, reload: &dyn Fn()) {
             }
             _ => {
                 is_draining = true;
-                systemd::notify("STOPPING=1");
+                notify(NotifyState::Stopping);
                 gateway.drain();
                 info!("no further migrations are taken; those under way finish");
             }
@@ -228,6 +228,24 @@ impl Fixed {
         let both = self.0.iter().zip(&other.0);
         let changed = both.filter(|(ours, theirs)| ours != theirs);
         changed.map(|((key, _), _)| *key).collect()
+    }
+}
+
+/// The sockets that systemd listens on for this process. Each connection is judged when it has been accepted.
+fn passed_listeners(stall_timeout: Duration) -> Result<Vec<Listener>> {
+    let passed = sd_notify::listen_fds().context("LISTEN_FDS")?;
+    let passed = passed.map(|number| {
+        let listener = Listener::passed(number, stall_timeout, Peers::anyone());
+        listener.with_context(|| {
+            format!("descriptor {number} of LISTEN_FDS is no listening TCP socket")
+        })
+    });
+    passed.collect()
+}
+
+fn notify(state: NotifyState<'_>) {
+    if let Err(error) = sd_notify::notify(&[state]) {
+        debug!("cannot notify systemd: {error}");
     }
 }
 

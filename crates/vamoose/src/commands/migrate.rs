@@ -1,7 +1,6 @@
 //! `vamoose migrate`: drives a source QEMU through a migration.
 
 use std::{
-    ffi::c_int,
     fs,
     net::IpAddr,
     path::PathBuf,
@@ -113,7 +112,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         (SIGTERM, &cancel),
         (SIGHUP, &lost_terminal),
     ] {
-        if signal != SIGHUP || !is_ignored(signal) {
+        if signal != SIGHUP || !ignores_sighup() {
             flag::register(signal, flag.clone()).context("cannot catch signals")?;
         }
     }
@@ -172,12 +171,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     written
 }
 
-/// Whether this command was started with the signal ignored, as by `nohup`.
-fn is_ignored(signal: c_int) -> bool {
+/// Whether this command was started with SIGHUP ignored, as by `nohup`.
+fn ignores_sighup() -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+    mask.is_some_and(|mask| mask & (1 << (SIGHUP - 1)) != 0)
 }
 
 /// What `vamoose attempts --watch` shows.

@@ -70,17 +70,6 @@ pub(super) struct Node {
     pub(super) cpus: u32,
 }
 
-/// CPU of a guest.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Cpu {
-    /// Element `cpu` of the guest's description.
-    pub(super) xml: String,
-    pub(super) arch: String,
-    pub(super) machine: String,
-    /// Type of hypervisor, such as `kvm`.
-    pub(super) kind: String,
-}
-
 /// A guest, running or not.
 #[derive(Clone, Debug)]
 pub(super) struct Domain {
@@ -148,29 +137,10 @@ impl Connection {
 
     /// Whether this host has every feature of another host's CPU.
     pub(super) fn has_cpu(&mut self, xml: &str) -> Result<bool> {
-        self.compares("cpu-compare", xml)
-    }
-
-    /// Whether the hypervisor of this host can give a guest this CPU.
-    pub(super) fn can_make_cpu(&mut self, cpu: &Cpu) -> Result<bool> {
-        let mut command = "hypervisor-cpu-compare".to_owned();
-        for (option, value) in [
-            ("arch", &cpu.arch),
-            ("machine", &cpu.machine),
-            ("virttype", &cpu.kind),
-        ] {
-            if !value.is_empty() {
-                command += &format!(" --{option} {}", quoted(value));
-            }
-        }
-        self.compares(&command, &cpu.xml)
-    }
-
-    fn compares(&mut self, command: &str, xml: &str) -> Result<bool> {
         let mut file = NamedTempFile::new()?;
         file.write_all(xml.as_bytes())?;
         let path = quoted(&file.path().to_string_lossy());
-        let said = self.run(&format!("{command} --file {path}"))?;
+        let said = self.run(&format!("cpu-compare --file {path}"))?;
         Ok(!said.contains("is incompatible with"))
     }
 

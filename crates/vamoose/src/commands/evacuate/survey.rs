@@ -1,6 +1,6 @@
 //! Survey before an evacuation: guests of the source, destinations, and reasons why a guest cannot move.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use anyhow::{Result, bail, ensure};
 use evacuation::{Fleet, Guest, Host, HostId};
@@ -8,7 +8,7 @@ use tracing::{info, warn};
 
 use super::{
     Options,
-    description::{self, Description, WantedCpu},
+    description::{self, Description},
     host::LibvirtHost,
     libvirt::{Connection, Domain},
 };
@@ -39,6 +39,7 @@ impl Survey {
     pub(super) fn make(options: &Options) -> Result<Self> {
         let source = LibvirtHost::new(&options.host);
         let of_source = source.ask(Connection::capabilities)?;
+        let cpu = description::host_cpu(&of_source);
         let mut uuids = vec![description::host_uuid(&of_source)];
         let mut hosts = vec![source];
         let mut others = Vec::new();
@@ -49,7 +50,7 @@ impl Survey {
                 "with --p2p the host itself connects to {}, which there is another host: name it otherwise",
                 host.uri
             );
-            match Destination::ask(&host) {
+            match Destination::ask(&host, cpu.as_deref()) {
                 Ok(found) => {
                     // A host under two names would have its memory given away twice.
                     let uuid = description::host_uuid(&found.capabilities);
@@ -65,7 +66,7 @@ impl Survey {
             }
         }
         ensure!(!others.is_empty(), "no destination can be reached");
-        let (found, shut_off) = Guests::of(options, &hosts, &others, &of_source)?;
+        let (found, shut_off) = Guests::of(options, &hosts, &others)?;
         for name in &options.guests {
             expect(name, options, &found, &others)?;
         }
@@ -112,11 +113,13 @@ fn expect(
 struct Destination {
     host: Host,
     capabilities: String,
+    /// It has all features of the source's CPU.
+    has_source_cpu: bool,
     guests: Vec<Domain>,
 }
 
 impl Destination {
-    fn ask(host: &LibvirtHost) -> Result<Self> {
+    fn ask(host: &LibvirtHost, source_cpu: Option<&str>) -> Result<Self> {
         let node = host.ask(Connection::node)?;
         let guests = host.ask(Connection::domains)?;
         let active = guests.iter().filter(|guest| guest.state.is_active());
@@ -130,6 +133,14 @@ impl Destination {
                 cpus: node.cpus,
             },
             capabilities: host.ask(Connection::capabilities)?,
+            // If libvirt cannot tell in advance, the migration will.
+            has_source_cpu: source_cpu.is_none_or(|cpu| {
+                let compared = host.ask(|it| it.has_cpu(cpu));
+                compared.unwrap_or_else(|error| {
+                    warn!("{} cannot compare CPUs: {error:#}", host.name);
+                    true
+                })
+            }),
             guests,
         })
     }
@@ -138,11 +149,8 @@ impl Destination {
 /// Collects the guests of the source.
 struct Guests<'a> {
     options: &'a Options,
-    source_cpu: Option<String>,
     hosts: &'a [LibvirtHost],
     destinations: &'a [Destination],
-    /// Whether a destination, by its index, has a CPU: many guests have the same.
-    cpus: HashMap<(usize, WantedCpu), bool>,
     found: Vec<(Guest, Known)>,
     shut_off: usize,
 }
@@ -153,14 +161,11 @@ impl<'a> Guests<'a> {
         options: &'a Options,
         hosts: &'a [LibvirtHost],
         destinations: &'a [Destination],
-        capabilities: &str,
     ) -> Result<(Vec<(Guest, Known)>, usize)> {
         let mut guests = Self {
             options,
-            source_cpu: description::host_cpu(capabilities),
             hosts,
             destinations,
-            cpus: HashMap::new(),
             found: Vec::new(),
             shut_off: 0,
         };
@@ -204,9 +209,9 @@ impl<'a> Guests<'a> {
         match Description::parse(&xml, self.options.storage()) {
             Ok(mut description) => {
                 obstacles.append(&mut description.obstacles);
-                for at in 0..self.destinations.len() {
-                    if let Some(why) = self.bar(at, name, uuid, &description.cpu) {
-                        barred.insert(HostId(at + 1), why);
+                for (at, destination) in self.destinations.iter().enumerate() {
+                    if let Some(why) = destination.bars(domain, description.has_host_cpu) {
+                        barred.insert(HostId(at + 1), why.to_owned());
                     }
                 }
             }
@@ -228,36 +233,22 @@ impl<'a> Guests<'a> {
         self.found.push((guest, known));
         Ok(())
     }
+}
 
-    /// Why a guest cannot move to this destination.
-    fn bar(&mut self, at: usize, name: &str, uuid: &str, cpu: &WantedCpu) -> Option<String> {
-        let (destination, host) = (self.destinations.get(at)?, self.hosts.get(at + 1)?);
-        for other in &destination.guests {
-            if other.uuid == uuid && other.state.is_active() {
-                return Some(
-                    "the same guest is active there, too: find out which one is right".to_owned(),
-                );
-            }
-            if other.name == name && other.uuid != uuid {
-                return Some("it has another guest of this name".to_owned());
-            }
+impl Destination {
+    /// Why a guest cannot move here.
+    fn bars(&self, guest: &Domain, has_host_cpu: bool) -> Option<&'static str> {
+        let is_same = |other: &&Domain| other.uuid == guest.uuid;
+        let mut same = self.guests.iter().filter(is_same);
+        let mut others = self.guests.iter().filter(|it| !is_same(it));
+        if same.any(|it| it.state.is_active()) {
+            Some("the same guest is active there, too: find out which one is right")
+        } else if others.any(|it| it.name == guest.name) {
+            Some("it has another guest of this name")
+        } else if has_host_cpu && !self.has_source_cpu {
+            Some("its CPU lacks something that the guest has")
+        } else {
+            None
         }
-        let source_cpu = self.source_cpu.as_deref();
-        let ask = || {
-            let found = match cpu {
-                WantedCpu::Any => Ok(true),
-                WantedCpu::OfHost => {
-                    source_cpu.map_or(Ok(true), |cpu| host.ask(|it| it.has_cpu(cpu)))
-                }
-                WantedCpu::Made(cpu) => host.ask(|it| it.can_make_cpu(cpu)),
-            };
-            // If libvirt cannot tell in advance, the migration will.
-            found.unwrap_or_else(|error| {
-                warn!("{} cannot compare CPUs: {error:#}", destination.host.name);
-                true
-            })
-        };
-        let has_cpu = *self.cpus.entry((at, cpu.clone())).or_insert_with(ask);
-        (!has_cpu).then(|| "its CPU lacks something that the guest has".to_owned())
     }
 }

@@ -1,6 +1,6 @@
 //! DSA and IAA: which work queues this process can use, and what is missing for more.
 
-use idxd::discovery::{self, DeviceReport, OpenFile, QueueReport, Report, WorkQueue};
+use idxd::discovery::{self, DeviceReport, QueueReport, Report};
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
@@ -30,24 +30,12 @@ impl Offload {
 
 impl Serialize for Offload {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Report {
-            cpu,
-            raw_io,
-            missing,
-            devices,
-            ..
-        } = &self.0;
+        let missing = texts(&self.0.missing);
         json!({
-            "enqcmd": cpu.enqcmd,
-            "enqcmd-enabled": cpu.enqcmd_enabled,
-            "movdir64b": cpu.movdir64b,
-            "waitpkg": cpu.waitpkg,
-            // This process may map the portals of devices that are not safe for processes.
-            "raw-io": raw_io,
-            "missing": texts(missing),
+            "missing": missing,
             // Why there are no devices.
-            "devices-reason": devices.is_empty().then(|| texts(missing).join("; ")),
-            "devices": devices.iter().map(device).collect::<Vec<_>>(),
+            "devices-reason": self.0.devices.is_empty().then(|| missing.join("; ")),
+            "devices": self.0.devices.iter().map(device).collect::<Vec<_>>(),
         })
         .serialize(serializer)
     }
@@ -58,46 +46,23 @@ fn device(report: &DeviceReport) -> Value {
     json!({
         "name": device.name.to_string(),
         "kind": Kind::from(device.name.kind),
-        "version": device.version,
         "state": device.state.as_ref().map(ToString::to_string),
         "numa-node": device.numa_node,
         "problem": device.problem.as_ref().map(ToString::to_string),
-        // Null for a device without one.
-        "event-log": report.event_log.map(|log| json!({
-            "entry-bytes": log.entry_bytes,
-            // Null where the kernel does not use it.
-            "entries": log.entries,
-        })),
-        "queues": device.queues.iter().zip(&report.queues).map(queue).collect::<Vec<_>>(),
+        "queues": report.queues.iter().map(queue).collect::<Vec<_>>(),
         // Commands for root that make a work queue where there is none, and the work queues in use that these remove.
         "setup": report.setup,
         "disturbed": texts(&report.disturbed),
     })
 }
 
-fn queue((queue, report): (&WorkQueue, &QueueReport)) -> Value {
+fn queue(report: &QueueReport) -> Value {
     json!({
         "name": report.name.to_string(),
         "usable": report.problem.is_none(),
         "problem": report.problem.as_ref().map(ToString::to_string),
-        // Null where the kernel or the device does not have these settings.
-        "prs-disable": queue.prs_disable,
-        "ats-disable": queue.ats_disable,
         // Commands for root that solve the problem.
         "remedy": report.remedy,
-        // Faults on completion records of the present users, and those whose records were lost. Null before Linux 6.4.
-        "cr-faults": report.record_faults(),
-        "cr-fault-failures": report.record_fault_failures(),
-        "open-files": report.files.iter().map(open_file).collect::<Vec<_>>(),
-    })
-}
-
-fn open_file(file: &OpenFile) -> Value {
-    json!({
-        "number": file.number,
-        "pid": file.pid,
-        "cr-faults": file.record_faults,
-        "cr-fault-failures": file.record_fault_failures,
     })
 }
 
@@ -135,18 +100,9 @@ mod tests {
         assert_eq!(found["name"], "dsa0");
         assert_eq!(found["numa-node"], 1);
         assert_eq!(found["kind"], "dsa");
-        assert_eq!(found["event-log"], Value::Null);
         let queue = &found["queues"][0];
         assert_eq!(queue["usable"], false);
         assert!(queue["problem"].is_string(), "{found}");
-        for key in [
-            "cr-faults",
-            "cr-fault-failures",
-            "prs-disable",
-            "ats-disable",
-        ] {
-            assert_eq!(queue.get(key), Some(&Value::Null), "{found}");
-        }
         let shown = text(&offload);
         for part in [
             "accel-config config-wq",
@@ -168,22 +124,6 @@ mod tests {
             ("wq0.0/prs_disable", "1"),
             (&format!("{file}/cr_fault_failures"), "2"),
         ]);
-        let json = serde_json::to_value(&offload).unwrap();
-        let found = &json["devices"][0];
-        assert_eq!(
-            found["event-log"],
-            json!({"entry-bytes": 128, "entries": 64})
-        );
-        let queue = &found["queues"][0];
-        assert_eq!(
-            (&queue["cr-faults"], &queue["cr-fault-failures"]),
-            (&json!(3), &json!(2))
-        );
-        assert_eq!(queue["prs-disable"], true);
-        assert_eq!(
-            queue["open-files"],
-            json!([{"number": 5, "pid": 7, "cr-faults": 3, "cr-fault-failures": 2}])
-        );
         let shown = text(&offload);
         for part in [
             "event log of 64 entries, 128 bytes each",
