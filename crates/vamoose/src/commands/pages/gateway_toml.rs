@@ -1,52 +1,43 @@
 //! gateway.toml(5), from the table in docs/gateway.md.
 
-use clap_mangen::roff::{Inline, Roff, bold, italic, roman};
-
 const HANDBOOK: &str = include_str!("../../../../../docs/gateway.md");
+
+const INTRODUCTION: &str = "\
+.SH NAME
+gateway.toml \\- configuration of vamoose gateway
+.SH SYNOPSIS
+/etc/vamoose/gateway.toml
+.SH DESCRIPTION
+The configuration of \\fBvamoose\\-gateway\\fR(8), in TOML. The gateway reads it at its start and at SIGHUP.
+\\fBvamoose gateway \\-\\-check\\fR reports errors in it.
+.SH KEYS
+";
 
 /// The page. Keys below a table's are indented.
 pub(super) fn page() -> String {
-    let version = concat!("vamoose ", env!("CARGO_PKG_VERSION"));
-    let mut page = Roff::new();
-    page.control("TH", ["gateway.toml", "5", "", version, ""])
-        .control("SH", ["NAME"])
-        .text([roman("gateway.toml - configuration of vamoose gateway")])
-        .control("SH", ["SYNOPSIS"])
-        .text([roman("/etc/vamoose/gateway.toml")])
-        .control("SH", ["DESCRIPTION"])
-        .text([
-            roman("What "),
-            bold("vamoose-gateway"),
-            roman("(8) is started with, and reads again at SIGHUP, as TOML. "),
-            bold("vamoose gateway --check"),
-            roman(" says what is wrong in it."),
-        ])
-        .control("SH", ["KEYS"]);
-    let mut is_in_table = false;
+    let version = env!("CARGO_PKG_VERSION");
+    let mut page = format!(".TH gateway.toml 5 \"\" \"vamoose {version}\"\n{INTRODUCTION}");
+    let mut end_of_table = "";
     for (key, default, meaning) in rows() {
         let is_table = key.contains(".NAME");
-        if is_table && is_in_table {
-            page.control("RE", []);
-        }
-        page.control("TP", []);
-        page.text(inlines(key, true));
-        let mut text = inlines(meaning, false);
-        if !default.is_empty() {
-            text.push(roman("; default: "));
-            text.extend(inlines(default, false));
-        }
-        page.text(text);
         if is_table {
-            page.control("RS", []);
-            is_in_table = true;
+            page += end_of_table;
+        }
+        let default = match default {
+            "" => String::new(),
+            default => format!("; default: {default}"),
+        };
+        let (key, text) = (
+            roff(key, "\\fB"),
+            roff(&format!("{meaning}{default}"), "\\fI"),
+        );
+        page += &format!(".TP\n{key}\n{text}\n");
+        if is_table {
+            page += ".RS\n";
+            end_of_table = ".RE\n";
         }
     }
-    if is_in_table {
-        page.control("RE", []);
-    }
-    page.control("SH", ["SEE ALSO"])
-        .text([bold("vamoose-gateway"), roman("(8)")]);
-    page.render()
+    page + end_of_table + ".SH SEE ALSO\n\\fBvamoose\\-gateway\\fR(8)\n"
 }
 
 /// Key, default and meaning.
@@ -63,17 +54,14 @@ fn rows() -> impl Iterator<Item = (&'static str, &'static str, &'static str)> {
     })
 }
 
-/// Code is bold in a key and italic elsewhere; of a link its text is left.
-fn inlines(markdown: &str, is_key: bool) -> Vec<Inline> {
-    let code: fn(String) -> Inline = if is_key { bold } else { italic };
+/// Code is in `font`; of a link its text is left.
+fn roff(markdown: &str, font: &str) -> String {
     let parts = markdown.split('`').enumerate();
-    parts
-        .filter(|(_, part)| !part.is_empty())
-        .map(|(at, part)| match at % 2 {
-            0 => roman(without_links(part)),
-            _ => code(part.to_owned()),
-        })
-        .collect()
+    let parts = parts.map(|(at, part)| match at % 2 {
+        0 => without_links(part).replace('-', "\\-"),
+        _ => format!("{font}{}\\fR", part.replace('-', "\\-")),
+    });
+    parts.collect()
 }
 
 fn without_links(markdown: &str) -> String {
