@@ -14,13 +14,11 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use clap::Args;
-use multifd::Layout;
+use multifd::{Initial, Layout, PacketKind};
 
-use self::{
-    ram::RamFile,
-    recording::{Packet, Recording},
-};
+use self::{ram::RamFile, recording::Recording};
 use vamoose::options::Size;
+use vamoose_link::Packet;
 
 /// Print the packets of recorded channel streams, and optionally apply them to a RAM file
 ///
@@ -52,7 +50,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let mut recordings: Vec<_> = recordings
         .map(|path| Recording::open(path, layout))
         .collect::<Result<_>>()?;
-    recordings.sort_by_key(Recording::channel);
+    recordings.sort_by_key(|recording| recording.initial.channel());
     let mut out = BufWriter::new(io::stdout().lock());
     match (&options.ram, options.size) {
         (Some(path), Some(size)) => {
@@ -73,12 +71,10 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 
 /// Without one of the channels, memory would be missing from the RAM file.
 fn check_channels(recordings: &[Recording]) -> Result<()> {
-    let announced = recordings.iter().filter_map(Recording::announced_channels);
+    let initials = recordings.iter().map(|recording| &recording.initial);
+    let announced = initials.clone().filter_map(Initial::announced_channels);
     let count = announced.max().map_or(0, usize::from).max(recordings.len());
-    let channels: Vec<_> = recordings
-        .iter()
-        .map(|r| usize::from(r.channel()))
-        .collect();
+    let channels: Vec<_> = initials.map(|it| usize::from(it.channel())).collect();
     ensure!(
         channels.iter().copied().eq(0..count),
         "--ram needs each channel of one migration once: the streams are those of channels {channels:?}"
@@ -101,16 +97,17 @@ fn read(
     while !recordings.iter().all(|recording| recording.ended) {
         for recording in &mut *recordings {
             while recording.next(&mut packet)? {
-                print(format!("{:>7} {packet}", recording.channel()));
+                print(line(recording, &packet));
                 packets += 1;
-                normal += packet.ram.normal_offsets().len();
-                zero += packet.ram.zero_offsets().len();
-                payload += packet.payload.len();
+                normal += packet.ram().normal_offsets().len();
+                zero += packet.ram().zero_offsets().len();
+                payload += packet.ram().payload_len();
                 if let Some(ram) = ram.as_deref_mut() {
                     let applied = ram.apply(&packet, layout);
-                    applied.with_context(|| recording.place(packet.at))?;
+                    applied.with_context(|| recording.place())?;
                 }
-                if packet.ram.sync {
+                recording.advance(&packet);
+                if packet.ram().sync {
                     break;
                 }
             }
@@ -127,4 +124,27 @@ fn read(
         "the streams have {syncs:?} SYNCs: one is truncated, or they belong to two migrations"
     );
     Ok(())
+}
+
+fn line(recording: &Recording, packet: &Packet) -> String {
+    let (channel, at, ram) = (recording.initial.channel(), recording.at, packet.ram());
+    let is_device_state = packet.kind() == PacketKind::DeviceState;
+    let flags = match ram.sync {
+        _ if is_device_state => "DEVICE",
+        true => "SYNC",
+        false => "-",
+    };
+    let payload = match is_device_state {
+        true => packet.state().len(),
+        false => ram.payload_len(),
+    };
+    let (method, block) = match ram.is_empty() {
+        true => ("-", "-".to_owned()),
+        false => (ram.method.name(), ram.block.to_string()),
+    };
+    let (normal, zero) = (ram.normal_offsets().len(), ram.zero_offsets().len());
+    let number = ram.packet_num;
+    format!(
+        "{channel:>7} {at:>12} {number:>10} {flags:<6} {method:<7} {normal:>6} {zero:>6} {payload:>8} {block}"
+    )
 }

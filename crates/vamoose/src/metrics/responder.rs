@@ -26,6 +26,8 @@ pub struct Responder {
 const LONGEST: usize = 8 << 10;
 /// Time for a request to arrive, and for its answer to be read: other requests wait meanwhile.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// Time between two looks at an idle listener.
+const LOOK: Duration = Duration::from_secs(60);
 /// Wait before another accept, so that file descriptors become free.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -69,7 +71,7 @@ fn accept(listener: &Listener, stop: &Hangup, metrics: &dyn Fn() -> Result<Strin
             PollFd::new(listener, PollFlags::IN),
             PollFd::new(stop, PollFlags::IN),
         ];
-        if let Err(error) = wait_for(&mut fds, Duration::MAX) {
+        if let Err(error) = wait_for(&mut fds, LOOK) {
             return warn!("no more metrics: {error}");
         }
         match listener.try_accept() {

@@ -5,8 +5,8 @@ use std::{fs::File, os::unix::fs::FileExt as _, path::Path};
 use anyhow::{Context as _, Result, bail, ensure};
 use multifd::{BlockName, Layout};
 
-use super::recording::Packet;
 use vamoose::options::Size;
+use vamoose_link::Packet;
 
 /// A file that becomes the memory of one RAM block.
 pub(super) struct RamFile {
@@ -39,7 +39,7 @@ impl RamFile {
 
     /// Writes the pages of a packet, if they are the block's.
     pub(super) fn apply(&mut self, packet: &Packet, layout: Layout) -> Result<()> {
-        let ram = &packet.ram;
+        let ram = packet.ram();
         if ram.is_empty() || self.wanted.is_some_and(|wanted| wanted != ram.block) {
             return Ok(());
         }
@@ -49,14 +49,8 @@ impl RamFile {
             "the streams hold pages of the RAM blocks {block} and {}: choose one with --block",
             ram.block
         );
-        let Some(pages) = &packet.pages else {
-            bail!(
-                "method {} is not built into this vamoose, so its pages cannot go to --ram",
-                ram.method
-            );
-        };
         let normal = ram.normal_offsets().iter();
-        for (offset, page) in normal.zip(pages.chunks_exact(layout.page_size())) {
+        for (offset, page) in normal.zip(packet.pages().chunks_exact(layout.page_size())) {
             self.check(*offset, ram.block, layout)?;
             self.file.write_all_at(page, *offset)?;
         }
