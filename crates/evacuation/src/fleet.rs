@@ -54,18 +54,8 @@ pub struct Fleet {
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum FleetError {
     /// The index of a host is too large.
-    #[error("{what} is host {}, of {hosts}", host.0)]
-    NoSuchHost {
-        /// What refers to it.
-        what: String,
-        /// The index.
-        host: HostId,
-        /// How many hosts there are.
-        hosts: usize,
-    },
-    /// A host is named twice as a destination.
-    #[error("{0} is named twice as a destination")]
-    Twice(String),
+    #[error("there is no host {}", .0.0)]
+    NoSuchHost(HostId),
     /// A guest is where guests are to go.
     #[error("guest {guest} is on {host}, which is a destination")]
     AtDestination {
@@ -77,35 +67,24 @@ pub enum FleetError {
 }
 
 impl Fleet {
-    /// Checks that all referenced hosts exist.
+    /// Checks that all referenced hosts exist, and that no guest is at a destination.
     pub fn new(
         hosts: Vec<Host>,
         guests: Vec<Guest>,
-        destinations: Vec<HostId>,
+        mut destinations: Vec<HostId>,
     ) -> Result<Self, FleetError> {
-        let exists = |host: HostId, what: &dyn Fn() -> String| match hosts.get(host.0) {
-            Some(_) => Ok(()),
-            None => Err(FleetError::NoSuchHost {
-                what: what(),
-                host,
-                hosts: hosts.len(),
-            }),
-        };
-        let mut takes = vec![false; hosts.len()];
-        for &host in &destinations {
-            exists(host, &|| "a destination".to_owned())?;
-            if std::mem::replace(&mut takes[host.0], true) {
-                return Err(FleetError::Twice(hosts[host.0].name.clone()));
-            }
+        let mut named = destinations.iter().chain(guests.iter().map(|it| &it.host));
+        if let Some(host) = named.find(|host| host.0 >= hosts.len()) {
+            return Err(FleetError::NoSuchHost(*host));
         }
-        for guest in &guests {
-            exists(guest.host, &|| format!("the host of guest {}", guest.name))?;
-            if takes[guest.host.0] {
-                return Err(FleetError::AtDestination {
-                    guest: guest.name.clone(),
-                    host: hosts[guest.host.0].name.clone(),
-                });
-            }
+        destinations.sort();
+        destinations.dedup();
+        let is_there = |guest: &&Guest| destinations.binary_search(&guest.host).is_ok();
+        if let Some(guest) = guests.iter().find(is_there) {
+            return Err(FleetError::AtDestination {
+                guest: guest.name.clone(),
+                host: hosts[guest.host.0].name.clone(),
+            });
         }
         Ok(Self {
             hosts,

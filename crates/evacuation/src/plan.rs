@@ -1,6 +1,6 @@
 //! Which guest moves where, and which cannot.
 
-use std::{cmp::Reverse, fmt};
+use std::cmp::Reverse;
 
 use thiserror::Error;
 
@@ -44,31 +44,7 @@ pub struct Refused {
     /// Its name.
     pub host: String,
     /// Why it does not.
-    pub why: Refusal,
-}
-
-/// Why a destination does not take a guest.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-pub enum Refusal {
-    /// The caller's reason.
-    #[error("{0}")]
-    Barred(String),
-    /// The guest has more CPUs.
-    #[error("it has {host} CPUs, the guest {guest}")]
-    Cpus {
-        /// CPUs of the guest.
-        guest: u32,
-        /// CPUs of the host.
-        host: u32,
-    },
-    /// The guest has more memory than is left.
-    #[error("{} are left of its memory, the guest needs {}", Mib(*.free), Mib(*.needed))]
-    Memory {
-        /// Bytes that the guest needs.
-        needed: u64,
-        /// Bytes that are left.
-        free: u64,
-    },
+    pub why: String,
 }
 
 impl Plan {
@@ -161,20 +137,17 @@ fn refusals(fleet: &Fleet, guest: &Guest, free: &[u64]) -> Vec<Refused> {
 }
 
 /// Why a host with so many bytes left does not take a guest.
-pub(crate) fn refusal(fleet: &Fleet, guest: &Guest, host: HostId, free: u64) -> Option<Refusal> {
+pub(crate) fn refusal(fleet: &Fleet, guest: &Guest, host: HostId, free: u64) -> Option<String> {
     let cpus = fleet.host(host).cpus;
     if let Some(why) = guest.barred.get(&host) {
-        Some(Refusal::Barred(why.clone()))
+        Some(why.clone())
     } else if guest.cpus > cpus {
-        Some(Refusal::Cpus {
-            guest: guest.cpus,
-            host: cpus,
-        })
+        Some(format!("it has {cpus} CPUs, the guest {}", guest.cpus))
     } else if guest.memory > free {
-        Some(Refusal::Memory {
-            needed: guest.memory,
-            free,
-        })
+        let [free, needed] = [free, guest.memory].map(|bytes| bytes >> 20);
+        Some(format!(
+            "{free} MiB are left of its memory, the guest needs {needed} MiB"
+        ))
     } else {
         None
     }
@@ -191,12 +164,4 @@ fn list(refused: &[Refused]) -> String {
         more => text.push_str(&format!("; and {more} more")),
     }
     text
-}
-
-struct Mib(u64);
-
-impl fmt::Display for Mib {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} MiB", self.0 >> 20)
-    }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use evacuation::{Fleet, FleetError, Guest, GuestId, Hindrance, Host, HostId, Plan, Refusal};
+use evacuation::{Fleet, FleetError, Guest, GuestId, Hindrance, Host, HostId, Plan};
 use proptest::prelude::*;
 
 use crate::strategies::fleet;
@@ -80,10 +80,7 @@ fn reasons_are_those_of_each_destination() {
         panic!("{plan:?}");
     };
     assert_eq!(pinned.to_string(), "a device; a disk");
-    let Hindrance::NoDestination(refused) = large else {
-        panic!("{large:?}");
-    };
-    assert_eq!(refused[2].why, Refusal::Cpus { guest: 4, host: 2 });
+    assert!(matches!(large, Hindrance::NoDestination(_)), "{large:?}");
     assert_eq!(
         large.to_string(),
         "no destination takes it: a: 8 MiB are left of its memory, the guest needs 9 MiB; b: another CPU; c: it has 2 \
@@ -95,12 +92,10 @@ fn reasons_are_those_of_each_destination() {
 fn fleets_that_contradict_themselves_are_refused() {
     let hosts = || vec![host("a", 0), host("b", 0)];
     let fleet = |guests, to| Fleet::new(hosts(), guests, to).unwrap_err();
-    let twice = fleet(Vec::new(), vec![HostId(1), HostId(1)]);
-    assert_eq!(twice, FleetError::Twice("b".to_owned()));
     let at = fleet(vec![guest("g", 1)], vec![HostId(0)]);
     assert!(matches!(at, FleetError::AtDestination { .. }), "{at}");
     let none = fleet(Vec::new(), vec![HostId(2)]);
-    assert!(matches!(none, FleetError::NoSuchHost { .. }), "{none}");
+    assert_eq!(none, FleetError::NoSuchHost(HostId(2)));
 }
 
 fn host(name: &str, memory_free: u64) -> Host {

@@ -2,12 +2,12 @@
 
 use std::{
     collections::BTreeMap,
-    sync::mpsc::{self, Receiver, RecvTimeoutError, Sender},
+    sync::mpsc::{self, Receiver, Sender},
     thread::{self, Scope},
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use evacuation::{
     Action, At, End, Event, Failure, FailureKind, GuestId, HostId, Move, Plan, Scheduler, Stop,
 };
@@ -55,8 +55,7 @@ pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<Rep
     let memory = |step: &Move| survey.fleet.guest(step.guest).memory;
     let scheduler = Scheduler::new(&survey.fleet, plan, options.limits());
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot catch signals")?;
-    let handle = signals.handle();
-    let (send, messages) = mpsc::channel();
+    let (send, finished) = mpsc::channel();
     let mut drive = Drive {
         options,
         survey,
@@ -69,18 +68,7 @@ pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<Rep
         moved: (0, 0),
         total: (plan.moves.iter().map(memory).sum(), plan.moves.len()),
     };
-    thread::scope(|scope| {
-        let signalled = send.clone();
-        scope.spawn(move || {
-            // After the end, the receiver is gone.
-            signals
-                .forever()
-                .for_each(|_| drop(signalled.send(Message::Signal)));
-        });
-        let done = drive.until_done(scope, &send, &messages);
-        handle.close();
-        done
-    })?;
+    thread::scope(|scope| drive.until_done(scope, &send, &finished, &mut signals));
     drive.bar.end();
     let Drive {
         scheduler,
@@ -97,11 +85,6 @@ pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<Rep
         was_stopped,
         drive.start.elapsed(),
     ))
-}
-
-enum Message {
-    Signal,
-    Ended(Finished),
 }
 
 /// A migration that has ended.
@@ -140,10 +123,10 @@ impl<'a> Drive<'a> {
     fn until_done<'scope>(
         &mut self,
         scope: &'scope Scope<'scope, 'a>,
-        send: &Sender<Message>,
-        messages: &Receiver<Message>,
-    ) -> Result<()>
-    where
+        send: &Sender<Finished>,
+        finished: &Receiver<Finished>,
+        signals: &mut Signals,
+    ) where
         'a: 'scope,
     {
         let mut events = vec![Event::Tick];
@@ -155,23 +138,20 @@ impl<'a> Drive<'a> {
                 }
             }
             if self.scheduler.is_done() {
-                return Ok(());
+                return;
             }
-            events = match messages.recv_timeout(POLL) {
-                Ok(Message::Ended(finished)) => vec![self.finished(finished)],
-                Ok(Message::Signal) => vec![self.signalled()],
-                Err(RecvTimeoutError::Timeout) => self.poll(),
-                Err(RecvTimeoutError::Disconnected) => {
-                    bail!("all threads of migrations have ended")
-                }
+            events = match finished.recv_timeout(POLL) {
+                Ok(finished) => vec![self.finished(finished)],
+                Err(_) => self.poll(),
             };
+            events.extend(signals.pending().map(|_| self.signalled()));
         }
     }
 
     fn act<'scope>(
         &mut self,
         scope: &'scope Scope<'scope, 'a>,
-        send: &Sender<Message>,
+        send: &Sender<Finished>,
         action: Action,
     ) where
         'a: 'scope,
@@ -198,7 +178,7 @@ impl<'a> Drive<'a> {
                     .suspend(|| info!("{} moves to {}{again}", job.name, job.to.name));
                 let send = send.clone();
                 // The receiver outlives it.
-                scope.spawn(move || drop(send.send(Message::Ended(job.run(guest)))));
+                scope.spawn(move || drop(send.send(job.run(guest))));
             }
             Action::SetRate { guest, rate } => {
                 if let Some(running) = self.running.get_mut(&guest) {

@@ -12,7 +12,7 @@ use std::{
     process::{self, Child, ChildStdin, Command, ExitStatus, Stdio},
     sync::{
         Arc,
-        mpsc::{self, Receiver, RecvTimeoutError},
+        atomic::{AtomicBool, Ordering},
     },
     thread,
     time::Duration,
@@ -22,7 +22,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use clap::Args;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
-    iterator::Signals,
+    flag,
 };
 use tracing::info;
 use vamoose_link::{Address, Hangup, Listener, OneTimeKey, Remote, Security, SessionConfig};
@@ -168,76 +168,50 @@ fn relayed(
         stats: &stats,
         on_loaded: &|| (),
     };
-    let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot catch signals")?;
-    let handle = signals.handle();
+    let cancel = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        flag::register(signal, cancel.clone()).context("cannot catch signals")?;
+    }
     let mut virsh = options.virsh(port).spawn().map_err(virsh::cannot_run)?;
-    thread::scope(|scope| {
+    let (relayed, status) = thread::scope(|scope| {
         let relay = scope.spawn(|| relay.run());
-        let (send, events) = mpsc::channel();
-        scope.spawn({
-            let send = send.clone();
-            // After virsh has ended, the receiver is gone.
-            move || {
-                signals
-                    .forever()
-                    .for_each(|_| drop(send.send(Event::Signal)))
-            }
-        });
-        scope.spawn(move || send.send(Event::Ended(virsh.wait())));
-        let ended = wait(&events, &options.domain);
-        handle.close();
-        if !matches!(&ended, Ok((status, _)) if status.success()) {
+        let status = wait(&mut virsh, &options.domain, &cancel);
+        if !status.as_ref().is_ok_and(ExitStatus::success) {
             hangup.hang_up();
         }
-        let relayed = relay.join();
-        let (status, was_cancelled) = ended?;
-        let relayed: Result<Summary, RelayError> = match relayed {
-            Ok(relayed) => relayed,
-            Err(_) => bail!("the relay of this host has ended by a panic"),
-        };
-        if status.success() {
-            let summary =
-                relayed.context("the guest has moved, but the relay of this host failed")?;
-            if let Some(session) = dialer.with() {
-                session.drain(config.stall_timeout);
-            }
-            return Ok(summary);
+        (relay.join(), status)
+    });
+    let Ok(relayed) = relayed else {
+        bail!("the relay of this host has ended by a panic");
+    };
+    if status.context("waiting for virsh")?.success() {
+        let summary = relayed.context("the guest has moved, but the relay of this host failed")?;
+        if let Some(session) = dialer.with() {
+            session.drain(config.stall_timeout);
         }
-        match relayed {
-            _ if was_cancelled => bail!("cancelled"),
-            Err(error) if !matches!(error, RelayError::Cancelled) => Err(error)
-                .context("virsh migrate failed, see above, and so did the relay of this host"),
-            _ => bail!("virsh migrate failed, see above"),
+        return Ok(summary);
+    }
+    match relayed {
+        _ if cancel.load(Ordering::Relaxed) => bail!("cancelled"),
+        Err(error) if !matches!(error, RelayError::Cancelled) => {
+            Err(error).context("virsh migrate failed, see above, and so did the relay of this host")
         }
-    })
+        _ => bail!("virsh migrate failed, see above"),
+    }
 }
 
-enum Event {
-    Signal,
-    Ended(io::Result<ExitStatus>),
-}
-
-/// Waits for the end of `virsh migrate`, and cancels the migration at a signal. The second is whether it did.
-fn wait(events: &Receiver<Event>, domain: &str) -> Result<(ExitStatus, bool)> {
-    const AGAIN: Duration = Duration::from_millis(200);
-    let mut is_cancelled = false;
+/// Waits for the end of `virsh migrate`, and cancels the migration when that is requested.
+fn wait(virsh: &mut Child, domain: &str, cancel: &AtomicBool) -> io::Result<ExitStatus> {
+    const POLL: Duration = Duration::from_millis(200);
     loop {
-        let event = match is_cancelled {
-            false => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            true => events.recv_timeout(AGAIN),
-        };
-        match event {
-            Ok(Event::Ended(status)) => {
-                return Ok((status.context("waiting for virsh")?, is_cancelled));
-            }
-            Ok(Event::Signal) => is_cancelled = true,
-            Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => {
-                bail!("the thread that waits for virsh has ended")
-            }
+        if let Some(status) = virsh.try_wait()? {
+            return Ok(status);
         }
-        // Refused as long as there is nothing to cancel, and when it has been.
-        let _ = virsh::output(["domjobabort", "--domain", domain]);
+        if cancel.load(Ordering::Relaxed) {
+            // Fails while there is no migration yet, and after it has been cancelled.
+            let _ = virsh::output(["domjobabort", "--domain", domain]);
+        }
+        thread::sleep(POLL);
     }
 }
 
