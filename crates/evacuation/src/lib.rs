@@ -27,7 +27,7 @@ mod plan;
 mod schedule;
 
 pub use fleet::{Fleet, FleetError, Guest, GuestId, Host, HostId};
-pub use plan::{Hindrance, Move, Plan, Refused};
+pub use plan::{Hindrance, Move, Plan};
 pub use schedule::{
     Action, At, End, Event, Failure, FailureKind, Limits, Outcome, Scheduler, Stay, Stop,
 };

@@ -34,17 +34,7 @@ pub enum Hindrance {
     Obstacles(Vec<String>),
     /// No destination takes the guest.
     #[error("no destination takes it: {}", list(.0))]
-    NoDestination(Vec<Refused>),
-}
-
-/// A destination that does not take a guest.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("{host}: {why}")]
-pub struct Refused {
-    /// Its name.
-    pub host: String,
-    /// Why it does not.
-    pub why: String,
+    NoDestination(Vec<String>),
 }
 
 impl Plan {
@@ -125,13 +115,11 @@ fn choose(fleet: &Fleet, guest: &Guest, free: &[u64], preference: Preference) ->
     }
 }
 
-fn refusals(fleet: &Fleet, guest: &Guest, free: &[u64]) -> Vec<Refused> {
-    let hosts = fleet.destinations().iter();
-    let refused = hosts.filter_map(|&host| {
-        Some(Refused {
-            host: fleet.host(host).name.clone(),
-            why: refusal(fleet, guest, host, free[host.0])?,
-        })
+/// Each destination with its reason.
+fn refusals(fleet: &Fleet, guest: &Guest, free: &[u64]) -> Vec<String> {
+    let refused = fleet.destinations().iter().filter_map(|&host| {
+        let why = refusal(fleet, guest, host, free[host.0])?;
+        Some(format!("{}: {why}", fleet.host(host).name))
     });
     refused.collect()
 }
@@ -154,14 +142,14 @@ pub(crate) fn refusal(fleet: &Fleet, guest: &Guest, host: HostId, free: u64) -> 
 }
 
 /// The first few refusals: there may be a thousand.
-fn list(refused: &[Refused]) -> String {
+fn list(refused: &[String]) -> String {
     const SHOWN: usize = 3;
-    let shown = refused.iter().take(SHOWN).map(Refused::to_string);
-    let mut text = shown.collect::<Vec<_>>().join("; ");
+    let text = match refused.len() {
+        0 => "there is none".to_owned(),
+        all => refused[..all.min(SHOWN)].join("; "),
+    };
     match refused.len().saturating_sub(SHOWN) {
-        0 if refused.is_empty() => text.push_str("there is none"),
-        0 => {}
-        more => text.push_str(&format!("; and {more} more")),
+        0 => text,
+        more => format!("{text}; and {more} more"),
     }
-    text
 }

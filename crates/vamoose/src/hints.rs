@@ -20,9 +20,9 @@ pub fn of(error: &Error) -> Option<String> {
             of_settings(settings)
         } else if let Some(tls) = cause.downcast_ref() {
             of_tls(tls)
-        } else if let Some(EncodeError::Distrusted { .. }) = cause.downcast_ref() {
-            Some(DISTRUSTED.to_owned())
-        } else if let Some(DecodeError::Distrusted { .. }) = cause.downcast_ref() {
+        } else if matches!(cause.downcast_ref(), Some(EncodeError::Distrusted { .. }))
+            || matches!(cause.downcast_ref(), Some(DecodeError::Distrusted { .. }))
+        {
             Some(DISTRUSTED.to_owned())
         } else if let Some(RelayError::LateChannel) = cause.downcast_ref() {
             Some(

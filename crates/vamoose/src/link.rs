@@ -11,25 +11,25 @@ use crate::{
     security::SecurityOptions,
 };
 
-/// How two Vamooses speak with each other.
+/// Options of a session.
 #[derive(Args, Clone, Debug)]
 pub struct LinkOptions {
     #[command(flatten)]
     pub security: SecurityOptions,
-    /// Checksums of the pages and of all that is sent; off only to measure what they cost
+    /// Checksums of pages and of all sent data; off only to measure their cost
     #[arg(long, value_enum, default_value_t = Switch::On)]
     check: Switch,
-    /// Give up after this many seconds without a connection; 0 does not survive the loss of one
+    /// Fail after this many seconds without a connection; 0: at once
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     reconnect_timeout: u64,
-    /// Memory at each end for pages that were sent before, to send what has changed in them; 0 for none
+    /// Most memory at each end for pages that were sent before, to send differences to them; 0 for none
     ///
-    /// For each migration, as much of it as is used. What the other end has counts, if it has less.
+    /// Applies to each migration. The smaller value of both ends counts.
     #[arg(long, default_value = "256M", value_name = "SIZE")]
     page_cache: Size,
 }
 
-/// Memory for the page caches of all migrations of a process together: `size`, or a quarter of the host's memory, and at most 4 GiB.
+/// Memory for the page caches of all migrations of a process together: `size`, or a quarter of the host's memory, at most 4 GiB.
 pub fn page_caches(size: Option<Size>) -> usize {
     const MOST: u64 = 4 << 30;
     let quarter = || memory_of_host().map_or(MOST, |bytes| (bytes / 4).min(MOST));

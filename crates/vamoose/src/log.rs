@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn people_read_a_line_that_says_nothing_twice() {
+    fn a_text_line_repeats_no_field() {
         let line = logged(|out| text(move || out.clone(), false));
         assert!(
             line.ends_with("INFO migration{port=7}: web1: loaded more=1\n"),

@@ -31,10 +31,10 @@ use vamoose_relay::{End, EndKind, Observed, Observer, Way};
 
 pub use responder::Responder;
 
-/// For commands that run long.
+/// Option of the servers.
 #[derive(Args, Debug)]
 pub struct MetricsOption {
-    /// Address at which to answer with metrics for Prometheus: tcp:HOST:PORT or unix:PATH
+    /// Address at which to serve metrics for Prometheus: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI")]
     pub metrics: Option<Address>,
 }
@@ -56,7 +56,7 @@ struct Count {
     switchover: Histogram,
 }
 
-/// Answers at `address` from now on.
+/// Serves metrics at `address` until the responder is dropped.
 ///
 /// # Errors
 /// When the address is taken or not this host's.
@@ -78,7 +78,7 @@ pub fn serve(address: &Address, counts: &Arc<Counts>) -> Result<Responder> {
 }
 
 impl Counts {
-    /// Has these hosts in the answers before there is a migration with them, so that its first failure is an increase.
+    /// Adds counters of zero for these hosts, so that a first failure is an increase.
     pub fn expect<'a>(&self, peers: impl IntoIterator<Item = &'a str>) {
         let mut counts = lock(&self.0);
         for peer in peers {

@@ -23,7 +23,7 @@ use vamoose_relay::{Config, PlacementMode};
 
 use crate::{devices::DevicePath, report::write_json};
 
-/// How pages cross the link.
+/// Encoding of pages on the link.
 #[derive(Args, Clone, Debug)]
 pub struct Encoding {
     /// Encoding of pages towards the destination [default: auto towards another vamoose; from one, as the source's QEMU sent them; otherwise none]
@@ -56,7 +56,7 @@ impl Encoding {
         self.method.is_some()
     }
 
-    /// The relay that these options describe; without a method, with this one.
+    /// The relay's configuration, with method `default` if none is named.
     pub fn config(&self, default: MethodName) -> Result<Config> {
         let name = self.method.unwrap_or(default);
         let method = name.choose(self.level, &self.hardware)?;
@@ -120,7 +120,7 @@ fn streams_help() -> String {
     )
 }
 
-/// The methods of which a channel can encode several packets at once.
+/// Methods with which a channel can encode several packets at once.
 fn independent_methods() -> String {
     let methods = MethodName::fixed().filter(|method| {
         let framing = info(*method).map(|info| info.framing());
@@ -133,7 +133,7 @@ fn independent_methods() -> String {
 /// Each stream has a thread, and buffers of 1.5 MiB.
 const MAX_STREAMS: usize = 64;
 
-/// Time after which a peer is given up.
+/// Time without progress after which a migration fails.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct StallTimeout {
     /// Abort after this many seconds without progress from a peer
@@ -142,7 +142,6 @@ pub struct StallTimeout {
 }
 
 impl StallTimeout {
-    /// As the crates below have it.
     pub fn duration(self) -> Duration {
         Duration::from_secs(self.stall_timeout)
     }
@@ -228,7 +227,7 @@ pub struct Hardware {
 pub struct DeviceShares {
     /// Directory through which migrations of this host share DSA and IAA work queues fairly
     ///
-    /// Must be the same for all of them. Without it, each migration takes what it can get.
+    /// Must be the same for all of them. Without it, queues are not shared fairly.
     #[arg(long, value_name = "DIR")]
     device_shares: Option<PathBuf>,
     /// Weight of this migration's share of the work queues, 1 to 15
@@ -237,14 +236,14 @@ pub struct DeviceShares {
 }
 
 impl DeviceShares {
-    /// As [`Options::shares`] has it.
+    /// For [`Options::shares`].
     pub fn of_devices(&self) -> Option<(PathBuf, Weight)> {
         let directory = self.device_shares.clone()?;
         Some((directory, Weight::new(self.priority)))
     }
 }
 
-/// As without any option.
+/// The defaults of the command line.
 impl Default for Hardware {
     fn default() -> Self {
         Self {
@@ -289,7 +288,7 @@ const FAULTS: &str = "VAMOOSE_FAULTS";
 /// Method qpl's pages.
 const PAGE_BYTES: usize = 4096;
 
-/// A value of serde as the command line has it.
+/// Serialises a value as the command line writes it.
 pub mod as_text {
     use std::{fmt::Display, str::FromStr};
 
@@ -320,10 +319,10 @@ pub enum MethodName {
 }
 
 impl MethodName {
-    /// Nothing is encoded: what every destination understands.
+    /// No encoding: every destination decodes it.
     pub const NONE: Self = Self::Fixed(Method::None);
 
-    /// The method at the level that was given, if one was, by the engines of `hardware`.
+    /// The method at the given level, with the engines of `hardware`.
     pub fn choose(self, level: Option<i32>, hardware: &Hardware) -> Result<MethodChoice> {
         match (self, level) {
             (Self::Fixed(method), level) => {
@@ -342,7 +341,7 @@ impl MethodName {
         }
     }
 
-    /// The methods that this program has.
+    /// The methods that are built in.
     fn fixed() -> impl Iterator<Item = Method> {
         let methods = Method::ALL.into_iter();
         methods.filter(|method| info(*method).is_some())
@@ -388,7 +387,7 @@ impl ValueEnum for MethodName {
 
 /// A choice with a name for each value.
 trait Named: Copy + Send + Sync + 'static {
-    /// The values, their names and what they mean.
+    /// Values with their names and descriptions.
     const ALL: &'static [(Self, &'static str, &'static str)];
 }
 

@@ -11,7 +11,7 @@ use vamoose_relay::{DowntimeParts, Moved, chain};
 
 use crate::timeline::{Sample, Timeline};
 
-/// What a migration was and cost. Times are in milliseconds, as QEMU's.
+/// The course and cost of a migration. Times are in milliseconds, as in QEMU.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Report {
@@ -19,9 +19,9 @@ pub struct Report {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error_desc: Option<String>,
     pub total_time: u64,
-    /// Of the guest; a bare relay cannot know it.
+    /// `None` for a bare relay, which cannot know it.
     pub downtime: Option<u64>,
-    /// What the downtime consists of.
+    /// The parts of the downtime.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub downtime_parts: Option<DowntimeParts>,
     pub setup_time: u64,
@@ -38,28 +38,28 @@ pub struct Report {
     pub fallbacks: u64,
     /// Packets of a device that software has checked.
     pub verified: u64,
-    /// What the devices of an engine did that works page by page (iaa).
+    /// Pages processed by the devices of an engine that works page by page (iaa).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accelerator: Option<OffloadCounters>,
     pub cpu_seconds: CpuSeconds,
     /// The session with another Vamoose, if there was one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub link: Option<Link>,
-    /// What went on, in order; only of a migration that was watched.
+    /// Samples of the progress, in order.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub timeline: Vec<Sample>,
 }
 
-/// What differences to pages that were sent before have saved.
+/// Savings by differences to pages that were sent before.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Delta {
     /// Pages that were sent as differences.
     pub pages: u64,
-    /// Bytes of the pages of their packets, and of what was sent for them.
+    /// Bytes of the pages in packets with differences, and bytes sent for these packets.
     pub page_bytes: u64,
     pub wire_bytes: u64,
-    /// Bytes of pages that were kept for them.
+    /// Bytes of pages kept for differences.
     pub cache_bytes: u64,
 }
 
@@ -71,9 +71,9 @@ pub struct Link {
     pub peer: String,
     /// The cipher; null without TLS.
     pub tls: Option<&'static str>,
-    /// Whether pages, and all that was sent, were checked.
+    /// Whether checksums of pages and of all sent data were verified.
     pub check: bool,
-    /// How often a stream went on over another connection.
+    /// Number of times that a stream continued over another connection.
     pub reconnects: u64,
     pub paths: Vec<PathReport>,
 }
@@ -84,9 +84,9 @@ pub struct PathReport {
     pub to: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bind: Option<IpAddr>,
-    /// Streams that it carried at the end.
+    /// Streams that the path carried at the end.
     pub streams: usize,
-    /// Bytes that arrived over it.
+    /// Bytes that arrived over the path.
     pub delivered_bytes: u64,
     pub failures: u64,
 }
@@ -112,12 +112,12 @@ pub struct Ram {
 pub struct CpuSeconds {
     pub encode: f64,
     pub decode: f64,
-    /// Of this whole process.
+    /// CPU time of the whole process.
     pub total: f64,
 }
 
 impl Report {
-    /// The report of what one relay moved.
+    /// The report of one relay.
     pub fn new(method: &MethodChoice, moved: Snapshot, total: Duration, setup: Duration) -> Self {
         let pages = moved.normal_pages + moved.zero_pages;
         let seconds = total.as_secs_f64().max(1e-3);
@@ -162,7 +162,7 @@ impl Report {
         }
     }
 
-    /// Adds what the session knows.
+    /// Adds the state of the session.
     pub fn of_link(mut self, session: Option<&Session>) -> Self {
         self.link = session.map(|session| Link {
             peer: session.peer().to_owned(),
@@ -174,27 +174,27 @@ impl Report {
         self
     }
 
-    /// Adds what was observed.
+    /// Adds the samples.
     pub fn of_timeline(mut self, timeline: Timeline) -> Self {
         self.timeline = timeline.into_samples();
         self
     }
 
-    /// Makes it the report of a migration that ended by `error`.
+    /// Turns this into the report of a failed migration.
     pub fn failed(mut self, status: &'static str, error: &dyn Error) -> Self {
         self.status = status;
         self.error_desc = Some(chain(error));
         self
     }
 
-    /// Adds what only the source QEMU knows.
+    /// Adds the values that only the source QEMU knows.
     pub fn of_guest(mut self, moved: &Moved) -> Self {
         let account = &moved.source;
         self.downtime = moved.downtime.map(millis);
         self.downtime_parts = moved.downtime_parts;
         self.setup_time = account["setup-time"].as_u64().unwrap_or(0);
         self.ram.dirty_sync_count = account["ram"]["dirty-sync-count"].as_u64();
-        // On the main stream, where a relay does not see them (zero-page-detection legacy).
+        // With zero-page-detection legacy, zero pages are on the main stream, where the relay does not see them.
         let duplicate = account["ram"]["duplicate"].as_u64().unwrap_or(0);
         self.ram.duplicate = self.ram.duplicate.max(duplicate);
         self

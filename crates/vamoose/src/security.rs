@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use vamoose_link::{Address, Certificates, Keys, PublicKey, Security};
 
-/// How two Vamooses authenticate each other: exactly one way, the same at both ends.
+/// Authentication between two Vamooses: exactly one method, the same at both ends.
 #[derive(Args, Clone, Debug)]
 pub struct SecurityOptions {
     /// Use TLS with the certificates in this directory, named as QEMU names them
@@ -31,7 +31,7 @@ pub struct SecurityOptions {
     /// which hosts have it.
     #[arg(long, value_name = "DIR", num_args = 0..=1, conflicts_with = "insecure")]
     keys: Option<Option<PathBuf>>,
-    /// Key to trust, and no other, whatever is in `trusted`; as `vamoose keys show` prints it on the peer (repeatable)
+    /// Trust this key instead of those in `trusted`; as `vamoose keys show` prints it on the peer (repeatable)
     #[arg(long, value_name = "KEY", conflicts_with = "insecure")]
     peer_key: Vec<PublicKey>,
     /// Use neither authentication nor encryption
@@ -42,7 +42,7 @@ pub struct SecurityOptions {
 }
 
 impl SecurityOptions {
-    /// The way that was chosen. Sockets of this host need none: their files have permissions.
+    /// The chosen method. Unix sockets need none: their files have permissions.
     pub fn for_addresses<'a>(
         &self,
         addresses: impl IntoIterator<Item = &'a Address>,
@@ -54,7 +54,7 @@ impl SecurityOptions {
         self.security()
     }
 
-    /// Whether any way was chosen.
+    /// Whether a method was chosen.
     pub fn is_chosen(&self) -> bool {
         let has_keys = self.keys.is_some() || !self.peer_key.is_empty();
         self.insecure || self.tls_creds.is_some() || has_keys
@@ -65,7 +65,7 @@ impl SecurityOptions {
         self.insecure
     }
 
-    /// The way that was chosen.
+    /// The chosen method.
     pub fn security(&self) -> Result<Security> {
         if self.insecure {
             return Ok(Security::Insecure);
@@ -90,7 +90,7 @@ impl SecurityOptions {
     }
 }
 
-/// Those that are given, if any are.
+/// The given values, if there are any.
 fn only<T: Clone>(given: &[T]) -> Option<Vec<T>> {
     (!given.is_empty()).then(|| given.to_vec())
 }

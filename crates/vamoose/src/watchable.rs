@@ -17,7 +17,7 @@ pub fn bind(dir: &Path) -> Option<Watchable> {
     Watchable::bind(dir).inspect_err(refused).ok()
 }
 
-/// Answers with what `list` says until the guard is dropped.
+/// Answers with the migrations of `list` until the guard is dropped.
 pub fn serve<'scope>(
     scope: &'scope Scope<'scope, '_>,
     watchable: Option<&'scope Watchable>,

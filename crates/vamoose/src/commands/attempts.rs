@@ -1,4 +1,4 @@
-//! `vamoose attempts`: the journal of this host's migrations, and what is under way.
+//! `vamoose attempts`: the journal of this host's migrations, and those under way.
 
 mod watch;
 
@@ -21,7 +21,7 @@ pub(crate) struct Options {
     /// Print JSON; with --watch, a line every second
     #[arg(long)]
     json: bool,
-    /// Show what `migrate`, `serve` and `gateway` have under way instead, every second: bytes and rate on the wire, and progress
+    /// Show the migrations under way instead, every second: bytes and rate on the wire, and progress
     #[arg(long)]
     watch: bool,
 }

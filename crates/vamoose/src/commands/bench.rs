@@ -1,6 +1,6 @@
 //! `vamoose bench` and `vamoose report`: the program `vamoose-bench` does the work.
 //!
-//! It measures, draws, and starts QEMUs; most hosts need none of it, so it is a program of its own.
+//! Most hosts do not need measurements, plots and test QEMUs, so they are in a separate program.
 
 use std::{
     env,
@@ -15,7 +15,7 @@ use clap::Args;
 
 /// Measure migrations by Vamoose beside stock QEMU's on this host
 ///
-/// Starts the program vamoose-bench, which lies beside this one or in PATH; `vamoose bench --help` shows its options.
+/// Starts the program vamoose-bench, which is beside this one or in PATH; `vamoose bench --help` shows its options.
 #[derive(Args, Debug)]
 #[command(disable_help_flag = true)]
 pub(crate) struct BenchOptions {
@@ -28,12 +28,12 @@ pub(crate) struct BenchOptions {
     arguments: Vec<OsString>,
 }
 
-/// Show what went on in a migration: a summary, and a page with plots
+/// Show the course of a migration: a summary, and a page with plots
 ///
-/// Starts the program vamoose-bench, which lies beside this one or in PATH.
+/// Starts the program vamoose-bench, which is beside this one or in PATH.
 #[derive(Args, Debug)]
 pub(crate) struct ReportOptions {
-    /// What `vamoose migrate --json FILE` has written
+    /// Report that `vamoose migrate --json FILE` has written
     file: PathBuf,
     /// Page to write [default: FILE with the ending .html]
     #[arg(long, value_name = "FILE")]

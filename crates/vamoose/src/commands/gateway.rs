@@ -1,6 +1,7 @@
 //! `vamoose gateway`: carries all migrations between this host and others, whatever drives the QEMUs.
 
 mod config;
+mod systemd;
 
 use std::{
     path::{Path, PathBuf},
@@ -12,13 +13,12 @@ use std::{
 use anyhow::{Context as _, Result};
 use clap::Args;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use sd_notify::NotifyState;
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     iterator::Signals,
 };
-use tracing::{debug, error, info, warn};
-use vamoose_link::{Address, Listener, PageCaches, Peers, Session, Sessions};
+use tracing::{error, info, warn};
+use vamoose_link::{Address, PageCaches, Session, Sessions};
 use vamoose_relay::{Gateway, GatewayConfig, Watchable};
 
 use self::config::File;
@@ -43,7 +43,7 @@ pub(crate) struct Options {
     /// Check the configuration, with its keys or certificates, and exit
     #[arg(long)]
     check: bool,
-    /// How many seconds migrations under way have to finish after SIGTERM
+    /// Seconds for migrations under way to finish after SIGTERM
     #[arg(long, default_value_t = 300, value_name = "SECONDS")]
     drain_timeout: u64,
     /// Directory in which `vamoose attempts --watch` finds this gateway
@@ -56,7 +56,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Reads the file, and reports every error in it that can be found without listening.
+    /// Reads the file, and reports every error that can be found without listening.
     fn read(&self) -> Result<Setting> {
         let file = File::read(&self.config)?;
         let metrics = self.metrics.metrics.clone().or_else(|| file.metrics());
@@ -96,7 +96,7 @@ impl Options {
 /// The contents of the configuration.
 struct Setting {
     config: GatewayConfig,
-    /// Where to answer with metrics.
+    /// Address at which to serve metrics.
     metrics: Option<Address>,
     /// The memory for the page caches of all migrations.
     page_caches: usize,
@@ -104,7 +104,7 @@ struct Setting {
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     if options.check {
-        // What a gateway that reads the file again would find wrong.
+        // The same errors that SIGHUP would find.
         return options.read().map(drop);
     }
     raise_descriptors();
@@ -115,8 +115,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     } = options.read()?;
     let caches = PageCaches::new(page_caches);
     let config = config.sharing(&caches);
-    let fixed = Fixed::of(&config, metrics.as_ref());
-    let passed = passed_listeners(config.sessions.stall_timeout)?;
+    let at_start = fixed(&config, metrics.as_ref());
+    let passed = systemd::passed_listeners(config.sessions.stall_timeout)?;
     let peers: Vec<_> = config.peers.iter().map(|peer| peer.name.clone()).collect();
     let counts = Arc::<Counts>::default();
     counts.expect(peers.iter().map(String::as_str));
@@ -129,11 +129,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         info!("reached by other gateways on {address}");
     }
     info!("ready for migrations to {}", peers.join(", "));
-    notify(NotifyState::Ready);
+    systemd::notify("READY=1");
     thread::scope(|scope| {
         let _end = watchable::serve(scope, watchable.as_ref(), || gateway.under_way());
         scope.spawn(|| {
-            let reload = || reload(&gateway, options, &counts, &fixed, &caches);
+            let reload = || reload(&gateway, options, &counts, &at_start, &caches);
             obey(&mut signals, &gateway, &reload);
         });
         let served = gateway.run();
@@ -161,7 +161,7 @@ fn obey(signals: &mut Signals, gateway: &Gateway, reload: &dyn Fn()) {
             }
             _ => {
                 is_draining = true;
-                notify(NotifyState::Stopping);
+                systemd::notify("STOPPING=1");
                 gateway.drain();
                 info!("no further migrations are taken; those under way finish");
             }
@@ -174,13 +174,18 @@ fn reload(
     gateway: &Gateway,
     options: &Options,
     counts: &Counts,
-    fixed: &Fixed,
+    at_start: &Fixed,
     caches: &PageCaches,
 ) {
     let reload = || {
         let read = options.read()?;
         let config = read.config.sharing(caches);
-        let changed = fixed.changed(&Fixed::of(&config, read.metrics.as_ref()));
+        let now = fixed(&config, read.metrics.as_ref());
+        let changed = at_start
+            .iter()
+            .zip(&now)
+            .filter(|(before, now)| before != now);
+        let changed: Vec<_> = changed.map(|((key, _), _)| *key).collect();
         let peers: Vec<_> = config.peers.iter().map(|peer| peer.name.clone()).collect();
         gateway.reload(config)?;
         caches.set_limit(read.page_caches);
@@ -199,57 +204,31 @@ fn reload(
     }
 }
 
-/// Settings that only a restart changes.
-struct Fixed([(&'static str, String); 5]);
+/// Settings that only a restart changes, with their keys.
+type Fixed = [(&'static str, String); 5];
 
-impl Fixed {
-    fn of(config: &GatewayConfig, metrics: Option<&Address>) -> Self {
-        let sessions = &config.sessions;
-        Self([
-            ("listen", format!("{:?}", config.listen)),
-            ("metrics", format!("{metrics:?}")),
-            (
-                "reconnect-timeout (of migrations from peers)",
-                format!("{:?}", sessions.reconnect_timeout),
-            ),
-            (
-                "stall-timeout (of migrations from peers)",
-                format!("{:?}", sessions.stall_timeout),
-            ),
-            (
-                "page-cache (of migrations from peers)",
-                sessions.page_cache.to_string(),
-            ),
-        ])
-    }
-
-    /// The keys in which `other` differs.
-    fn changed(&self, other: &Self) -> Vec<&'static str> {
-        let both = self.0.iter().zip(&other.0);
-        let changed = both.filter(|(ours, theirs)| ours != theirs);
-        changed.map(|((key, _), _)| *key).collect()
-    }
+fn fixed(config: &GatewayConfig, metrics: Option<&Address>) -> Fixed {
+    let sessions = &config.sessions;
+    let [reconnect, stall] = [sessions.reconnect_timeout, sessions.stall_timeout];
+    [
+        ("listen", format!("{:?}", config.listen)),
+        ("metrics", format!("{metrics:?}")),
+        (
+            "reconnect-timeout (of migrations from peers)",
+            format!("{reconnect:?}"),
+        ),
+        (
+            "stall-timeout (of migrations from peers)",
+            format!("{stall:?}"),
+        ),
+        (
+            "page-cache (of migrations from peers)",
+            sessions.page_cache.to_string(),
+        ),
+    ]
 }
 
-/// The sockets that systemd listens on for this process. Each connection is judged when it has been accepted.
-fn passed_listeners(stall_timeout: Duration) -> Result<Vec<Listener>> {
-    let passed = sd_notify::listen_fds().context("LISTEN_FDS")?;
-    let passed = passed.map(|number| {
-        let listener = Listener::passed(number, stall_timeout, Peers::anyone());
-        listener.with_context(|| {
-            format!("descriptor {number} of LISTEN_FDS is no listening TCP socket")
-        })
-    });
-    passed.collect()
-}
-
-fn notify(state: NotifyState<'_>) {
-    if let Err(error) = sd_notify::notify(&[state]) {
-        debug!("cannot notify systemd: {error}");
-    }
-}
-
-/// Every peer needs one for each port, and every migration a dozen.
+/// The gateway needs a descriptor for each peer and port, and a dozen for each migration.
 fn raise_descriptors() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {

@@ -39,7 +39,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         Action::Init(directory) => {
             let directory = keys_directory(directory.dir.clone())?;
             println!("{}", Keys::generate(&directory)?);
-            // Not on standard output, which may be what another host is to trust.
+            // Standard output has only the key, as it may be redirected into the other host's `trusted`.
             eprintln!(
                 "This is the public key of this host. Add it to the file `trusted` on the other host, and the other host's \
                  to {}; then run `vamoose serve` and `vamoose migrate` with --keys.",

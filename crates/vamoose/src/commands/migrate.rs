@@ -65,7 +65,7 @@ pub(crate) struct Options {
     /// Abort after this many seconds of downtime: the guest resumes here
     #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     downtime_max: u64,
-    /// Finish this attempt although no process has seen its source send the guest: no other tool has moved the guest since
+    /// Finish this attempt, and confirm that no other tool has moved the guest since
     ///
     /// Only for an attempt that an earlier run asks to confirm.
     #[arg(long, value_name = "ID")]
@@ -140,7 +140,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         let list = || lock(&watched).iter().map(Watched::now).collect();
         let _end = watchable::serve(scope, watchable.as_ref(), list);
         migration.run(&mut |progress| {
-            // Nothing is observed during the commit, which goes through without a terminal.
+            // There is no progress during the commit, so a lost terminal does not cancel it.
             if lost_terminal.load(Ordering::Relaxed) {
                 cancel.store(true, Ordering::Relaxed);
             }
@@ -163,7 +163,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     };
     let report = report.of_link(last.session.as_ref());
     let written = options.json.write(&report.of_timeline(timeline));
-    // Where the guest is counts more than a report that could not be written.
+    // The location of the guest matters more than a report that could not be written.
     if let (Err(_), Err(error)) = (&moved, &written) {
         warn!("{error:#}");
     }
@@ -179,7 +179,7 @@ fn ignores_sighup() -> bool {
     mask.is_some_and(|mask| mask & (1 << (SIGHUP - 1)) != 0)
 }
 
-/// What `vamoose attempts --watch` shows.
+/// The migration for `vamoose attempts --watch`.
 struct Watched {
     under_way: UnderWay,
     began: Instant,

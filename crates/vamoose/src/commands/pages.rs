@@ -25,7 +25,7 @@ pub(crate) struct Options {
     out: PathBuf,
 }
 
-/// Those that run until they are told to end: their pages are in section 8, all others in 1.
+/// Servers: their pages are in section 8, all others in 1.
 const DAEMONS: [&str; 2] = ["vamoose-gateway", "vamoose-serve"];
 
 pub(crate) fn run(options: &Options, mut program: Command) -> Result<()> {
@@ -44,7 +44,7 @@ pub(crate) fn run(options: &Options, mut program: Command) -> Result<()> {
     Ok(())
 }
 
-/// One of each command, in their sections.
+/// Writes a page for each command, in its section.
 fn write_pages(command: &Command, man: &Path) -> Result<()> {
     for command in command.get_subcommands().filter(|it| !it.is_hide_set()) {
         write_pages(command, man)?;
@@ -55,7 +55,7 @@ fn write_pages(command: &Command, man: &Path) -> Result<()> {
     let mut text = Vec::new();
     page.render(&mut text)?;
     let mut text = String::from_utf8(text)?;
-    // A page says of all commands below its own that they are in its section.
+    // A generated page refers to all subcommands in its own section.
     for daemon in DAEMONS.map(|name| name.replace('-', "\\-")) {
         text = text.replace(&format!("{daemon}(1)"), &format!("{daemon}(8)"));
     }
@@ -66,7 +66,7 @@ fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Without the command `help`, whose pages would say nothing.
+/// Without the command `help`, whose page would be empty.
 fn without_help(command: Command) -> Command {
     command
         .disable_help_subcommand(true)

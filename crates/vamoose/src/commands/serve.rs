@@ -56,9 +56,9 @@ pub(crate) struct Options {
     /// Seconds for migrations under way to finish after SIGTERM
     #[arg(long, default_value_t = 300, value_name = "SECONDS")]
     drain_timeout: u64,
-    /// Memory for the page caches of all migrations together [default: a quarter of the host's, and at most 4 GiB]
+    /// Most memory for the page caches of all migrations together [default: a quarter of the host's, at most 4 GiB]
     ///
-    /// Where that is used up, migrations go on with smaller caches, or without.
+    /// When it is used up, migrations use smaller caches, or none.
     #[arg(long, value_name = "SIZE")]
     page_caches: Option<Size>,
     #[command(flatten)]
@@ -71,7 +71,7 @@ pub(crate) struct Options {
 enum Decoder {
     /// This server, which compares the checksums of the pages
     Vamoose,
-    /// The QEMU, for less CPU time: what is checked is that its input is what was sent
+    /// The QEMU, for less CPU time: only the bytes that it receives are checked
     Qemu,
 }
 

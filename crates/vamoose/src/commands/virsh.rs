@@ -7,14 +7,14 @@ use std::{
 
 use anyhow::{Context as _, Error, Result, ensure};
 
-/// A `virsh` whose words can be relied on.
+/// A `virsh` whose output does not depend on the locale.
 pub(crate) fn command() -> Command {
     let mut command = Command::new("virsh");
     command.env("LC_ALL", "C").stdin(Stdio::null());
     command
 }
 
-/// What it prints, or what it complains of.
+/// The output of a `virsh` command, or its error.
 pub(crate) fn output<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Result<String> {
     let output = command().args(arguments).output().map_err(cannot_run)?;
     let complaint = String::from_utf8_lossy(&output.stderr);
@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_missing_is_to_be_installed() {
+    fn a_missing_virsh_names_its_package() {
         let missing = Command::new("/no/virsh").output().unwrap_err();
         let said = cannot_run(missing).to_string();
         assert_eq!(

@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags};
 use tracing::{debug, warn};
 use vamoose_link::{Address, Hangup, Listener, Socket, chain, wait_for};
 
-/// Answers until dropped.
+/// A responder that ends when it is dropped.
 pub struct Responder {
     address: Address,
     stop: Arc<Hangup>,

@@ -1,4 +1,4 @@
-//! `vamoose attempts --watch`: what is under way, until the command is ended.
+//! `vamoose attempts --watch`: the migrations under way, until the command is ended.
 
 use std::{
     collections::HashMap,
@@ -37,7 +37,7 @@ pub(super) fn run(dirs: &[PathBuf], json: bool) -> Result<()> {
     }
 }
 
-/// A migration, and how fast it is.
+/// A migration and its rate.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Shown {
@@ -105,16 +105,16 @@ fn text(shown: &Shown) -> String {
         or_nothing(remaining),
         or_nothing(downtime),
     );
-    // Some of it is what others say.
+    // Names come from other hosts.
     line.replace(char::is_control, "?")
 }
 
-/// How many bytes each migration had moved when it was last looked at.
+/// Bytes that each migration had moved at the previous look.
 #[derive(Default)]
 struct Rates(HashMap<String, (Instant, u64)>);
 
 impl Rates {
-    /// The rate since then; over a migration's whole time when it is looked at first.
+    /// The rate since the previous look; at the first look, the rate over the migration's whole time.
     fn of(&mut self, all: Vec<UnderWay>, now: Instant) -> Vec<Shown> {
         let before = std::mem::take(&mut self.0);
         let shown = all.into_iter().map(|under_way| {

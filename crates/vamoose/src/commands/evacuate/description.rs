@@ -82,7 +82,7 @@ fn local_disk(disk: Node<'_, '_>) -> Option<String> {
         .find_map(|name| source.attribute(*name))?;
     let target = child(disk, "target").and_then(|target| target.attribute("dev"));
     Some(format!(
-        "disk {} is {file}: --shared-storage tells that all hosts have the same there, --copy-storage copies it",
+        "disk {} is {file}: use --shared-storage if all hosts have the same file there, or --copy-storage to copy it",
         target.unwrap_or("without a name")
     ))
 }
@@ -132,13 +132,13 @@ mod tests {
         </devices></domain>";
 
     #[test]
-    fn what_is_in_the_way_is_named() {
+    fn obstacles_are_named() {
         let obstacles = |storage| Description::parse(DOMAIN, storage).unwrap().obstacles;
         let [disk, pci, usb, folder] = &obstacles(Storage::Local)[..] else {
             panic!("{:?}", obstacles(Storage::Local));
         };
         assert!(
-            disk.starts_with("disk vda is /images/a: --shared-storage"),
+            disk.starts_with("disk vda is /images/a: use --shared-storage"),
             "{disk}"
         );
         assert_eq!(pci, "a device of its host is passed through: 0000:3b:02.1");
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_destination_has_to_have_the_cpu() {
+    fn guests_with_the_hosts_cpu_are_recognised() {
         let cpu = |xml: &str| {
             Description::parse(xml, Storage::Local)
                 .unwrap()
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_description_is_an_error() {
+    fn invalid_xml_is_an_error() {
         assert!(Description::parse("<domain>", Storage::Local).is_err());
     }
 }

@@ -124,7 +124,7 @@ impl File {
         toml::from_str(&text).with_context(|| path.display().to_string())
     }
 
-    /// Address at which to answer with metrics.
+    /// Address at which to serve metrics.
     pub(super) fn metrics(&self) -> Option<Address> {
         self.metrics.clone().map(|Text(Endpoint(address))| address)
     }
@@ -484,9 +484,8 @@ mod tests {
         }
     }
 
-    /// When its lines are taken into use.
     #[test]
-    fn the_packages_example_is_right() {
+    fn the_packages_example_is_valid_without_its_comment_signs() {
         let example = include_str!("../../../../../packaging/gateway.toml");
         let setting = |line: &str| Some(line.strip_prefix('#')?.to_owned() + "\n");
         let settings = example.lines().filter_map(setting);
@@ -497,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn wrong_settings_are_reported() {
         let with = |line: &str| format!("{line}\n{}", short());
         let second = |rest: &str| format!("{}peers.kvm3 = {{ {rest} }}\n", short());
         let other = "key = \"ed25519:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\"";

@@ -34,7 +34,7 @@ use vamoose::options::{Access, Encoding, MethodName};
 
 /// Migrate a running guest to another host of libvirt, which needs nothing but ssh and this program
 ///
-/// Relays of both hosts, with keys that are made for this once, carry the guest's memory; they end with it. Ctrl-C cancels: the
+/// Relays on both hosts, with one-time keys, carry the guest's memory. They end with the migration. Ctrl-C cancels: the
 /// guest keeps running here.
 #[derive(Args, Debug)]
 pub(super) struct Options {
@@ -42,7 +42,7 @@ pub(super) struct Options {
     domain: String,
     /// The other host, as ssh knows it
     host: String,
-    /// Where libvirt of this host finds the other one [default: qemu+ssh://HOST/system]
+    /// URI of the other host's libvirt, as seen from this host [default: qemu+ssh://HOST/system]
     #[arg(long, value_name = "URI")]
     desturi: Option<String>,
     /// Command that runs a command on a host, with its options
@@ -51,10 +51,10 @@ pub(super) struct Options {
     /// This program on the other host
     #[arg(long, default_value = "vamoose", value_name = "PATH")]
     remote_vamoose: String,
-    /// Address of the other host for the guest's memory [default: where ssh has reached it]
+    /// Address of the other host for the guest's memory [default: the one that ssh uses]
     #[arg(long, value_name = "ADDRESS")]
     address: Option<String>,
-    /// Port of the other host for the guest's memory, if not any
+    /// Port of the other host for the guest's memory [default: any]
     #[arg(
         long,
         default_value_t = 0,
@@ -96,7 +96,7 @@ pub(super) fn run(options: &Options) -> Result<()> {
     let (far, ready) = Far::start(options, &request)?;
     let chosen = listeners.iter().position(|(port, _)| *port == ready.port);
     let chosen =
-        chosen.with_context(|| format!("{host} has chosen a port that is none of ours"))?;
+        chosen.with_context(|| format!("{host} has chosen a port that was not offered"))?;
     let (port, listener) = listeners.swap_remove(chosen);
     drop(listeners);
     let peer = ready
@@ -131,7 +131,7 @@ pub(super) fn run(options: &Options) -> Result<()> {
             let state = virsh::state(domain);
             Err(error.context(match state {
                 Ok(state) => format!("{domain} has not moved to {host}: here it is {state}"),
-                Err(_) => format!("{domain} is not known here any more: look for it on {host}"),
+                Err(_) => format!("{domain} is no longer known here: look for it on {host}"),
             }))
         }
     }
@@ -237,13 +237,13 @@ impl Options {
     }
 }
 
-/// Sockets for this host's QEMU, and their ports, of which the other host takes one: none that libvirt chooses, nor the system
-/// for connections.
+/// Sockets for this host's QEMU, and their ports, of which the other host chooses one. Neither libvirt nor the system chooses
+/// ports in this range.
 fn listeners(options: &Options, stall_timeout: Duration) -> Result<Vec<(u16, Listener)>> {
     const PORTS: Range<u16> = 20_000..32_000;
     const ENOUGH: usize = 8;
     let peers = options.access.peers_besides(gateway::qemu_users()?);
-    // Migrations that begin at once begin at different ones.
+    // Concurrent migrations start their search at different ports.
     let before = process::id() as usize % PORTS.len();
     let ports = PORTS.cycle().skip(before).take(PORTS.len());
     let bound = ports.filter_map(|port| {
@@ -258,11 +258,10 @@ fn listeners(options: &Options, stall_timeout: Duration) -> Result<Vec<(u16, Lis
     Ok(bound)
 }
 
-/// `vamoose libvirt receive` on the other host. It ends when this is dropped.
+/// `vamoose libvirt receive` on the other host. It ends when its standard input is closed.
 struct Far<'a> {
     host: &'a str,
     child: Child,
-    /// Open as long as it is to run.
     stdin: ChildStdin,
 }
 
@@ -287,14 +286,14 @@ impl<'a> Far<'a> {
             bail!("{program} has no pipes");
         };
         let name = host.to_owned();
-        // It ends with the child.
+        // This thread ends with the child.
         thread::spawn(move || {
             for line in BufReader::new(stderr).lines().map_while(Result::ok) {
                 eprintln!("{name}: {line}");
             }
         });
         let mut far = Self { host, child, stdin };
-        // If it has ended, the answer is missing, too.
+        // If the child has ended, its answer is missing, too.
         let _ = writeln!(far.stdin, "{}", serde_json::to_string(request)?);
         let mut lines = BufReader::new(stdout).lines().map_while(Result::ok);
         let ready = lines.find_map(|line| line.strip_prefix(MARK).map(str::to_owned));
@@ -308,7 +307,7 @@ impl<'a> Far<'a> {
         Ok((far, ready))
     }
 
-    /// Why it has not even begun.
+    /// Why the relay of the other host has not started.
     fn reason(&self, status: ExitStatus, options: &Options) -> String {
         let (host, vamoose) = (self.host, &options.remote_vamoose);
         match status.code() {
@@ -323,17 +322,16 @@ impl<'a> Far<'a> {
         }
     }
 
-    /// Without its standard input, it ends.
+    /// Ends the relay of the other host.
     fn end(self) {
         let Self {
             mut child, stdin, ..
         } = self;
         drop(stdin);
-        // Nothing depends on how.
         let _ = child.wait();
     }
 
-    /// Waits until it has ended by itself: its guest has loaded.
+    /// Waits until the relay has ended by itself, when the guest is loaded.
     fn finish(mut self) -> Result<()> {
         let status = self.child.wait().context("waiting for ssh")?;
         let host = self.host;

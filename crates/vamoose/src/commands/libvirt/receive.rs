@@ -1,4 +1,4 @@
-//! The other end of `vamoose libvirt migrate`, which starts this over ssh: a relay for one migration, which nothing of remains.
+//! The other end of `vamoose libvirt migrate`, which starts this over ssh: a relay for one migration.
 //!
 //! ```text
 //!  migrate                                     receive, on the other host
@@ -29,33 +29,33 @@ use vamoose_relay::{Config, Dialer, Relay};
 
 use vamoose::options::Hardware;
 
-/// What the source's host asks for.
+/// Request of the source's host.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Request {
-    /// Its key.
+    /// Public key of the source's host.
     pub(super) key: String,
-    /// Ports of loopback that are its own there.
+    /// Loopback ports that `migrate` has bound on its host.
     pub(super) ports: Vec<u16>,
-    /// Where to listen for it; 0 for any port.
+    /// Port at which to listen for the other relay; 0 for any.
     pub(super) listen: u16,
     pub(super) page_size: u32,
     /// Seconds.
     pub(super) stall_timeout: u64,
 }
 
-/// What it gets.
+/// Answer to a [`Request`].
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Ready {
     pub(super) key: String,
-    /// Of loopback: the one of its ports that is free here, too.
+    /// One of the requested ports that is free on this host's loopback, too.
     pub(super) port: u16,
-    /// Where the relay listens.
+    /// Port at which this relay listens.
     pub(super) listen: u16,
-    /// Where ssh has reached this host.
+    /// Address at which ssh has reached this host.
     pub(super) address: Option<String>,
 }
 
-/// Before the line with [`Ready`]: shells have their own things to say.
+/// Prefix of the line with [`Ready`]: a login shell may print other lines.
 pub(super) const MARK: &str = "vamoose-ready ";
 
 pub(super) fn run() -> Result<()> {
@@ -93,7 +93,7 @@ pub(super) fn run() -> Result<()> {
     let hangup = Hangup::new()?;
     thread::scope(|scope| {
         scope.spawn(|| {
-            // Nothing more comes: the other end, or ssh, has ended.
+            // The end of standard input means that `migrate` or ssh has ended.
             let _ = io::stdin().lock().read_to_end(&mut Vec::new());
             hangup.hang_up();
         });
@@ -109,7 +109,7 @@ pub(super) fn run() -> Result<()> {
         match result {
             Ok(_) => {
                 accept.drain(stall_timeout);
-                // The other thread reads on until the other end has ended, too.
+                // The other thread still waits for the end of standard input.
                 process::exit(0);
             }
             // The thread that hung up reports the reason.
@@ -122,7 +122,7 @@ pub(super) fn run() -> Result<()> {
     })
 }
 
-/// Where QEMUs and relays meet.
+/// The loopback address at which a QEMU and its relay meet.
 pub(super) fn at(port: u16) -> Address {
     Address::Tcp {
         host: Ipv4Addr::LOCALHOST.to_string(),
@@ -144,7 +144,7 @@ fn free(ports: &[u16]) -> Option<u16> {
     ports.iter().copied().find(is_free)
 }
 
-/// sshd tells: the client's address and port, and its own.
+/// From sshd's variable with the addresses and ports of client and server.
 fn reached_at() -> Option<String> {
     let connection = env::var("SSH_CONNECTION").ok()?;
     connection.split(' ').nth(2).map(str::to_owned)

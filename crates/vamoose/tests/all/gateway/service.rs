@@ -116,12 +116,12 @@ fn it_takes_connections_that_came_before_it_and_tells_when_it_is_ready_and_ends(
         });
         let passed = sockets.map(OwnedFd::from);
         let mut gateway = service.start(passed, &[("NOTIFY_SOCKET", &notify)])?;
-        ensure!(told(&systemd)?.trim_end() == "READY=1");
+        ensure!(told(&systemd)? == "READY=1");
         for stranger in strangers {
             expect_taken(stranger?)?;
         }
         gateway.process().signal(Signal::TERM);
-        ensure!(told(&systemd)?.trim_end() == "STOPPING=1");
+        ensure!(told(&systemd)? == "STOPPING=1");
         let (status, _) = gateway.finish(LIMIT)?;
         ensure!(status.success(), "{status}");
     }
