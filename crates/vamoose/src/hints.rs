@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_that_do_not_trust_each_other_know_what_to_do() {
+    fn distrust_has_a_hint_at_both_ends() {
         let key = "ed25519:Gb9ECWmEzf6FQbrBZ9w7lshQhqowtrbLDFw4rXAxZuE=";
         let key = key.parse().unwrap();
         let peer = vamoose_link::End::Client;

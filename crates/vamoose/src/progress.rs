@@ -185,7 +185,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn progress_is_what_is_left_of_all_ram() {
+    fn progress_is_the_share_of_ram_sent() {
         let progress = Progress {
             status: "active".to_owned(),
             source: json!({ "ram": { "total": 4096, "remaining": 1024, "dirty-sync-count": 2 },
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_devices_have_still_to_send_is_not_left_out() {
+    fn remaining_includes_devices() {
         let older = json!({ "ram": { "total": 4096, "remaining": 1024 } });
         let newer = json!({ "ram": { "total": 4096, "remaining": 0 }, "remaining": 2048 });
         let left = [Value::Null, older, newer].map(|source| remaining(&source));

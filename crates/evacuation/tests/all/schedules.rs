@@ -270,7 +270,7 @@ fn a_guest_that_failed_goes_elsewhere_after_a_while() {
 }
 
 #[test]
-fn where_a_guest_is_counts_and_not_what_its_migration_returned() {
+fn the_observed_location_counts_not_the_result() {
     let fleet = small();
     let plan = Plan::new(&fleet);
     let lost = Err(Failure {
@@ -319,7 +319,7 @@ fn a_migration_that_takes_too_long_is_cancelled_once_and_tried_again() {
 }
 
 #[test]
-fn a_busy_guest_gets_what_it_needs_to_end() {
+fn a_busy_guest_gets_enough_bandwidth_to_converge() {
     let fleet = small();
     let guests = [70, 10].map(|dirty| evacuation::Guest {
         dirty_rate: Some(dirty),

@@ -177,12 +177,14 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let mut config = options.encoding.config(options.default_method())?;
     if options.encoding.delta == Some(Switch::On) && options.session != Some(Side::Connect) {
         bail!(
-            "--delta on: only another relay keeps pages to which there are differences; this needs --session connect"
+            "--delta on needs --session connect: only another relay keeps the pages that differences refer to"
         );
     }
     config.restore = options.session == Some(Side::Listen) && !options.encoding.has_method();
     if config.restore {
-        info!("where the other relay tells it: the method by which the source's QEMU sends");
+        info!(
+            "pages are encoded by the method of the source's QEMU, if the other relay reports it"
+        );
     }
     config.outgoing_channels = options.channels.map(usize::from);
     config.incoming_channels = options.incoming_channels.map(usize::from);

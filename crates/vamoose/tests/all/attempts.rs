@@ -199,7 +199,7 @@ fn a_person_gives_the_guest_to_the_destination() -> Result<()> {
 }
 
 #[test]
-fn what_was_settled_at_the_source_is_not_asked_about() -> Result<()> {
+fn an_attempt_settled_at_the_source_is_not_asked_about() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
@@ -213,7 +213,7 @@ fn what_was_settled_at_the_source_is_not_asked_about() -> Result<()> {
 
 /// `migrate` is killed while memory moves, and the guest powers off: it has not been handed over, so nothing is in doubt.
 #[test]
-fn a_guest_that_ends_when_nobody_follows_it_is_not_in_doubt() -> Result<()> {
+fn a_guest_that_ends_unobserved_is_not_in_doubt() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
@@ -287,7 +287,7 @@ impl Loaded {
 
 /// As before, but the destination has all of it: that is left for a person, who continues it.
 #[test]
-fn what_may_be_the_only_copy_is_left_alone() -> Result<()> {
+fn a_possible_only_copy_is_not_terminated() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
@@ -319,7 +319,7 @@ fn what_may_be_the_only_copy_is_left_alone() -> Result<()> {
 /// `migrate` to B is killed while memory moves, and another tool moves the guest to C. The old command does not take that for
 /// its own.
 #[test]
-fn what_another_tool_has_moved_is_not_committed() -> Result<()> {
+fn a_guest_moved_by_another_tool_is_not_committed() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };

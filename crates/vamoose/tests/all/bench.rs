@@ -26,7 +26,7 @@ fn run(program: &Path, arguments: &[&str]) -> Result<Output> {
 }
 
 #[test]
-fn without_the_other_program_it_is_said_how_to_get_it() -> Result<()> {
+fn a_missing_vamoose_bench_has_a_remedy() -> Result<()> {
     let (_folder, program) = alone()?;
     for arguments in [&["bench", "--quick"][..], &["report", "migration.json"]] {
         let output = run(&program, arguments)?;

@@ -83,7 +83,7 @@ fn a_commit_that_is_late() -> Result<()> {
 }
 
 #[test]
-fn a_commit_that_is_cut_is_said_again() -> Result<()> {
+fn a_cut_commit_is_sent_again() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
@@ -176,7 +176,7 @@ fn another_server_takes_the_commit() -> Result<()> {
 /// `migrate` dies at the worst moment. Neither side runs, neither may be continued by hand; the same
 /// command finishes the migration.
 #[test]
-fn the_same_command_finishes_what_was_killed() -> Result<()> {
+fn the_same_command_finishes_a_killed_attempt() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };

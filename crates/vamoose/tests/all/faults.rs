@@ -181,7 +181,7 @@ fn relay_b_hangs() -> Result<()> {
 
 /// A guest whose relay has nowhere to go stays where it is.
 #[test]
-fn nobody_at_the_destination() -> Result<()> {
+fn no_server_at_the_destination() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };

@@ -249,7 +249,7 @@ fn old_and_new_qemus() -> Result<()> {
 
 /// As libvirt sets them up for `--compressed`.
 #[test]
-fn qemus_that_compress_by_themselves_get_what_they_expect() -> Result<()> {
+fn qemus_with_their_own_compression_get_their_method() -> Result<()> {
     let Some(qemu) = qemu::newest_or_skip()? else {
         return Ok(());
     };
@@ -265,7 +265,7 @@ fn qemus_that_compress_by_themselves_get_what_they_expect() -> Result<()> {
 }
 
 #[test]
-fn both_journals_say_which_guest_moved_and_what_it_cost() -> Result<()> {
+fn both_logs_name_the_guest_and_the_cost() -> Result<()> {
     let Some(qemu) = qemu::newest_or_skip()? else {
         return Ok(());
     };

@@ -127,7 +127,7 @@ impl Scene {
 /// A server has written down which QEMU it is about, but not which process that is, and was killed. The next one ends that QEMU, if
 /// it is there, and takes a guest for another one by its name.
 #[test]
-fn a_qemu_whose_process_is_not_known_is_in_nobodys_way() -> Result<()> {
+fn a_qemu_without_a_known_process_does_not_block_others() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };

@@ -197,7 +197,7 @@ const NOBODY: u32 = 65534;
 /// The folder of a monitor belongs to its QEMU's user, who puts a link in the place of the socket that `migrate`, as root, makes
 /// there and gives away. What the link leads to stays root's.
 #[test]
-fn a_planted_link_gives_nobody_a_file_of_roots() -> Result<()> {
+fn a_planted_link_gives_away_no_file_of_root() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };

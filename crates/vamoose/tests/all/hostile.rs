@@ -633,7 +633,7 @@ fn every_connection_cut() -> Result<()> {
 /// What a source sent before it closed its connections arrives, the main stream's end first or not: a
 /// destination may wait for it.
 #[test]
-fn what_was_sent_before_a_cancel_arrives() -> Result<()> {
+fn data_sent_before_a_cancel_arrives() -> Result<()> {
     let stage = Stage::new(&["--max-bandwidth", "1M"])?;
     let mut source = stage.open_all(1)?;
     let mut destination = stage.accept_all(1)?;

@@ -51,7 +51,7 @@ fn a_key_is_made_once_and_shown_again() {
 }
 
 #[test]
-fn what_is_wrong_with_a_key_is_told_with_its_remedy() {
+fn errors_of_keys_have_a_remedy() {
     let directory = TempDir::new().unwrap();
     let missing = refused(&keys("show", directory.path()));
     assert!(missing.contains("No such file"), "{missing}");

@@ -181,7 +181,7 @@ fn a_cut_that_lasts_too_long_leaves_the_guest_at_the_source() -> Result<()> {
 }
 
 #[test]
-fn who_is_not_trusted_is_refused_with_a_reason_at_both_ends() -> Result<()> {
+fn an_untrusted_peer_is_refused_with_a_reason_at_both_ends() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };

@@ -126,7 +126,7 @@ fn many_guests_at_once_through_one_server() -> Result<()> {
 
 /// What cannot work is refused with its reason, and neither QEMU has been touched.
 #[test]
-fn what_cannot_work_is_refused_early() -> Result<()> {
+fn impossible_migrations_are_refused_early() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };

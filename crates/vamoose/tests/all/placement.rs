@@ -157,7 +157,7 @@ fn zero_pages_take_no_memory() -> Result<()> {
 }
 
 #[test]
-fn what_is_asked_for_is_done_or_refused() -> Result<()> {
+fn placement_on_is_done_or_refused() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };

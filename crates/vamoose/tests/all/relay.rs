@@ -363,7 +363,7 @@ fn without_a_return_path() -> Result<()> {
 }
 
 #[test]
-fn the_report_counts_what_went_over_the_wire() -> Result<()> {
+fn the_report_counts_bytes_on_the_wire() -> Result<()> {
     let Some(qemu) = qemu::newest_or_skip()? else {
         return Ok(());
     };

@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_has_what_is_known() {
+    fn a_line_has_the_known_values() {
         let known = |under_way| {
             text(&Shown {
                 under_way,

@@ -466,7 +466,7 @@ mod tests {
 
     /// By libvirt's numbers of the reason for which a guest is shut off.
     #[test]
-    fn a_guest_that_has_ended_is_in_no_doubt() {
+    fn an_ended_guest_is_not_in_doubt() {
         let state = |reason| Some(State::new(SHUT_OFF, reason));
         for (from, to, at) in [
             // Shut down, destroyed, crashed, saved; whatever its last end at the other host was.

@@ -183,7 +183,7 @@ fn every_command_is_run_or_says_why_not() {
 }
 
 #[test]
-fn what_is_replaced_is_somewhere() {
+fn each_placeholder_is_used() {
     let all: Vec<String> = PAGES.values().flat_map(|text| commands(text)).collect();
     for (placeholder, _) in PLACEHOLDERS {
         let has_it = |command: &String| command.contains(placeholder);

@@ -291,7 +291,7 @@ fn a_real_prometheus_sees_a_migration() -> Result<()> {
 }
 
 #[test]
-fn a_server_counts_what_it_takes() -> Result<()> {
+fn a_server_counts_its_migrations() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };

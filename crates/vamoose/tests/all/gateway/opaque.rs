@@ -86,7 +86,7 @@ fn bytes_of_all_kinds_arrive_both_ways_and_so_does_each_end() -> Result<()> {
 }
 
 #[test]
-fn a_connection_that_nobody_waits_for_is_closed() -> Result<()> {
+fn a_connection_without_a_listener_is_closed() -> Result<()> {
     let hosts = Hosts::start()?;
     for first in [&b""[..], b"RPC!"] {
         let mut client = connect(&hosts, PORTS[1])?;

@@ -139,7 +139,7 @@ fn sockets_for_another_process_are_not_used() -> Result<()> {
 }
 
 #[test]
-fn what_is_passed_and_is_no_socket_is_an_error() -> Result<()> {
+fn a_passed_descriptor_that_is_no_socket_is_an_error() -> Result<()> {
     let service = Service::new()?;
     let [first, _] = service.sockets()?;
     let passed = [first.into(), File::open("/dev/null")?.into()];

@@ -64,7 +64,7 @@ fn moves_after_all(hosts: &Hosts, qemu: &Binary, source: &mut Qemu, port: u16) -
 }
 
 #[test]
-fn a_migration_that_nobody_waits_for_is_refused_with_the_reason() -> Result<()> {
+fn a_migration_without_a_waiting_qemu_is_refused_with_the_reason() -> Result<()> {
     let Some(qemu) = qemu::newest_or_skip()? else {
         return Ok(());
     };
