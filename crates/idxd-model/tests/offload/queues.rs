@@ -1,7 +1,10 @@
 //! Which queue is next.
 
 use super::*;
-use idxd::shares::{Table, Weight};
+use idxd::{
+    discovery::QueueName,
+    shares::{Share, Weight},
+};
 use idxd_model::{InjectedFault, On};
 
 /// Operations that each device has taken.
@@ -128,12 +131,13 @@ fn a_share_bounds_what_is_in_flight() {
     let model = Model::deterministic(&Config::dsa());
     let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let join = || {
-        let table = Table::open(
-            directory.path(),
-            "wq0.0",
-            std::num::NonZeroU32::new(4).unwrap(),
-        );
-        table.unwrap().join(Weight::NORMAL).unwrap()
+        let queue = QueueName {
+            kind: None,
+            device: 0,
+            queue: 0,
+        };
+        let entries = std::num::NonZeroU32::new(4).unwrap();
+        Share::join(directory.path(), queue, entries, Weight::NORMAL).unwrap()
     };
     let (ours, other) = (join(), join());
     let tuning = Tuning {

@@ -55,7 +55,7 @@ struct Member {
     queue: Queue,
     backoff: Backoff,
     share: Option<Share>,
-    /// When the share is to be looked after again, in milliseconds of the queue's time.
+    /// When the share is to be computed again, in milliseconds of the queue's time.
     due: AtomicU64,
 }
 
@@ -193,28 +193,29 @@ fn rotated(first: usize, count: usize, turn: usize) -> impl Iterator<Item = usiz
 const MOST_REFUSALS: u32 = 2;
 
 impl Member {
-    /// Takes the part of the queue that is this process's by now.
+    /// Limits the queue to the share that this process has by now.
     fn refresh(&self) {
         let Some(share) = &self.share else {
             return;
         };
-        let now = self.queue.now();
-        let millis = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
+        let millis = u64::try_from(self.queue.now().as_millis()).unwrap_or(u64::MAX);
         let due = self.due.load(Ordering::Relaxed);
         let next = millis.saturating_add(REFRESH_MILLIS);
-        let exchange = |due| {
+        let swap = || {
             self.due
                 .compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed)
         };
-        if millis >= due && exchange(due).is_ok() {
-            // Without the table the part stays what it was, and the queue's own answers bound the rest.
-            let _ = share.refresh(now);
+        // After an error the share stays as it was.
+        if millis >= due
+            && swap().is_ok()
+            && let Ok(entries) = share.entries()
+        {
+            self.queue.set_entries(entries);
         }
-        self.queue.set_entries(share.entries());
     }
 }
 
-/// How often a share is looked after: the others take a process that does not for dead.
+/// How often a share is computed again.
 const REFRESH_MILLIS: u64 = 50;
 
 impl Counters {

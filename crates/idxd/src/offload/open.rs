@@ -9,7 +9,7 @@ use crate::{
     Kind, OpenQueueError, Queue, Shape, Submit, Tuning,
     discovery::{self, NameError, QueueName, Root},
     portal,
-    shares::{Share, SharesError, Table, Weight},
+    shares::{Share, SharesError, Weight},
 };
 
 /// Which devices to use. As text: `auto`, or names as in `wq0.1,wq2.0`.
@@ -189,15 +189,14 @@ fn open_queue(
     let portal = Arc::new(portal::open(queue, &options.root)?);
     let entries = NonZeroU32::new(portal.limits().threshold);
     let share = match (&options.shares, entries) {
-        (Some((directory, weight)), Some(entries)) => {
-            let share = Table::open(directory, &queue.name.to_string(), entries)
-                .and_then(|table| table.join(*weight))
-                .map_err(|source| DevicesError::Shares {
+        (Some((directory, weight)), Some(entries)) => Some(
+            Share::join(directory, queue.name, entries, *weight).map_err(|source| {
+                DevicesError::Shares {
                     queue: queue.name,
                     source,
-                })?;
-            Some(share)
-        }
+                }
+            })?,
+        ),
         _ => None,
     };
     let driven = drive(portal, options, &queue.name.to_string())?;
