@@ -18,27 +18,29 @@ pub struct Config {
     pub seed: u64,
     /// How much of the work is really done.
     pub work: Work,
-    /// How often the kernel retries a descriptor that comes by `write`, beyond the first time
-    /// (`enqcmds_retries` in sysfs; 32 by default).
-    pub write_retries: u32,
 }
 
 impl Config {
-    /// One DSA, see [`DeviceConfig::dsa`].
+    /// One DSA of the first generation in Sapphire Rapids, as administrators set it up: four engines, one shared work
+    /// queue of 128 entries, batches to 128, transfers to 2 MiB.
     pub fn dsa() -> Self {
         Self::devices(Kind::Dsa, 1)
     }
 
-    /// One IAA, see [`DeviceConfig::iaa`].
+    /// One IAA of the first generation: eight engines, one shared work queue of 128 entries, transfers to 2 MiB.
     pub fn iaa() -> Self {
         Self::devices(Kind::Iaa, 1)
     }
 
     /// `count` typical devices.
     pub fn devices(kind: Kind, count: usize) -> Self {
-        let device = match kind {
-            Kind::Dsa => DeviceConfig::dsa(),
-            Kind::Iaa => DeviceConfig::iaa(),
+        let device = DeviceConfig {
+            kind,
+            engines: match kind {
+                Kind::Dsa => 4,
+                Kind::Iaa => 8,
+            },
+            queues: vec![typical(kind)],
         };
         Self {
             devices: vec![device; count],
@@ -46,111 +48,65 @@ impl Config {
             faults: Faults::default(),
             seed: 0,
             work: Work::All,
-            write_retries: 32,
         }
     }
 
     /// The limits of one work queue, to change them.
     pub fn limits_mut(&mut self, device: usize, queue: usize) -> Option<&mut Limits> {
-        self.queue_mut(device, queue).map(|queue| &mut queue.limits)
-    }
-
-    /// One work queue, to change it.
-    pub fn queue_mut(&mut self, device: usize, queue: usize) -> Option<&mut QueueConfig> {
-        let device = self.devices.get_mut(device)?;
-        let mut queues = device.groups.iter_mut().flat_map(|group| &mut group.queues);
-        queues.nth(queue)
+        self.devices.get_mut(device)?.queues.get_mut(queue)
     }
 }
 
-/// One device. Its work queues are numbered through its groups.
+/// One device.
 #[derive(Clone, Debug)]
 pub struct DeviceConfig {
     /// Which device.
     pub kind: Kind,
-    /// Its groups: engines, and the work queues that they serve.
-    pub groups: Vec<GroupConfig>,
-}
-
-impl DeviceConfig {
-    /// A DSA of the first generation in Sapphire Rapids, as administrators set it up: four engines in one group
-    /// with one shared work queue of 128 entries, batches to 128, transfers to 2 MiB, no blocking on faults.
-    pub fn dsa() -> Self {
-        let operations = [
-            opcode::NOOP,
-            opcode::BATCH,
-            opcode::DRAIN,
-            opcode::MEMMOVE,
-            opcode::FILL,
-            opcode::COMPARE_PATTERN,
-        ];
-        Self::typical(Kind::Dsa, 4, NonZeroU32::new(128), &operations)
-    }
-
-    /// An IAA of the first generation: eight engines in one group with one shared work queue of 128 entries,
-    /// transfers to 2 MiB.
-    pub fn iaa() -> Self {
-        let operations = [
-            opcode::NOOP,
-            opcode::DRAIN,
-            opcode::DECOMPRESS,
-            opcode::COMPRESS,
-            opcode::CRC64,
-        ];
-        Self::typical(Kind::Iaa, 8, None, &operations)
-    }
-
-    fn typical(kind: Kind, engines: usize, max_batch: Option<NonZeroU32>, opcodes: &[u8]) -> Self {
-        let operations = opcodes
-            .iter()
-            .fold(Operations::default(), |all, opcode| all.with(*opcode));
-        let limits = Limits {
-            kind,
-            mode: Mode::Shared,
-            size: 128,
-            threshold: 128,
-            max_batch,
-            max_transfer: 2 << 20,
-            block_on_fault: false,
-            operations,
-            version: 0x100,
-            capabilities: match kind {
-                Kind::Dsa => Capabilities::FIRST_DSA,
-                Kind::Iaa => Capabilities::FIRST_IAA,
-            },
-            numa_node: Some(0),
-        };
-        let queues = vec![QueueConfig {
-            limits,
-            priority: 10,
-            prs_disable: false,
-        }];
-        Self {
-            kind,
-            groups: vec![GroupConfig { engines, queues }],
-        }
-    }
-}
-
-/// Engines, and the work queues that they serve.
-#[derive(Clone, Debug)]
-pub struct GroupConfig {
-    /// How many engines.
+    /// Number of engines, which serve all work queues.
     pub engines: usize,
-    /// The work queues.
-    pub queues: Vec<QueueConfig>,
+    /// Limits of each work queue.
+    pub queues: Vec<Limits>,
 }
 
-/// One work queue.
-#[derive(Clone, Debug)]
-pub struct QueueConfig {
-    /// What it takes.
-    pub limits: Limits,
-    /// 1 to 15: its share of the engines, against the other queues of its group.
-    pub priority: u32,
-    /// Page requests are not made (`prs_disable`): what is missing under a record or a batch's list is not waited
-    /// for. Otherwise it is, whatever descriptors ask for (DSA 3.0, 8.1.3).
-    pub prs_disable: bool,
+/// Limits of a work queue of 128 entries.
+pub(super) fn typical(kind: Kind) -> Limits {
+    let (opcodes, max_batch, capabilities): (&[u8], _, _) = match kind {
+        Kind::Dsa => (
+            &[
+                opcode::NOOP,
+                opcode::BATCH,
+                opcode::DRAIN,
+                opcode::MEMMOVE,
+                opcode::COMPARE_PATTERN,
+            ],
+            NonZeroU32::new(128),
+            Capabilities::FIRST_DSA,
+        ),
+        Kind::Iaa => (
+            &[
+                opcode::NOOP,
+                opcode::DRAIN,
+                opcode::DECOMPRESS,
+                opcode::COMPRESS,
+            ],
+            None,
+            Capabilities::FIRST_IAA,
+        ),
+    };
+    Limits {
+        kind,
+        mode: Mode::Shared,
+        size: 128,
+        threshold: 128,
+        max_batch,
+        max_transfer: 2 << 20,
+        operations: opcodes
+            .iter()
+            .fold(Operations::default(), |all, opcode| all.with(*opcode)),
+        version: 0x100,
+        capabilities,
+        numa_node: Some(0),
+    }
 }
 
 /// How fast a device is. All its engines together share its throughput.
@@ -162,11 +118,11 @@ pub struct QueueConfig {
 pub struct Speeds {
     /// From the end of the transfer to the record.
     pub latency: Duration,
-    /// Bytes per second that DSA moves, fills or compares; also IAA's CRC.
+    /// Bytes per second that DSA copies or compares.
     pub transfer: u64,
     /// Bytes per second that IAA compresses.
     pub compress: u64,
-    /// Bytes per second that IAA inflates, of the output, taken as twice the input (assumed).
+    /// Bytes per second that IAA decompresses, of the output, taken as twice the input (assumed).
     pub decompress: u64,
 }
 

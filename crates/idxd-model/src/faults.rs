@@ -15,8 +15,6 @@ pub struct Faults {
     pub competitor: u32,
     /// How often, per mille, a shared queue reports that it is full though it is not.
     pub full_per_mille: u16,
-    /// In which order descriptors complete.
-    pub order: Order,
 }
 
 impl Faults {
@@ -57,7 +55,6 @@ impl Faults {
                 .into(),
             competitor: 64,
             full_per_mille: 50,
-            order: Order::AsDone,
         }
     }
 }
@@ -71,17 +68,6 @@ pub struct Chance {
     pub on: On,
     /// What.
     pub fault: InjectedFault,
-}
-
-/// In which order descriptors complete, where several run. (A straggler is a [`InjectedFault::Slow`].)
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Order {
-    /// As their engines are done: with [`Model::deterministic`](super::Model::deterministic) by its random
-    /// numbers, else by time.
-    #[default]
-    AsDone,
-    /// The last one first: records are held back until nothing else can proceed, then they are written in reverse.
-    Reverse,
 }
 
 /// Which descriptors are meant. Everything that is `None` fits all.

@@ -2,32 +2,15 @@
 
 use std::{fmt, io, sync::Arc, time::Duration};
 
-use super::{PortalKind, driver::Driver, gone, machine::Denied, nanoseconds};
-use idxd::{
-    Capabilities, Descriptor, Kind, Limits, Mode, Operations, Record, Refusal, Submit, Submitted,
-};
+use super::{PortalKind, driver::Driver, machine::Denied, nanoseconds};
+use idxd::{Descriptor, Limits, Record, Refusal, Submit, Submitted};
 
 pub(super) struct Handle {
-    driver: Arc<Driver>,
-    client: usize,
-    portal: PortalKind,
-    limits: Limits,
-}
-
-impl Handle {
-    pub(super) fn new(
-        driver: Arc<Driver>,
-        client: usize,
-        portal: PortalKind,
-        limits: Limits,
-    ) -> Self {
-        Self {
-            driver,
-            client,
-            portal,
-            limits,
-        }
-    }
+    pub(super) driver: Arc<Driver>,
+    /// `None` if the queue could not be opened.
+    pub(super) client: Option<usize>,
+    pub(super) portal: PortalKind,
+    pub(super) limits: Limits,
 }
 
 impl Submit for Handle {
@@ -41,19 +24,21 @@ impl Submit for Handle {
 
     unsafe fn submit(&self, descriptors: &[Descriptor]) -> Submitted {
         let mut accepted = 0;
-        let denied = self.driver.submit(|machine| {
-            let denied = machine
-                .admit(self.client, self.portal, descriptors.get(accepted)?)
-                .err();
-            accepted += usize::from(denied.is_none());
-            Some(denied)
-        });
+        let denied = match self.client {
+            None => Some(Denied::Gone),
+            Some(client) => self.driver.submit(|machine| {
+                let descriptor = descriptors.get(accepted)?;
+                let denied = machine.admit(client, self.portal, descriptor).err();
+                accepted += usize::from(denied.is_none());
+                Some(denied)
+            }),
+        };
         let refusal = denied.map(|denied| match denied {
             Denied::Full => Refusal::Full,
             Denied::Invalid => Refusal::Invalid,
             Denied::Forked => Refusal::Forked,
             Denied::Closed => Refusal::Closed,
-            Denied::Gone => Refusal::System(gone()),
+            Denied::Gone => Refusal::System(io::Error::from_raw_os_error(libc::ENODEV)),
         });
         Submitted { accepted, refusal }
     }
@@ -67,7 +52,9 @@ impl Submit for Handle {
     }
 
     fn close(&self) {
-        self.driver.close(self.client);
+        if let Some(client) = self.client {
+            self.driver.close(client);
+        }
     }
 }
 
@@ -85,56 +72,4 @@ impl fmt::Debug for Handle {
             .field("limits", &self.limits)
             .finish_non_exhaustive()
     }
-}
-
-/// A work queue that could not be opened.
-#[derive(Debug)]
-pub(super) struct Refusing {
-    errno: i32,
-    limits: Limits,
-}
-
-impl Refusing {
-    pub(super) fn new(errno: i32) -> Self {
-        let limits = Limits {
-            kind: Kind::Dsa,
-            mode: Mode::Shared,
-            size: 0,
-            threshold: 0,
-            max_batch: None,
-            max_transfer: 0,
-            block_on_fault: false,
-            operations: Operations::default(),
-            version: 0,
-            capabilities: Capabilities::default(),
-            numa_node: None,
-        };
-        Self { errno, limits }
-    }
-}
-
-impl Submit for Refusing {
-    fn limits(&self) -> &Limits {
-        &self.limits
-    }
-
-    fn is_modelled(&self) -> bool {
-        true
-    }
-
-    unsafe fn submit(&self, _: &[Descriptor]) -> Submitted {
-        let error = io::Error::from_raw_os_error(self.errno);
-        Submitted {
-            accepted: 0,
-            refusal: Some(Refusal::System(error)),
-        }
-    }
-
-    fn now(&self) -> Duration {
-        Duration::ZERO
-    }
-
-    fn pause(&self, _: &Record, _: Duration) {}
-
-    fn close(&self) {}
 }

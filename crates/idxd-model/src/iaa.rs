@@ -1,4 +1,4 @@
-//! What IAA's operations do, in software: COMPRESS, DECOMPRESS and CRC64 of one valid descriptor.
+//! What IAA's operations do, in software: COMPRESS and DECOMPRESS of one valid descriptor.
 //!
 //! ```text
 //!  descriptor ─► flags, AECS ─► source ─┬─► deflate ─┬─► destination ─► record
@@ -13,7 +13,6 @@
 //! Assumed, because the specification does not state it: a destination holds what fits when an operation fails.
 
 mod aecs;
-mod checksum;
 mod deflate;
 mod inflate;
 mod symbols;
@@ -21,13 +20,12 @@ mod symbols;
 mod tests;
 
 use aecs::Aecs;
-use checksum::{crc32, crc64, xor16};
 use deflate::{Encoder, Histogram, tokenize};
 use inflate::inflate;
 
 use super::{
     memory::{Fault, Memory},
-    validate::{overlap, status},
+    validate::status,
 };
 use idxd::{Descriptor, RecordImage, opcode};
 
@@ -36,11 +34,10 @@ pub(crate) fn execute(descriptor: &Descriptor, memory: &mut dyn Memory) -> Recor
     let outcome = match descriptor.opcode() {
         opcode::COMPRESS => compress(descriptor, memory),
         opcode::DECOMPRESS => decompress(descriptor, memory),
-        opcode::CRC64 => checksum(descriptor, memory),
         _ => Err(Failure::Refused(status::OPCODE)),
     };
     match outcome {
-        Ok(report) => report.record(status::SUCCESS, 0),
+        Ok(output) => record(status::SUCCESS, 0, output),
         Err(failure) => failure.record(),
     }
 }
@@ -52,11 +49,7 @@ const BLOCK: u16 = 0x06;
 /// Enable, flush, stop at the end of the last block, which has to be there.
 const STREAM: u16 = 0x1f;
 
-fn compress(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<Report, Failure> {
-    // All second flags are about later generations.
-    if descriptor.low(2) != 0 {
-        return Err(Failure::Refused(SECOND_FLAGS));
-    }
+fn compress(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Failure> {
     match descriptor.operation_flags {
         STATISTICS => statistics(descriptor, memory),
         BLOCK => encode(descriptor, memory),
@@ -64,7 +57,7 @@ fn compress(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<Report, 
     }
 }
 
-fn statistics(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<Report, Failure> {
+fn statistics(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Failure> {
     let input = read(memory, descriptor.address_1, descriptor.size)?;
     let mut histogram = Histogram::new();
     tokenize(&input, &mut histogram).map_err(Failure::of_compress)?;
@@ -73,115 +66,63 @@ fn statistics(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<Report
         return Err(Failure::of_compress(deflate::Failure::TooLong));
     }
     write(memory, descriptor, &bytes)?;
-    Ok(Report::of(&input, bytes.len()))
+    Ok(bytes.len())
 }
 
-fn encode(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<Report, Failure> {
+fn encode(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Failure> {
     let (address, size) = (descriptor.operands[0], descriptor.high(1));
-    if !address.is_multiple_of(32) || !size.is_multiple_of(32) {
+    if !address.is_multiple_of(32) {
         return Err(Failure::Refused(status::ADDRESS_ALIGNMENT));
     }
     if size != Aecs::SIZE {
         return Err(Failure::Refused(status::SIZE));
     }
-    // The AECS overlaps with neither source nor destination (IAA 2.1, 4.1 and 7.1).
-    let area = (address, u64::from(size));
-    let source = (descriptor.address_1, u64::from(descriptor.size));
-    let destination = (descriptor.address_2, u64::from(descriptor.low(1)));
-    if overlap(area, source) || overlap(area, destination) {
-        return Err(Failure::Refused(status::OVERLAP));
-    }
-
     let aecs = Aecs(read(memory, address, size)?);
     let input = read(memory, descriptor.address_1, descriptor.size)?;
     let codes = aecs.codes();
-    let (header, bits) = aecs
-        .accumulator()
-        .ok_or(Failure::Analytics(BAD_AECS, Report::default()))?;
+    let (header, bits) = aecs.accumulator().ok_or(Failure::Analytics(BAD_AECS, 0))?;
     let mut encoder = Encoder::new(&codes, limit(descriptor));
-    let last_bits = encoder
+    let encoded = encoder
         .bits(header, bits)
         .and_then(|()| tokenize(&input, &mut encoder))
-        .and_then(|()| encoder.finish())
-        .map_err(Failure::of_compress);
+        .and_then(|()| encoder.finish());
     write(memory, descriptor, encoder.output())?;
-    Ok(Report {
-        last_bits: last_bits?,
-        ..Report::of(&input, encoder.output().len())
-    })
+    encoded.map_err(Failure::of_compress)?;
+    Ok(encoder.output().len())
 }
 
-fn decompress(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<Report, Failure> {
+fn decompress(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Failure> {
     if descriptor.operation_flags != STREAM {
         return Err(Failure::Refused(OPERATION_FLAGS));
     }
     let input = read(memory, descriptor.address_1, descriptor.size)?;
     let (output, result) = inflate(&input, limit(descriptor));
     write(memory, descriptor, &output)?;
-    let report = Report::of(&output, output.len());
     match result {
-        Ok(()) => Ok(report),
-        Err(inflate::Failure::TooLong) => Err(Failure::Overflow(report)),
-        Err(inflate::Failure::Malformed(malformed)) => {
-            Err(Failure::Analytics(malformed as u8, report))
-        }
+        Ok(()) => Ok(output.len()),
+        Err(inflate::Failure::TooLong) => Err(Failure::Overflow(output.len())),
+        Err(inflate::Failure::Malformed) => Err(Failure::Analytics(MALFORMED, output.len())),
     }
-}
-
-fn checksum(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<Report, Failure> {
-    if descriptor.operation_flags != 0 {
-        return Err(Failure::Refused(OPERATION_FLAGS));
-    }
-    let input = read(memory, descriptor.address_1, descriptor.size)?;
-    Ok(Report {
-        crc64: crc64(descriptor.operands[2], &input),
-        ..Report::default()
-    })
 }
 
 // Statuses of IAA alone.
 const ANALYTICS_ERROR: u8 = 0x0a;
 const OUTPUT_OVERFLOW: u8 = 0x0b;
 const OPERATION_FLAGS: u8 = 0x30;
-const SECOND_FLAGS: u8 = 0x31;
 
-// Error codes of an analytics error that are not those of `inflate::Malformed`.
+// Error codes of an analytics error. The model reports the first one, "unexpected end of the stream", for all that can be
+// wrong with a stream.
+const MALFORMED: u8 = 15;
 const BAD_AECS: u8 = 22;
 const OUTPUT_TOO_SMALL: u8 = 25;
 const NO_CODE: u8 = 30;
 
-/// What an operation reports about itself.
-#[derive(Clone, Copy, Debug, Default)]
-struct Report {
-    /// Bytes of output that were written before a page fault; otherwise 0 (IAA 2.1, 6.2.4).
-    completed: u32,
-    output: u32,
-    last_bits: u8,
-    xor: u16,
-    crc: u32,
-    crc64: u64,
-}
-
-impl Report {
-    /// With the checksums of the uncompressed data.
-    fn of(data: &[u8], output: usize) -> Self {
-        Self {
-            output: low_32(output),
-            xor: xor16(data),
-            crc: crc32(data),
-            ..Self::default()
-        }
-    }
-
-    fn record(self, status: u8, error: u8) -> RecordImage {
-        let mut words = [0; 8];
-        words[0] = u64::from(status) | u64::from(error) << 8 | u64::from(self.completed) << 32;
-        words[3] =
-            u64::from(self.output) | u64::from(self.last_bits) << 32 | u64::from(self.xor) << 48;
-        words[4] = u64::from(self.crc);
-        words[5] = self.crc64;
-        RecordImage { words }
-    }
+/// The record of an operation that wrote `output` bytes.
+fn record(status: u8, error: u8, output: usize) -> RecordImage {
+    let mut words = [0; 8];
+    words[0] = u64::from(status) | u64::from(error) << 8;
+    words[3] = u64::from(low_32(output));
+    RecordImage { words }
 }
 
 /// Why an operation was not done, or not to its end.
@@ -190,10 +131,10 @@ enum Failure {
     Refused(u8),
     /// A page is missing, and so many bytes of output have been written.
     Fault(Fault, u32),
-    /// An error code, and how far the operation went.
-    Analytics(u8, Report),
-    /// The destination is full.
-    Overflow(Report),
+    /// An error code, and bytes of output.
+    Analytics(u8, usize),
+    /// The destination is full, with so many bytes.
+    Overflow(usize),
 }
 
 impl Failure {
@@ -202,25 +143,21 @@ impl Failure {
             deflate::Failure::NoCode => NO_CODE,
             deflate::Failure::TooLong => OUTPUT_TOO_SMALL,
         };
-        Self::Analytics(code, Report::default())
+        Self::Analytics(code, 0)
     }
 
     fn record(self) -> RecordImage {
-        let nothing = Report::default();
         match self {
-            Self::Refused(status) => nothing.record(status, 0),
+            Self::Refused(status) => record(status, 0, 0),
             Self::Fault(fault, completed) => {
                 let write = if fault.write { status::ON_WRITE } else { 0 };
-                let report = Report {
-                    completed,
-                    ..nothing
-                };
-                let mut record = report.record(status::PAGE_FAULT | write, 0);
+                let mut record = record(status::PAGE_FAULT | write, 0, 0);
+                record.words[0] |= u64::from(completed) << 32;
                 record.words[1] = fault.address;
                 record
             }
-            Self::Analytics(code, report) => report.record(ANALYTICS_ERROR, code),
-            Self::Overflow(report) => report.record(OUTPUT_OVERFLOW, 0),
+            Self::Analytics(code, output) => record(ANALYTICS_ERROR, code, output),
+            Self::Overflow(output) => record(OUTPUT_OVERFLOW, 0, output),
         }
     }
 }

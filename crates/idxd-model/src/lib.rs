@@ -7,26 +7,27 @@
 //!
 //! ```text
 //!             virtual time                      real time
-//!   Model::deterministic(config)   Model::timed(config)           Model::threaded(config)
-//!   one action at a time, chosen   no threads: what is due is     a thread per engine
-//!   by random numbers of a seed;   done by the caller of submit,
-//!   runs inside of pause           pause or now
-//!   property tests, replay         benchmarks                     races
+//!   Model::deterministic(config)      Model::timed(config)
+//!   one action at a time, chosen      what is due is done by the
+//!   by random numbers of a seed;      caller of submit, pause or now
+//!   runs inside of pause
+//!   property tests, replay            benchmarks, threads
 //! ```
 //!
 //! What goes wrong is in [`Faults`] (by chance), in [`Model::inject`] (exactly there), in [`Model::pages`] (page
 //! faults), and in the methods of [`Model`] for whole queues and devices.
 //!
-//! The model follows Intel's specifications: DSA, 341204-006, revision 3.0, and IAA, revision 2.1. It assumes what no
-//! public document states:
+//! The model follows Intel's specifications: DSA, 341204-006, revision 3.0, and IAA, revision 2.1. It has what the driver
+//! uses and rejects everything else, even what a device has: fences, predicates, fills, blocking on page faults, and the
+//! continuation of batches among them. It assumes what no public document states:
 //!
 //! - an entry of a work queue is free when an engine has fetched its descriptor, not when that completes (check
 //!   `freed-at-fetch` of the [conformance checks](selftest));
 //! - a batch's list is read member by member, as engines become free (check `batch-list-read-late`);
 //! - an engine has up to four batches in progress (DSA 3.0, 4.4, says several).
 //!
-//! What a model cannot show: real speed, ENQCMD under contention, the cost of page faults, stores that become
-//! visible late, effects on caches, and what is undocumented about the hardware.
+//! A model cannot show real speed, ENQCMD under contention, the cost of page faults, stores that become visible late,
+//! effects on caches, and what is undocumented about the hardware.
 //!
 //! # Example
 //! ```
@@ -72,29 +73,25 @@ mod random;
 pub mod selftest;
 mod validate;
 
-use std::{io, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
-use thiserror::Error;
-
-pub use config::{Config, DeviceConfig, GroupConfig, QueueConfig, Speeds, Work};
+pub use config::{Config, DeviceConfig, Speeds, Work};
 pub use devices::devices;
-pub use faults::{At, Chance, Faults, InjectedFault, On, Order};
+pub use faults::{At, Chance, Faults, InjectedFault, On};
 pub use memory::{PAGE, Page, Pages};
 
 use driver::{Driver, Time};
-use handle::{Handle, Refusing};
-use idxd::{Limits, Mode, Submit};
-use machine::{Client, Machine};
+use handle::Handle;
+use idxd::{Kind, Submit};
+use machine::Machine;
 
 /// Version of the model: grows when its devices behave differently.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 
-/// Devices, and the time in which they live. Dropping it ends the threads, if it has any: what is in flight then
-/// never completes.
+/// Devices, and the time in which they live.
 #[derive(Debug)]
 pub struct Model {
     driver: Arc<Driver>,
-    workers: Vec<std::thread::JoinHandle<()>>,
 }
 
 /// How descriptors get into a work queue.
@@ -102,43 +99,10 @@ pub struct Model {
 pub enum PortalKind {
     /// A portal of a shared queue: answers whether the descriptor was accepted.
     Enqcmd,
-    /// A portal of a dedicated queue: what is too much is dropped in silence.
+    /// A portal of a dedicated queue: drops a descriptor that does not fit, without a notice.
     Movdir,
-    /// The kernel's `write`: refuses misaligned records, and batches too where the device is of those that
-    /// are unsafe for user space and of version 1 (all in the field so far).
-    Write {
-        /// Batches are refused.
-        unsafe_v1: bool,
-    },
-}
-
-/// Why a work queue cannot be opened.
-#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-pub enum OpenError {
-    /// The model has no such device or queue.
-    #[error("the model has no such work queue")]
-    Missing,
-    /// Its device is disabled.
-    #[error("the device is disabled")]
-    Disabled,
-    /// The device is gone.
-    #[error("the device has been unplugged")]
-    Unplugged,
-    /// A dedicated queue has one user.
-    #[error("the work queue is dedicated, and in use")]
-    Busy,
-}
-
-impl OpenError {
-    /// The system's error number.
-    fn errno(self) -> i32 {
-        match self {
-            Self::Missing => libc::ENOENT,
-            Self::Disabled => libc::ENXIO,
-            Self::Unplugged => libc::ENODEV,
-            Self::Busy => libc::EBUSY,
-        }
-    }
+    /// The kernel's `write`: refuses misaligned records, and batches for devices of version 0x100.
+    Write,
 }
 
 /// What a model has seen. Members of batches do not count.
@@ -164,83 +128,32 @@ impl Model {
         Self::new(config, Time::Virtual)
     }
 
-    /// Real time without threads: what is due is done in calls of `submit`, `pause` and `now`. Nothing
+    /// Real time. What is due is done in calls of `submit`, `pause` and `now`, by whichever thread calls; nothing
     /// completes without such calls.
     pub fn timed(config: &Config) -> Self {
         Self::new(config, Time::Real)
     }
 
-    /// Real time, and a thread for each engine. Engines are as slow as configured, or as the processor
-    /// that does their work.
-    pub fn threaded(config: &Config) -> Self {
-        let mut model = Self::new(config, Time::Threads);
-        model.workers = driver::workers(&model.driver, config);
-        model
-    }
-
     fn new(config: &Config, time: Time) -> Self {
-        let driver = Arc::new(Driver::new(Machine::new(config), time));
         Self {
-            driver,
-            workers: Vec::new(),
+            driver: Arc::new(Driver::new(Machine::new(config), time)),
         }
     }
 
-    /// Opens a work queue, counted from 0 through the device's groups. Each call is another process on it;
-    /// dropping the handle closes it. If it cannot be opened, the handle refuses everything with the error that
-    /// opening would have had.
+    /// Opens a work queue. Each call is another process on it; dropping the handle closes it. The handle of a queue
+    /// that cannot be opened (it does not exist, its device is disabled or gone, or it is dedicated and in use)
+    /// refuses everything with [`Refusal::System`](idxd::Refusal::System).
     pub fn queue(&self, device: usize, queue: usize, portal: PortalKind) -> Arc<dyn Submit> {
-        self.open(device, queue, portal)
-            .unwrap_or_else(|error| Arc::new(Refusing::new(error.errno())))
-    }
-
-    /// Opens a work queue.
-    ///
-    /// # Errors
-    /// See [`OpenError`].
-    pub fn open(
-        &self,
-        device: usize,
-        queue: usize,
-        portal: PortalKind,
-    ) -> Result<Arc<dyn Submit>, OpenError> {
-        let mut machine = self.driver.lock();
-        let here = machine.devices.get_mut(device).ok_or(OpenError::Missing)?;
-        let (enabled, unplugged) = (here.enabled, here.unplugged);
-        let there = here.queues.get_mut(queue).ok_or(OpenError::Missing)?;
-        if unplugged {
-            return Err(OpenError::Unplugged);
-        }
-        if !enabled {
-            return Err(OpenError::Disabled);
-        }
-        if there.limits.mode == Mode::Dedicated && there.opened > 0 {
-            return Err(OpenError::Busy);
-        }
-        there.opened += 1;
-        let (limits, generation) = (there.limits.clone(), there.generation);
-        let client = machine.clients.len();
-        machine.clients.push(Client {
-            device,
-            queue,
-            generation,
-            in_flight: 0,
-            closed: false,
-            forked: false,
-        });
-        drop(machine);
-        let portal = match portal {
-            PortalKind::Write { unsafe_v1 } => PortalKind::Write {
-                unsafe_v1: unsafe_v1 && limits.version == 0x100,
-            },
-            mapped => mapped,
+        let (client, limits) = match self.driver.lock().open(device, queue) {
+            Some((client, limits)) => (Some(client), limits),
+            None => (None, config::typical(Kind::Dsa)),
         };
-        Ok(Arc::new(Handle::new(
-            Arc::clone(&self.driver),
+        Arc::new(Handle {
+            driver: Arc::clone(&self.driver),
             client,
             portal,
             limits,
-        )))
+        })
     }
 
     /// What devices find in this process's memory.
@@ -254,19 +167,12 @@ impl Model {
         self.driver.lock().script(on, skip, times, fault);
     }
 
-    /// Another client takes `entries` of a work queue, until the next call.
-    pub fn occupy(&self, device: usize, queue: usize, entries: u32) {
-        let mut machine = self.driver.lock();
-        if let Some(queue) = queue_of(&mut machine, device, queue) {
-            queue.held = entries;
-        }
-    }
-
     /// A shared work queue reports so many times that it is full; [`u32::MAX`] is for ever, 0 ends it. With
     /// [`PortalKind::Write`] each of the kernel's tries counts.
     pub fn refuse(&self, device: usize, queue: usize, times: u32) {
         let mut machine = self.driver.lock();
-        if let Some(queue) = queue_of(&mut machine, device, queue) {
+        let device = machine.devices.get_mut(device);
+        if let Some(queue) = device.and_then(|device| device.queues.get_mut(queue)) {
             queue.full = times;
         }
     }
@@ -281,7 +187,11 @@ impl Model {
     /// Resets a device in mid-run, as an error that halts it makes necessary: as [`disable`](Self::disable), but what
     /// is outstanding is dropped, and its records are never written.
     pub fn reset(&self, device: usize) {
-        self.driver.reset(device, |device| device.enabled = false);
+        let mut machine = self.driver.lock();
+        if let Some(here) = machine.devices.get_mut(device) {
+            here.enabled = false;
+            machine.reset(device);
+        }
     }
 
     /// Enables a device again, after either. Its work queues can be opened again.
@@ -291,23 +201,14 @@ impl Model {
         }
     }
 
-    /// Changes what a work queue of a disabled device takes, as an administrator may.
-    pub fn reconfigure(&self, device: usize, queue: usize, limits: Limits) {
-        let mut machine = self.driver.lock();
-        if machine
-            .devices
-            .get(device)
-            .is_some_and(|device| !device.enabled)
-            && let Some(queue) = queue_of(&mut machine, device, queue)
-        {
-            queue.limits = limits;
-        }
-    }
-
     /// Takes the device away: it answers nothing any more and can never be opened again. Submissions end with
     /// [`Refusal::System`](idxd::Refusal::System) (ENODEV).
     pub fn unplug(&self, device: usize) {
-        self.driver.reset(device, |device| device.unplugged = true);
+        let mut machine = self.driver.lock();
+        if let Some(here) = machine.devices.get_mut(device) {
+            here.unplugged = true;
+            machine.reset(device);
+        }
     }
 
     /// Makes this process the child of a fork, as far as the queues go that are open now: they are
@@ -343,24 +244,6 @@ impl Model {
     pub fn now(&self) -> Duration {
         self.driver.now()
     }
-}
-
-impl Drop for Model {
-    fn drop(&mut self) {
-        self.driver.shut_down();
-        for worker in self.workers.drain(..) {
-            // A worker that panicked has printed that.
-            let _ = worker.join();
-        }
-    }
-}
-
-fn queue_of(machine: &mut Machine, device: usize, queue: usize) -> Option<&mut machine::Queue> {
-    machine.devices.get_mut(device)?.queues.get_mut(queue)
-}
-
-fn gone() -> io::Error {
-    io::Error::from_raw_os_error(libc::ENODEV)
 }
 
 /// A time in the machine's unit; what is longer than 584 years is that.

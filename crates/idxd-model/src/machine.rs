@@ -7,8 +7,8 @@
 //!                                              ^──────────────────────────────────────────────┘ members done
 //! ```
 //! [`admission`] lets descriptors in, [`batch`] reads lists, [`workshop`] does the work, [`completion`] reports it.
-//! Nothing here waits or knows of threads: time is a number, and one [`Machine::step`] is one action. The driver
-//! decides whether time is real.
+//! Nothing here waits: time is a number, and one [`Machine::step`] is one action. The driver decides whether time is
+//! real.
 
 mod admission;
 mod batch;
@@ -24,7 +24,7 @@ use super::{
     Statistics,
     config::{Config, DeviceConfig},
     dsa::Outcome,
-    faults::{Faults, InjectedFault, On, Order, Scripted},
+    faults::{Faults, InjectedFault, On, Scripted},
     memory::Pages,
     nanoseconds,
     random::Random,
@@ -33,8 +33,8 @@ use super::{
 pub(super) use admission::Denied;
 use batch::Batch;
 use completion::{Delivery, What};
-use idxd::{Descriptor, Flags, Kind, Limits, RecordImage, opcode};
-pub(super) use workshop::{Job, Worked, Workshop};
+use idxd::{Descriptor, Kind, Limits, Mode, RecordImage, opcode};
+pub(super) use workshop::Workshop;
 
 /// Never: later than everything.
 pub(super) const NEVER: u64 = u64::MAX;
@@ -56,7 +56,6 @@ pub(super) struct Machine {
     deliveries: Vec<Delivery>,
     random: Random,
     sequence: u64,
-    write_retries: u32,
     workshop: Arc<Workshop>,
 }
 
@@ -68,7 +67,8 @@ pub(super) struct Device {
     /// The software error register has something.
     pub(super) latched: bool,
     pub(super) queues: Vec<Queue>,
-    pub(super) engines: Vec<Engine>,
+    /// What each engine runs.
+    pub(super) engines: Vec<Option<Running>>,
     /// When the transfer that the engines share is free again.
     pipe: u64,
 }
@@ -79,25 +79,11 @@ pub(super) struct Queue {
     pub(super) opened: u32,
     /// Grows when the device is disabled: handles of before are dead.
     pub(super) generation: u32,
-    /// Entries that others have.
-    pub(super) held: u32,
     /// So many times it will report that it is full.
     pub(super) full: u32,
-    group: usize,
-    priority: u32,
-    /// What is missing under records and lists is asked for (PRS is not disabled).
-    requests_pages: bool,
     entries: VecDeque<Unit>,
     /// What was submitted, by which client, and is not complete.
     outstanding: BTreeMap<u64, usize>,
-}
-
-#[derive(Debug)]
-pub(super) struct Engine {
-    group: usize,
-    pub(super) running: Option<Running>,
-    /// A thread works for it outside the lock, for this client.
-    pub(super) busy: Option<usize>,
 }
 
 /// A process that opened a work queue.
@@ -130,8 +116,6 @@ pub(super) struct Unit {
 pub(super) struct Running {
     pub(super) unit: Unit,
     pub(super) due: u64,
-    /// The work is done, and this came out.
-    pub(super) done: Option<RecordImage>,
 }
 
 /// One thing that the devices can do next.
@@ -158,7 +142,6 @@ impl Machine {
             deliveries: Vec::new(),
             random: Random::new(config.seed),
             sequence: 0,
-            write_retries: config.write_retries,
             workshop: Arc::new(Workshop {
                 pages: Pages::default(),
                 speeds: config.speeds,
@@ -197,39 +180,9 @@ impl Machine {
     /// When something happens next, if nothing can be done now.
     pub(super) fn next_due(&self) -> Option<u64> {
         let engines = self.devices.iter().flat_map(|device| &device.engines);
-        let running = engines
-            .filter(|engine| engine.busy.is_none())
-            .filter_map(|engine| engine.running.as_ref().map(|running| running.due));
+        let running = engines.flatten().map(|running| running.due);
         let deliveries = self.deliveries.iter().map(|delivery| delivery.due);
-        if self.faults.order == Order::Reverse {
-            // Records are held back until there is nothing else, and until others have joined them.
-            let hold = nanoseconds(self.workshop.speeds.latency).saturating_mul(16);
-            let first = deliveries
-                .clone()
-                .min()
-                .map(|first| first.saturating_add(hold));
-            let last = first.and_then(|end| deliveries.filter(|due| *due <= end).max());
-            return running.filter(|due| *due != NEVER).min().or(last);
-        }
         running.chain(deliveries).filter(|due| *due != NEVER).min()
-    }
-
-    /// When the next record is to be written.
-    pub(super) fn next_delivery(&self) -> Option<u64> {
-        self.deliveries.iter().map(|delivery| delivery.due).min()
-    }
-
-    /// When an engine is done with what it runs, if it ever is.
-    pub(super) fn due(&self, device: usize, engine: usize) -> Option<u64> {
-        let running = self.devices[device].engines[engine].running.as_ref()?;
-        (running.due != NEVER).then_some(running.due)
-    }
-
-    /// Whether an idle engine has something to do.
-    pub(super) fn can_start(&self) -> bool {
-        self.possible()
-            .iter()
-            .any(|action| matches!(action, Action::Start(..)))
     }
 
     /// Does everything that happens up to time `to`, in the order of time.
@@ -241,7 +194,9 @@ impl Machine {
                 _ => break,
             }
             self.finish_due();
-            self.deliver_due();
+            while let Some(index) = self.deliverable() {
+                self.deliver(index);
+            }
         }
         self.clock = self.clock.max(to);
     }
@@ -258,41 +213,27 @@ impl Machine {
     fn finish_due(&mut self) {
         for device in 0..self.devices.len() {
             for engine in 0..self.devices[device].engines.len() {
-                if self
-                    .due(device, engine)
-                    .is_some_and(|due| due <= self.clock)
-                {
-                    self.act(Action::Finish(device, engine));
+                let running = self.devices[device].engines[engine].as_ref();
+                if running.is_some_and(|running| running.due <= self.clock) {
+                    self.finish(device, engine);
                 }
             }
         }
     }
 
-    /// Writes the records whose time has come.
-    pub(super) fn deliver_due(&mut self) {
-        while let Some(index) = self.deliverable() {
-            self.deliver(index);
-        }
-    }
-
     /// Gives an idle engine something to do, if there is. Whether it got something.
-    pub(super) fn start(&mut self, device: usize, engine: usize) -> bool {
-        let here = &self.devices[device].engines[engine];
-        if here.running.is_some() || here.busy.is_some() {
+    fn start(&mut self, device: usize, engine: usize) -> bool {
+        if self.devices[device].engines[engine].is_some() {
             return false;
         }
-        let group = here.group;
-        let Some(choice) = self.choose(device, group) else {
+        let Some(choice) = self.choose(device) else {
             return false;
         };
         let fetched = match choice {
             Choice::Member(batch) => self.next_member(batch),
-            Choice::Queue(queue) => {
-                let first = self.devices[device].queues[queue].entries.pop_front();
-                first.map(|unit| (unit, self.clock))
-            }
+            Choice::Queue(queue) => self.devices[device].queues[queue].entries.pop_front(),
         };
-        let Some((mut unit, then)) = fetched else {
+        let Some(mut unit) = fetched else {
             return true;
         };
         self.trace.note([2, self.clock, unit.sequence]);
@@ -304,17 +245,13 @@ impl Machine {
                 flags: invalid.flags,
                 ..Outcome::status(invalid.status)
             };
-            self.deliver_at(then, unit, What::Complete(outcome.image()));
+            self.deliver_at(self.clock, unit, What::Complete(outcome.image()));
             return true;
         }
         match (unit.descriptor.opcode(), unit.fault) {
             (_, Some(InjectedFault::Stuck)) => self.stuck.push(unit),
             (_, Some(InjectedFault::StuckEngine)) => {
-                self.devices[device].engines[engine].running = Some(Running {
-                    unit,
-                    due: NEVER,
-                    done: None,
-                });
+                self.devices[device].engines[engine] = Some(Running { unit, due: NEVER });
             }
             (opcode::BATCH, Some(InjectedFault::Status(code))) => {
                 self.deliver_at(
@@ -323,13 +260,13 @@ impl Machine {
                     What::Complete(Outcome::status(code).image()),
                 );
             }
-            (opcode::BATCH, _) => self.open_batch(unit, group),
+            (opcode::BATCH, _) => self.open_batch(unit),
             (opcode::DRAIN, _) => {
                 self.drains.push(unit);
                 self.check_drains();
             }
             (_, Some(InjectedFault::Late(after))) => {
-                let due = then.saturating_add(nanoseconds(after));
+                let due = self.clock.saturating_add(nanoseconds(after));
                 self.deliver_at(due, unit, What::Work);
             }
             _ => {
@@ -339,58 +276,52 @@ impl Machine {
                 };
                 let took = self.workshop.duration(&unit.descriptor);
                 let pipe = &mut self.devices[device].pipe;
-                *pipe = then.max(*pipe).saturating_add(took);
+                *pipe = self.clock.max(*pipe).saturating_add(took);
                 // Just before never, which is for what has no end.
                 let due = pipe.saturating_add(slow).min(NEVER - 1);
-                self.devices[device].engines[engine].running = Some(Running {
-                    unit,
-                    due,
-                    done: None,
-                });
+                self.devices[device].engines[engine] = Some(Running { unit, due });
             }
         }
         true
     }
 
-    /// Takes what an engine did: see [`Workshop::work`].
-    pub(super) fn finish(&mut self, device: usize, engine: usize, worked: Worked) {
-        let clock = self.clock;
-        let Some(running) = &mut self.devices[device].engines[engine].running else {
+    /// Finishes what an engine runs.
+    fn finish(&mut self, device: usize, engine: usize) {
+        let Some(Running { unit, .. }) = self.devices[device].engines[engine].take() else {
             return;
         };
-        if worked.stalled > 0 {
-            // The page requests were answered only now: all behind it wait too.
-            running.due = clock.saturating_add(worked.stalled).min(NEVER - 1);
-            running.done = Some(worked.image);
-            return;
-        }
-        let Some(running) = self.devices[device].engines[engine].running.take() else {
-            return;
-        };
-        self.trace.note([3, clock, running.unit.sequence]);
-        self.conclude(running.unit, worked.image);
+        self.trace.note([3, self.clock, unit.sequence]);
+        let image = self.work(&unit);
+        self.conclude(unit, image);
     }
 
-    /// What remains to be done for engine's running descriptor, when it is due.
-    pub(super) fn job(&mut self, device: usize, engine: usize) -> Option<Job> {
-        let running = self.devices[device].engines[engine].running.as_ref()?;
-        let unit = running.unit.clone();
-        let done = running.done;
-        Some(self.job_of(unit, done))
+    /// Does the work of a descriptor, and returns what its record reports.
+    fn work(&mut self, unit: &Unit) -> RecordImage {
+        let random = self.random.next();
+        let kind = self.devices[unit.device].kind;
+        self.workshop
+            .work(kind, &unit.descriptor, unit.fault, random)
     }
 
-    fn job_of(&mut self, unit: Unit, done: Option<RecordImage>) -> Job {
-        let device = &self.devices[unit.device];
-        let queue = &device.queues[unit.queue];
-        Job {
-            kind: device.kind,
-            block: queue.limits.block_on_fault
-                && unit.descriptor.flags().has(Flags::BLOCK_ON_FAULT),
-            random: self.random.next(),
-            now: self.clock,
-            unit,
-            done,
+    /// Opens a work queue for another client. `None` if it cannot be opened.
+    pub(super) fn open(&mut self, device: usize, queue: usize) -> Option<(usize, Limits)> {
+        let here = self.devices.get_mut(device)?;
+        let is_there = here.enabled && !here.unplugged;
+        let there = here.queues.get_mut(queue)?;
+        let is_taken = there.limits.mode == Mode::Dedicated && there.opened > 0;
+        if !is_there || is_taken {
+            return None;
         }
+        there.opened += 1;
+        self.clients.push(Client {
+            device,
+            queue,
+            generation: there.generation,
+            in_flight: 0,
+            closed: false,
+            forked: false,
+        });
+        Some((self.clients.len() - 1, there.limits.clone()))
     }
 
     /// Gives up the client's descriptors that can never complete: its queue is being closed.
@@ -398,16 +329,6 @@ impl Machine {
         let given = self.remove(|unit| unit.client == client);
         self.statistics.aborted += given;
         self.clients[client].in_flight = 0;
-    }
-
-    /// Whether a thread works for an engine that `whose` names by client and device.
-    pub(super) fn works(&self, whose: impl Fn(usize, usize) -> bool) -> bool {
-        self.devices.iter().enumerate().any(|(device, it)| {
-            it.engines
-                .iter()
-                .filter_map(|engine| engine.busy)
-                .any(|client| whose(client, device))
-        })
     }
 
     /// A client has closed its work queue.
@@ -469,7 +390,7 @@ impl Machine {
                 queue.entries.retain(&mut note);
             }
             for engine in &mut device.engines {
-                engine.running.take_if(|running| !note(&running.unit));
+                engine.take_if(|running| !note(&running.unit));
             }
         }
         self.batches.retain(|_, batch| note(&batch.parent));
@@ -500,51 +421,30 @@ impl Machine {
     fn possible(&self) -> Vec<Action> {
         let mut actions = Vec::new();
         for (d, device) in self.devices.iter().enumerate() {
+            let has_choice = self.choices(d).next().is_some();
             for (e, engine) in device.engines.iter().enumerate() {
-                match &engine.running {
-                    _ if engine.busy.is_some() => {}
+                match engine {
                     Some(running) if running.due <= self.clock => {
-                        actions.push(Action::Finish(d, e))
+                        actions.push(Action::Finish(d, e));
                     }
-                    Some(_) => {}
-                    None if self.has_choice(d, engine.group) => actions.push(Action::Start(d, e)),
-                    None => {}
+                    None if has_choice => actions.push(Action::Start(d, e)),
+                    _ => {}
                 }
             }
         }
-        match self.faults.order {
-            Order::AsDone => {
-                let due = self.deliveries.iter().enumerate();
-                let due = due.filter(|(_, delivery)| delivery.due <= self.clock);
-                actions.extend(due.map(|(index, _)| Action::Deliver(index)));
-            }
-            // Only when nothing else proceeds.
-            Order::Reverse if actions.is_empty() => {
-                actions.extend(self.deliverable().map(Action::Deliver));
-            }
-            Order::Reverse => {}
-        }
+        let due = self.deliveries.iter().enumerate();
+        let due = due.filter(|(_, delivery)| delivery.due <= self.clock);
+        actions.extend(due.map(|(index, _)| Action::Deliver(index)));
         actions
     }
 
+    /// The delivery that is due first, if one is due by now.
     fn deliverable(&self) -> Option<usize> {
-        let due = self
-            .deliveries
-            .iter()
-            .enumerate()
-            .filter(|(_, held)| held.due <= self.clock);
-        match self.faults.order {
-            Order::AsDone => due.min_by_key(|(_, held)| held.due).map(|(index, _)| index),
-            Order::Reverse => {
-                let engines = self.devices.iter().flat_map(|device| &device.engines);
-                let mut running = engines.filter_map(|engine| engine.running.as_ref());
-                if running.any(|running| running.due != NEVER) {
-                    return None;
-                }
-                due.max_by_key(|(_, held)| held.unit.sequence)
-                    .map(|(index, _)| index)
-            }
-        }
+        let deliveries = self.deliveries.iter().enumerate();
+        deliveries
+            .filter(|(_, delivery)| delivery.due <= self.clock)
+            .min_by_key(|(_, delivery)| delivery.due)
+            .map(|(index, _)| index)
     }
 
     fn act(&mut self, action: Action) {
@@ -552,54 +452,32 @@ impl Machine {
             Action::Start(device, engine) => {
                 self.start(device, engine);
             }
-            Action::Finish(device, engine) => {
-                if let Some(job) = self.job(device, engine) {
-                    let worked = self.workshop().work(&job);
-                    self.finish(device, engine, worked);
-                }
-            }
+            Action::Finish(device, engine) => self.finish(device, engine),
             Action::Deliver(index) => self.deliver(index),
         }
     }
 
-    /// What the engines of a group could do next, with its weight.
-    fn choices(&self, device: usize, group: usize) -> impl Iterator<Item = (Choice, u64)> {
+    /// What the engines of a device could begin next.
+    fn choices(&self, device: usize) -> impl Iterator<Item = Choice> {
         let here = &self.devices[device];
-        let batches = self.batches.iter().filter(move |(_, batch)| {
-            batch.parent.device == device && batch.group == group && batch.has_next()
-        });
-        let members = batches.map(move |(id, batch)| {
-            (
-                Choice::Member(*id),
-                u64::from(here.queues[batch.parent.queue].priority.max(1)),
-            )
-        });
+        let batches = self
+            .batches
+            .iter()
+            .filter(move |(_, batch)| batch.parent.device == device && batch.has_next());
         let queues = here.queues.iter().enumerate().filter(move |(_, queue)| {
-            let first = queue.entries.front().filter(|_| queue.group == group);
+            let first = queue.entries.front();
             first.is_some_and(|unit| {
-                unit.descriptor.opcode() != opcode::BATCH || self.takes_batch(device, group)
+                unit.descriptor.opcode() != opcode::BATCH || self.takes_batch(device)
             })
         });
-        members.chain(
-            queues.map(|(index, queue)| (Choice::Queue(index), u64::from(queue.priority.max(1)))),
-        )
+        batches
+            .map(|(id, _)| Choice::Member(*id))
+            .chain(queues.map(|(index, _)| Choice::Queue(index)))
     }
 
-    fn has_choice(&self, device: usize, group: usize) -> bool {
-        self.choices(device, group).next().is_some()
-    }
-
-    fn choose(&mut self, device: usize, group: usize) -> Option<Choice> {
-        let weight: u64 = self.choices(device, group).map(|(_, weight)| weight).sum();
-        let mut at = self.random.below(weight);
-        self.choices(device, group)
-            .find_map(|(choice, weight)| match at.checked_sub(weight) {
-                Some(rest) => {
-                    at = rest;
-                    None
-                }
-                None => Some(choice),
-            })
+    fn choose(&mut self, device: usize) -> Option<Choice> {
+        let index = self.random.index(self.choices(device).count());
+        self.choices(device).nth(index)
     }
 
     /// What happens to a descriptor: what was asked for first, else by chance.
@@ -641,36 +519,21 @@ enum Choice {
 
 impl Device {
     fn new(config: &DeviceConfig) -> Self {
-        let groups = || config.groups.iter().enumerate();
-        let queue = |group, queue: &super::config::QueueConfig| Queue {
-            limits: queue.limits.clone(),
+        let queues = config.queues.iter().map(|limits| Queue {
+            limits: limits.clone(),
             opened: 0,
             generation: 0,
-            held: 0,
             full: 0,
-            group,
-            priority: queue.priority,
-            requests_pages: !queue.prs_disable,
             entries: VecDeque::new(),
             outstanding: BTreeMap::new(),
-        };
+        });
         Self {
             kind: config.kind,
             enabled: true,
             unplugged: false,
             latched: false,
-            queues: groups()
-                .flat_map(|(index, group)| group.queues.iter().map(move |it| queue(index, it)))
-                .collect(),
-            engines: groups()
-                .flat_map(|(group, it)| {
-                    (0..it.engines).map(move |_| Engine {
-                        group,
-                        running: None,
-                        busy: None,
-                    })
-                })
-                .collect(),
+            queues: queues.collect(),
+            engines: (0..config.engines).map(|_| None).collect(),
             pipe: 0,
         }
     }

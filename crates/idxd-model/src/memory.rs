@@ -2,20 +2,16 @@
 //!
 //! A device does not crash at a bad address, it reports a fault. So the model reaches memory through
 //! `process_vm_readv` and `process_vm_writev` on its own process, which answer EFAULT where a load would be a
-//! SIGSEGV. On top of it lies a map of [`Pages`] in which a test makes single pages go, come and change.
+//! SIGSEGV. On top of it lies a map of [`Pages`] by which a test makes single pages absent or read-only.
 
 use std::{
     collections::BTreeMap,
-    fmt,
     ops::Range,
     sync::{
         Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
 };
-
-use super::nanoseconds;
 
 /// Bytes of a page, in which translations come and go.
 pub const PAGE: u64 = 4096;
@@ -46,172 +42,55 @@ pub(crate) struct Fault {
     pub(crate) write: bool,
 }
 
-/// What devices find at one page of this process, whatever is really there.
+/// What devices find at one page of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Page {
     /// The process's own memory: if that is not mapped, the access faults all the same.
     Present,
-    /// Reads are right, writes fault.
+    /// Reads succeed, writes fault.
     ReadOnly,
-    /// Faults for ever. An operation that blocks on faults ends with status 0x04, another with 0x03.
+    /// Every access faults.
     Absent,
-    /// Faults at first, and is present this long after the first fault. An operation that blocks on faults waits.
-    Resolvable(Duration),
-    /// Present for so many accesses, absent afterwards.
-    FlipsAfter(u32),
 }
 
-/// What tests make of this process's memory, for all devices of a model. At first everything is
-/// [`Page::Present`].
-#[derive(Default)]
+/// Pages that a test has changed, for all devices of a model. At first everything is [`Page::Present`].
+#[derive(Debug, Default)]
 pub struct Pages {
-    map: Mutex<BTreeMap<u64, Entry>>,
-    /// Whether anything was ever set: spares the lock.
+    map: Mutex<BTreeMap<u64, Page>>,
+    /// Whether any page was ever set: spares the lock.
     used: AtomicBool,
-}
-
-#[derive(Default)]
-struct Entry {
-    state: State,
-    before: Vec<Box<dyn FnOnce() + Send>>,
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-enum State {
-    #[default]
-    Present,
-    ReadOnly,
-    Absent,
-    Resolvable(u64),
-    /// Present from this time on.
-    Resolving(u64),
-    Flips(u32),
 }
 
 impl Pages {
     /// Makes the pages that `length` bytes from `address` on touch behave as `page`.
     pub fn set(&self, address: u64, length: u64, page: Page) {
-        let state = match page {
-            Page::Present => State::Present,
-            Page::ReadOnly => State::ReadOnly,
-            Page::Absent => State::Absent,
-            Page::Resolvable(after) => State::Resolvable(nanoseconds(after)),
-            Page::FlipsAfter(accesses) => State::Flips(accesses),
-        };
         let mut map = self.map.lock().unwrap_or_else(PoisonError::into_inner);
         self.used.store(true, Ordering::Release);
         let end = address.saturating_add(length.max(1)).div_ceil(PAGE);
-        for number in address / PAGE..end {
-            map.entry(number).or_default().state = state;
-        }
+        map.extend((address / PAGE..end).map(|number| (number, page)));
     }
 
-    /// Calls `action` just before a device accesses the page of `address` the next time: memory that changes under
-    /// a running operation. A device accesses a page in one go, or in several. `action` must not use the model.
-    pub fn before_access(&self, address: u64, action: impl FnOnce() + Send + 'static) {
-        let mut map = self.map.lock().unwrap_or_else(PoisonError::into_inner);
-        self.used.store(true, Ordering::Release);
-        map.entry(address / PAGE)
-            .or_default()
-            .before
-            .push(Box::new(action));
+    fn are_used(&self) -> bool {
+        self.used.load(Ordering::Acquire)
     }
 
-    /// Asks for what is missing of the pages that `length` bytes from `address` on touch: how long until the last of
-    /// them is there. What never comes is not waited for.
-    pub(crate) fn request(&self, address: u64, length: u64, now: u64) -> u64 {
-        if !self.used.load(Ordering::Acquire) {
-            return 0;
-        }
-        let mut map = self.map.lock().unwrap_or_else(PoisonError::into_inner);
-        let end = address.saturating_add(length).div_ceil(PAGE);
-        let mut longest = 0;
-        for (_, entry) in map.range_mut(address / PAGE..end) {
-            if let State::Resolvable(after) = entry.state {
-                entry.state = State::Resolving(now.saturating_add(after));
-            }
-            if let State::Resolving(at) = entry.state {
-                longest = longest.max(at.saturating_sub(now));
-            }
-        }
-        longest
-    }
-
-    /// What an access to the page finds.
-    fn access(&self, number: u64, write: bool, now: u64, block: bool) -> Found {
-        let mut map = self.map.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(entry) = map.get_mut(&number) else {
-            return Found::Present;
-        };
-        let actions = std::mem::take(&mut entry.before);
-        let found = match &mut entry.state {
-            State::Present => Found::Present,
-            State::ReadOnly if write => Found::Absent,
-            State::ReadOnly => Found::Present,
-            State::Absent => Found::Absent,
-            State::Resolvable(after) if block => {
-                let after = *after;
-                entry.state = State::Present;
-                Found::After(after)
-            }
-            State::Resolvable(after) => {
-                entry.state = State::Resolving(now.saturating_add(*after));
-                Found::Absent
-            }
-            State::Resolving(at) if *at <= now => {
-                entry.state = State::Present;
-                Found::Present
-            }
-            State::Resolving(at) if block => {
-                let after = *at - now;
-                entry.state = State::Present;
-                Found::After(after)
-            }
-            State::Resolving(_) => Found::Absent,
-            State::Flips(0) => {
-                entry.state = State::Absent;
-                Found::Absent
-            }
-            State::Flips(accesses) => {
-                *accesses -= 1;
-                Found::Present
-            }
-        };
-        drop(map);
-        for action in actions {
-            action();
-        }
-        found
-    }
-}
-
-impl fmt::Debug for Pages {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    /// Whether an access to page `number` succeeds.
+    fn allow(&self, number: u64, write: bool) -> bool {
         let map = self.map.lock().unwrap_or_else(PoisonError::into_inner);
-        f.debug_map()
-            .entries(map.iter().map(|(number, entry)| (number, entry.state)))
-            .finish()
+        match map.get(&number) {
+            None | Some(Page::Present) => true,
+            Some(Page::ReadOnly) => !write,
+            Some(Page::Absent) => false,
+        }
     }
-}
-
-enum Found {
-    Present,
-    Absent,
-    /// Present, after waiting.
-    After(u64),
 }
 
 /// The memory as one operation sees it.
 #[derive(Debug)]
 pub(super) struct View<'a> {
     pub(super) pages: &'a Pages,
-    pub(super) now: u64,
-    /// The operation waits for faults.
-    pub(super) block: bool,
-    /// A fault that was asked for: from this address on nothing is there, for reads or for writes.
+    /// An injected fault: from this address on nothing is there, for reads or for writes.
     pub(super) injected: Option<(u64, bool)>,
-    /// How long the operation has waited for faults, in nanoseconds.
-    pub(super) stalled: u64,
 }
 
 impl View<'_> {
@@ -223,8 +102,8 @@ impl View<'_> {
         write: bool,
         mut access: impl FnMut(u64, Range<usize>) -> bool,
     ) -> Result<(), Fault> {
-        let mapped = self.pages.used.load(Ordering::Acquire);
-        if !mapped && self.injected.is_none() && access(address, 0..length) {
+        let plain = !self.pages.are_used() && self.injected.is_none();
+        if plain && access(address, 0..length) {
             return Ok(());
         }
         let mut done = 0;
@@ -251,12 +130,8 @@ impl View<'_> {
             address: at,
             write,
         };
-        if self.pages.used.load(Ordering::Acquire) {
-            match self.pages.access(at / PAGE, write, self.now, self.block) {
-                Found::Present => {}
-                Found::Absent => return Err(fault),
-                Found::After(wait) => self.stalled = self.stalled.saturating_add(wait),
-            }
+        if self.pages.are_used() && !self.pages.allow(at / PAGE, write) {
+            return Err(fault);
         }
         if let Some((bad, of_writes)) = self.injected
             && of_writes == write
@@ -278,8 +153,7 @@ impl View<'_> {
         }
     }
 
-    /// Writes a completion record of `length` bytes, so that who sees a status sees the rest too: everything
-    /// behind the status first, then the status, which is one byte and so cannot be seen half.
+    /// Writes a completion record: the status, which is one byte, after everything else.
     pub(super) fn write_record(&mut self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
         self.each(address, bytes.len(), true, |at, range| {
             let bytes = &bytes[range];
@@ -359,53 +233,4 @@ fn write_process(pieces: &[(u64, &[u8])]) -> bool {
 
 fn place(address: u64) -> usize {
     usize::try_from(address).unwrap_or(usize::MAX)
-}
-
-/// Memory that is a vector, for tests of operations.
-#[cfg(test)]
-pub(crate) mod fake {
-    use super::{Fault, Memory};
-
-    /// `bytes` lie at `base`; accesses elsewhere fault.
-    #[derive(Debug)]
-    pub(crate) struct Fake {
-        pub(crate) base: u64,
-        pub(crate) bytes: Vec<u8>,
-    }
-
-    impl Fake {
-        fn range(
-            &self,
-            address: u64,
-            length: usize,
-            write: bool,
-        ) -> (std::ops::Range<usize>, Result<(), Fault>) {
-            let start = usize::try_from(address.wrapping_sub(self.base))
-                .unwrap()
-                .min(self.bytes.len());
-            let end = (start + length).min(self.bytes.len());
-            let done = end - start;
-            let fault = Fault {
-                done,
-                address: address + done as u64,
-                write,
-            };
-            (start..end, if done == length { Ok(()) } else { Err(fault) })
-        }
-    }
-
-    impl Memory for Fake {
-        fn read(&mut self, address: u64, buffer: &mut [u8]) -> Result<(), Fault> {
-            let (range, result) = self.range(address, buffer.len(), false);
-            buffer[..range.len()].copy_from_slice(&self.bytes[range]);
-            result
-        }
-
-        fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
-            let (range, result) = self.range(address, bytes.len(), true);
-            let length = range.len();
-            self.bytes[range].copy_from_slice(&bytes[..length]);
-            result
-        }
-    }
 }

@@ -5,8 +5,7 @@
 //! in any order (DSA 3.0, 5.4): of a descriptor with two mistakes either may be reported. What the documents leave open
 //! is listed at the top of the crate.
 //!
-//! The model has the operations and flags that the driver uses, and rejects all others, even where a device has them:
-//! interrupts, traffic classes, strict ordering, readback, and the continuation of batches among them.
+//! The model has the operations and flags that the driver uses, and rejects all others, even where a device has them.
 
 #[cfg(test)]
 mod tests;
@@ -16,7 +15,6 @@ use idxd::{Descriptor, Flags, Kind, Limits, opcode};
 /// Status codes of `linux/idxd.h`, as far as the model reports them itself.
 pub(super) mod status {
     pub(crate) const SUCCESS: u8 = 0x01;
-    pub(crate) const PREDICATE_FALSE: u8 = 0x02;
     pub(crate) const PAGE_FAULT: u8 = 0x03;
     pub(crate) const PAGE_REQUEST_REFUSED: u8 = 0x04;
     pub(crate) const BATCH_FAILED: u8 = 0x05;
@@ -58,15 +56,8 @@ pub(super) fn validate(
         return bad(status::OPCODE);
     }
 
-    let mut allowed = rules.flags;
-    if !is_member {
-        allowed &= !Flags::FENCE.0;
-    }
-    if !limits.block_on_fault {
-        allowed &= !Flags::BLOCK_ON_FAULT.0;
-    }
     let flags = descriptor.flags().0;
-    let wrong = flags & !allowed | rules.required & !flags;
+    let wrong = flags & !rules.flags | rules.required & !flags;
     if wrong != 0 {
         return Err(Invalid {
             status: status::FLAGS,
@@ -110,46 +101,34 @@ enum Size {
 /// Flags that an operation needs whose result is in the record.
 const RESULT: u32 = Flags::RECORD_VALID.0 | Flags::RECORD_REQUESTED.0;
 
-/// Bytes of the operands (DSA: offset 40): DSA's expected result; IAA's AECS address, output size, AECS size, second
-/// flags of compression, and polynomial.
-const EXPECTED: u32 = 0x00_0001;
-const AECS: u32 = 0x00_00ff;
-const OUTPUT_SIZE: u32 = 0x00_0f00;
-const AECS_SIZE: u32 = 0x00_f000;
-const SECOND_FLAGS: u32 = 0x0f_0000;
-const POLYNOMIAL: u32 = 0xff_0000;
+/// Bytes of IAA's operands (offset 40): address of the AECS, size of the output, size of the AECS.
+const AECS: u32 = 0x00ff;
+const OUTPUT_SIZE: u32 = 0x0f00;
+const AECS_SIZE: u32 = 0xf000;
 
-/// Bits of GENCAP (DSA 3.0, 9.2.2).
-const OVERLAPPING_COPY: u32 = 1;
+/// Bit of GENCAP (DSA 3.0, 9.2.2).
 const CACHE_CONTROL: u32 = 2;
-const SINGLE_BATCH: u32 = 52;
 
 fn rules(descriptor: &Descriptor, limits: &Limits) -> Option<Rules> {
-    let is_dsa = limits.kind == Kind::Dsa;
     let is_recorded = descriptor.flags().has(Flags::RECORD_VALID);
     let record = Flags::RECORD_VALID.0 | when(is_recorded, Flags::RECORD_REQUESTED.0);
-    let reads = record | Flags::BLOCK_ON_FAULT.0 | when(is_dsa, Flags::FENCE.0);
-    let writes = reads | when(limits.capabilities.has(CACHE_CONTROL), Flags::CACHE.0);
-    let codes = Flags::READ_AECS.0;
+    let writes = record | when(limits.capabilities.has(CACHE_CONTROL), Flags::CACHE.0);
     let is_statistics = descriptor.operation_flags & 1 == 1;
     let (flags, required, size, addresses, operands) = match (limits.kind, descriptor.opcode()) {
-        (_, opcode::NOOP) => (record | when(is_dsa, Flags::FENCE.0), 0, Size::None, 0, 0),
+        (_, opcode::NOOP) => (record, 0, Size::None, 0, 0),
         (_, opcode::DRAIN) => (record, Flags::RECORD_REQUESTED.0, Size::None, 0, 0),
         (Kind::Dsa, opcode::BATCH) => (record, 0, Size::Members, 1, 0),
-        (Kind::Dsa, opcode::MEMMOVE | opcode::FILL) => (writes, 0, Size::Bytes, 2, 0),
-        (Kind::Dsa, opcode::COMPARE_PATTERN) => {
-            let flags = reads | Flags::CHECK_RESULT.0;
-            (flags, RESULT, Size::Bytes, 2, EXPECTED)
-        }
+        (Kind::Dsa, opcode::MEMMOVE) => (writes, 0, Size::Bytes, 2, 0),
+        (Kind::Dsa, opcode::COMPARE_PATTERN) => (record, RESULT, Size::Bytes, 2, 0),
         (Kind::Iaa, opcode::DECOMPRESS) => (writes, RESULT, Size::Stream, 2, OUTPUT_SIZE),
         (Kind::Iaa, opcode::COMPRESS) if is_statistics => {
-            (writes, RESULT, Size::Stream, 2, OUTPUT_SIZE | SECOND_FLAGS)
+            (writes, RESULT, Size::Stream, 2, OUTPUT_SIZE)
         }
         (Kind::Iaa, opcode::COMPRESS) => {
-            let operands = AECS | OUTPUT_SIZE | AECS_SIZE | SECOND_FLAGS;
+            let codes = Flags::READ_AECS.0;
+            let operands = AECS | OUTPUT_SIZE | AECS_SIZE;
             (writes | codes, RESULT | codes, Size::Stream, 2, operands)
         }
-        (Kind::Iaa, opcode::CRC64) => (reads, RESULT, Size::Bytes, 1, POLYNOMIAL),
         _ => return None,
     };
     Some(Rules {
@@ -193,11 +172,7 @@ fn check_sizes(descriptor: &Descriptor, limits: &Limits, rules: &Rules) -> Resul
         Size::None => Ok(()),
         Size::Members => {
             let most = limits.max_batch.map_or(0, |most| most.get());
-            let least = match limits.capabilities.has(SINGLE_BATCH) {
-                true => 1,
-                false => 2,
-            };
-            if !(least..=most).contains(&descriptor.size) {
+            if !(2..=most).contains(&descriptor.size) {
                 return bad(status::DESCRIPTOR_COUNT);
             }
             if !first.is_multiple_of(64) {
@@ -218,9 +193,9 @@ fn check_sizes(descriptor: &Descriptor, limits: &Limits, rules: &Rules) -> Resul
         }
         Size::Bytes if size == 0 || size > limits.max_transfer => bad(status::SIZE),
         Size::Bytes => {
-            let may_overlap = limits.capabilities.has(OVERLAPPING_COPY);
+            // A device may be able to copy overlapping areas; the driver has none.
             let is_copy = descriptor.opcode() == opcode::MEMMOVE;
-            if is_copy && !may_overlap && overlap((first, size), (second, size)) {
+            if is_copy && overlap((first, size), (second, size)) {
                 return bad(status::OVERLAP);
             }
             Ok(())

@@ -16,25 +16,18 @@ use std::{
     time::Duration,
 };
 
-use idxd::{
-    Capabilities, Descriptor, Kind, Limits, Mode, Record, RecordImage, Submit, Submitted, opcode,
-};
+use idxd::{Descriptor, Kind, Limits, Mode, Record, RecordImage, Submit, Submitted, opcode};
 use idxd_model::{Config, InjectedFault, Model, On, PortalKind, selftest::*};
 
-const PORTALS: [PortalKind; 2] = [PortalKind::Enqcmd, PortalKind::Write { unsafe_v1: true }];
+const PORTALS: [PortalKind; 2] = [PortalKind::Enqcmd, PortalKind::Write];
 
-fn all() -> Options {
-    Options {
-        hazards: true,
-        ..Options::default()
-    }
-}
+const TIMEOUT: Duration = Duration::from_millis(200);
 
 fn on(config: &Config, portal: PortalKind, spoil: impl FnOnce(&Model)) -> Vec<Finding> {
     let model = Model::deterministic(config);
     let queue = model.queue(0, 0, portal);
     spoil(&model);
-    run(queue, &all())
+    run(queue, TIMEOUT)
 }
 
 fn verdict<'a>(findings: &'a [Finding], name: &str) -> &'a Verdict {
@@ -50,15 +43,9 @@ fn text(findings: &[Finding]) -> Vec<String> {
 }
 
 #[test]
-fn checks_have_numbers_and_names_of_their_own() {
-    let numbers: BTreeSet<_> = checks().map(|check| check.number).collect();
+fn checks_have_names_of_their_own() {
     let names: BTreeSet<_> = checks().map(|check| check.name).collect();
-    assert_eq!(numbers.len(), checks().count());
     assert_eq!(names.len(), checks().count());
-    for check in checks() {
-        // What must be so is promised somewhere.
-        assert!(check.is_open || check.section.is_some(), "{check:?}");
-    }
 }
 
 #[test]
@@ -75,7 +62,7 @@ fn a_healthy_model_is_as_it_is_expected() {
             let holding = findings
                 .iter()
                 .filter(|finding| finding.verdict == Verdict::Holds);
-            assert!(holding.count() > 15, "{:#?}", text(&findings));
+            assert!(holding.count() > 10, "{:#?}", text(&findings));
         }
     }
 }
@@ -88,66 +75,46 @@ fn only_what_the_queue_does_not_have_is_skipped() {
             .filter(|finding| matches!(finding.verdict, Verdict::Skipped { .. }));
         skipped.map(|finding| finding.check.name).collect()
     };
-    let findings = on(&Config::dsa(), PortalKind::Enqcmd, |_| {});
-    assert_eq!(
-        skipped(&findings),
-        ["fault-blocked", "untouched-page-blocked", "batch-result"]
-    );
-    assert_eq!(
-        skipped(&on(&Config::iaa(), PortalKind::Enqcmd, |_| {})),
-        [""; 0]
-    );
-
-    let mut blocking = Config::dsa();
-    blocking.limits_mut(0, 0).unwrap().block_on_fault = true;
-    let findings = on(&blocking, PortalKind::Enqcmd, |_| {});
-    assert_eq!(
-        skipped(&findings),
-        ["block-on-fault-refused", "batch-result"]
-    );
-    assert_eq!(verdict(&findings, "fault-blocked"), &Verdict::Holds);
-
-    let findings = on(&Config::dsa(), PORTALS[1], |_| {});
+    for config in [Config::dsa(), Config::iaa()] {
+        let findings = on(&config, PortalKind::Enqcmd, |_| {});
+        assert_eq!(skipped(&findings), [""; 0]);
+    }
+    let findings = on(&Config::dsa(), PortalKind::Write, |_| {});
     let batches = findings
         .iter()
-        .filter(|finding| (50..70).contains(&finding.check.number));
-    for Finding { check, verdict, .. } in batches {
-        assert!(
-            matches!(verdict, Verdict::Skipped { .. }),
-            "{check:?} {verdict}"
-        );
-    }
-    assert_eq!(verdict(&findings, "record-misaligned"), &Verdict::Holds);
+        .map(|finding| finding.check.name)
+        .filter(|name| name.starts_with("batch"));
+    assert!(skipped(&findings).into_iter().eq(batches));
 }
 
 #[test]
 fn a_wrong_status_is_a_difference_and_what_it_has_nothing_to_do_with_holds() {
-    let fills = On::opcode(opcode::FILL);
+    let moves = On::opcode(opcode::MEMMOVE);
     let findings = on(&Config::dsa(), PortalKind::Enqcmd, |model| {
-        model.inject(fills, 0, u32::MAX, InjectedFault::Status(0x20));
+        model.inject(moves, 0, u32::MAX, InjectedFault::Status(0x20));
     });
     let failures: Vec<_> = findings
         .iter()
         .filter(|finding| finding.is_failure())
         .map(|finding| finding.check.name)
         .collect();
-    assert_eq!(failures, ["fill", "fault-read-only"]);
-    let Verdict::Differs { expected, found } = verdict(&findings, "fill") else {
+    assert_eq!(failures, ["memmove", "fault-on-write"]);
+    let Verdict::Differs { expected, found } = verdict(&findings, "memmove") else {
         panic!("{:#?}", text(&findings));
     };
     assert_eq!(
         (expected.as_str(), found.as_str()),
         ("status 0x01", "status 0x20")
     );
-    let fill = findings.iter().find(|finding| finding.check.name == "fill");
-    assert_eq!(fill.unwrap().record.unwrap().status(), 0x20);
+    let mut findings = findings.iter();
+    let of_moves = findings.find(|finding| finding.check.name == "memmove");
+    assert_eq!(of_moves.unwrap().record.unwrap().status(), 0x20);
 }
 
 #[test]
 fn silent_corruption_is_a_difference() {
     for (config, opcode, name) in [
         (Config::dsa(), opcode::MEMMOVE, "memmove"),
-        (Config::dsa(), opcode::FILL, "fill"),
         (Config::iaa(), opcode::DECOMPRESS, "fixed-codes"),
     ] {
         let findings = on(&config, PortalKind::Enqcmd, |model| {
@@ -161,13 +128,13 @@ fn silent_corruption_is_a_difference() {
 #[test]
 fn what_is_never_answered_is_a_difference_and_the_rest_goes_on() {
     let findings = on(&Config::dsa(), PortalKind::Enqcmd, |model| {
-        model.inject(On::opcode(opcode::FILL), 0, u32::MAX, InjectedFault::Stuck);
+        let moves = On::opcode(opcode::MEMMOVE);
+        model.inject(moves, 0, u32::MAX, InjectedFault::Stuck);
     });
-    assert!(
-        matches!(verdict(&findings, "fill"), Verdict::Differs { found, .. } if found == "no answer")
-    );
+    let stuck = verdict(&findings, "memmove");
+    assert!(matches!(stuck, Verdict::Differs { found, .. } if found == "no answer"));
     // A drain would wait for what is stuck, and does not come after it.
-    assert_eq!(verdict(&findings, "fault-on-write"), &Verdict::Holds);
+    assert_eq!(verdict(&findings, "fault-on-read"), &Verdict::Holds);
     assert_eq!(verdict(&findings, "batch-of-most"), &Verdict::Holds);
 }
 
@@ -217,7 +184,7 @@ fn everything_that_goes_wrong_at_once_ends_in_time() {
             config.seed = seed;
             config.faults = idxd_model::Faults::everything();
             let findings = on(&config, PortalKind::Enqcmd, |_| {});
-            assert!(findings.len() > 15);
+            assert!(findings.len() > 10);
         }
     }
 }
@@ -239,21 +206,8 @@ fn a_dedicated_queue_is_not_flooded() {
     assert!(findings.iter().all(|finding| !finding.is_failure()));
 }
 
-#[test]
-fn hazards_are_left_out_unless_asked_for() {
-    let model = Model::deterministic(&Config::dsa());
-    let findings = run(model.queue(0, 0, PortalKind::Enqcmd), &Options::default());
-    for Finding { check, verdict, .. } in &findings {
-        if check.is_hazard {
-            assert!(matches!(verdict, Verdict::Skipped { .. }), "{check:?}");
-        }
-    }
-    assert!(!model.error_latched(0));
-}
-
 /// A device that does what is promised and not more: fewer bytes are completed than could be, addresses of faults are
-/// those of pages, an IAA's record does not say that a fault was on a write, only one of several wrong flags is named,
-/// and reserved fields may hold anything.
+/// those of pages, and an IAA's record does not say that a fault was on a write.
 #[derive(Debug)]
 struct Reticent(Arc<dyn Submit>, Mutex<BTreeMap<u64, RecordImage>>);
 
@@ -273,12 +227,6 @@ impl Reticent {
         }
         if is_partial || image.status() == 0x06 {
             words[1] &= !0xfff;
-        }
-        if image.status() == 0x12 {
-            words[0] ^= 0x12 ^ 0x01;
-        }
-        if image.status() == 0x11 {
-            words[2] &= words[2].wrapping_neg();
         }
         let place = std::ptr::with_exposed_provenance_mut::<u64>(
             usize::try_from(record.address()).unwrap(),
@@ -320,63 +268,14 @@ fn a_device_that_does_no_more_than_is_promised_passes() {
     for config in [Config::dsa(), Config::iaa()] {
         let model = Model::deterministic(&config);
         let queue = Reticent(model.queue(0, 0, PortalKind::Enqcmd), Mutex::default());
-        let findings = run(Arc::new(queue), &all());
+        let findings = run(Arc::new(queue), TIMEOUT);
         for Finding { check, verdict, .. } in &findings {
             assert!(
                 !matches!(verdict, Verdict::Differs { .. }),
                 "{check:?} {verdict}"
             );
         }
-        if config.devices[0].kind == Kind::Dsa {
-            let of_page = Verdict::Found("the address is the page's".to_owned());
-            assert_eq!(verdict(&findings, "fault-at-once"), &of_page);
-        }
-        for name in ["reserved-not-zero", "interrupt-handle"] {
-            let ignored = Verdict::Found("the field is not looked at".to_owned());
-            assert_eq!(verdict(&findings, name), &ignored);
-        }
     }
-}
-
-/// Findings of one check with a model of other capabilities (GENCAP) and this status for one operation.
-fn gated(capabilities: u64, opcode: u8, status: u8, name: &str) -> Verdict {
-    let mut config = Config::dsa();
-    config.limits_mut(0, 0).unwrap().capabilities = Capabilities(capabilities);
-    let findings = on(&config, PortalKind::Enqcmd, |model| {
-        model.inject(
-            On::opcode(opcode),
-            0,
-            u32::MAX,
-            InjectedFault::Status(status),
-        );
-    });
-    verdict(&findings, name).clone()
-}
-
-#[test]
-fn what_a_device_lacks_is_not_demanded_of_it() {
-    const OVERLAP: u64 = 1 << 1;
-    const CACHE: u64 = 1 << 2;
-    let first = Capabilities::FIRST_DSA.0;
-    let of_moves = |capabilities, status, name| gated(capabilities, opcode::MEMMOVE, status, name);
-
-    let refused = of_moves(first & !OVERLAP, 0x16, "memmove-overlap");
-    assert_eq!(refused, Verdict::Holds);
-    let done = of_moves(first, 0x16, "memmove-overlap");
-    assert!(matches!(done, Verdict::Differs { .. }), "{done}");
-
-    let without = first & !CACHE;
-    let skipped = of_moves(without, 0x11, "cache-control");
-    assert!(matches!(skipped, Verdict::Skipped { .. }), "{skipped}");
-    let refused = of_moves(first, 0x11, "cache-control");
-    assert!(matches!(refused, Verdict::Differs { .. }), "{refused}");
-
-    // A batch of one is to be done where the device takes that.
-    let refused = gated(first | 1 << 52, opcode::BATCH, 0x14, "batch-of-one");
-    assert!(
-        matches!(&refused, Verdict::Differs { expected, .. } if expected.contains("0x01, 1 completed")),
-        "{refused}"
-    );
 }
 
 /// What a run in the gate does for a few seeds, for as many as SELFTEST_SEEDS says (1,000), from SELFTEST_SEED on (0).
@@ -388,9 +287,7 @@ fn a_thousand_seeds() {
     };
     let first = number("SELFTEST_SEED", 0);
     for seed in first..first + number("SELFTEST_SEEDS", 1000) {
-        let mut blocking = Config::dsa();
-        blocking.limits_mut(0, 0).unwrap().block_on_fault = true;
-        for mut config in [Config::dsa(), blocking, Config::iaa()] {
+        for mut config in [Config::dsa(), Config::iaa()] {
             config.seed = seed;
             for portal in PORTALS {
                 for Finding { check, verdict, .. } in on(&config, portal, |_| {}) {
@@ -432,6 +329,6 @@ impl Submit for Frozen {
 #[test]
 fn not_even_a_clock_that_stands_still_is_waited_for() {
     let limits = Config::dsa().limits_mut(0, 0).unwrap().clone();
-    let findings = run(Arc::new(Frozen(limits)), &all());
+    let findings = run(Arc::new(Frozen(limits)), TIMEOUT);
     assert!(findings[0].is_failure());
 }

@@ -233,7 +233,6 @@ impl Immediate {
             threshold: 128,
             max_batch: NonZeroU32::new(128),
             max_transfer: 2 << 20,
-            block_on_fault: false,
             operations: Operations([u64::MAX; 4]),
             version: 0x100,
             capabilities: Capabilities::FIRST_DSA,

@@ -133,16 +133,10 @@ pub struct Flags(pub u32);
 impl Flags {
     const MASK: u32 = 0x00ff_ffff;
 
-    /// Waits for all earlier descriptors of the same batch.
-    pub const FENCE: Self = Self(1 << 0);
-    /// Page faults are waited for, where the work queue allows it.
-    pub const BLOCK_ON_FAULT: Self = Self(1 << 1);
     /// The record's address is valid (CRAV).
     pub const RECORD_VALID: Self = Self(1 << 2);
     /// A record is wanted in any case, not only for an error (RCR).
     pub const RECORD_REQUESTED: Self = Self(1 << 3);
-    /// The result is compared with an expected one (CR).
-    pub const CHECK_RESULT: Self = Self(1 << 7);
     /// What is written goes to the processor's cache rather than to memory (CC).
     pub const CACHE: Self = Self(1 << 8);
     /// IAA: the second source is an AECS.
@@ -170,14 +164,10 @@ pub mod opcode {
     pub const DRAIN: u8 = 0x02;
     /// DSA: copy.
     pub const MEMMOVE: u8 = 0x03;
-    /// DSA: fill with a pattern.
-    pub const FILL: u8 = 0x04;
     /// DSA: compare with a pattern.
     pub const COMPARE_PATTERN: u8 = 0x06;
     /// IAA: inflate.
     pub const DECOMPRESS: u8 = 0x42;
     /// IAA: deflate, or the statistics for it.
     pub const COMPRESS: u8 = 0x43;
-    /// IAA: CRC-64.
-    pub const CRC64: u8 = 0x44;
 }

@@ -329,7 +329,6 @@ fn limits(a: &mut Attributes<'_>, device: &Device) -> Option<Limits> {
     let threshold = a.may("threshold", small);
     let transfer = a.need("max_transfer_size", number);
     let batch = a.may("max_batch_size", small);
-    let block_on_fault = a.may("block_on_fault", flag);
     let configured = a.need_if_there("op_config", operations);
     if configured.is_none() && device.op_cap.is_none() {
         a.problem.get_or_insert(Problem::Missing {
@@ -359,7 +358,6 @@ fn limits(a: &mut Attributes<'_>, device: &Device) -> Option<Limits> {
         // One descriptor is no batch.
         max_batch: batch.filter(|most| *most > 1).and_then(NonZeroU32::new),
         max_transfer: transfer.map(|most| most.min(device.max_transfer_size.unwrap_or(most)))?,
-        block_on_fault: block_on_fault.unwrap_or(false),
         operations: configured.or(device.op_cap)?,
         version: device.version?,
         capabilities: Capabilities(device.gen_cap.unwrap_or(0)),

@@ -17,7 +17,7 @@ pub const fn noop(record: u64) -> Descriptor {
     Descriptor::new(opcode::NOOP, record)
 }
 
-/// Executes the `count` descriptors at `list`, in parallel unless they are fenced. There are at least two, and at most
+/// Executes the `count` descriptors at `list`, in parallel and in any order. There are at least two, and at most
 /// the queue's [`max_batch`](crate::Limits::max_batch); `list` is a multiple of 64. A batch must not contain a batch or
 /// a drain. The device reads the list some time after submission.
 pub const fn batch(list: u64, count: u32, record: u64) -> Descriptor {
@@ -34,23 +34,13 @@ pub const fn drain(record: u64) -> Descriptor {
     Descriptor::new(opcode::DRAIN, record)
 }
 
-/// Copies. The areas may overlap if the device supports that (GENCAP bit 1).
+/// Copies. The areas must not overlap.
 pub const fn memmove(source: u64, destination: u64, size: u32, record: u64) -> Descriptor {
     Descriptor {
         address_1: source,
         address_2: destination,
         size,
         ..Descriptor::new(opcode::MEMMOVE, record)
-    }
-}
-
-/// Fills `destination` with repetitions of the little-endian bytes of `pattern`.
-pub const fn fill(pattern: u64, destination: u64, size: u32, record: u64) -> Descriptor {
-    Descriptor {
-        address_1: pattern,
-        address_2: destination,
-        size,
-        ..Descriptor::new(opcode::FILL, record)
     }
 }
 

@@ -37,7 +37,7 @@ pub struct Compress {
     pub aecs: u64,
 }
 
-/// Compresses into one block, with the codes of the AECS. The record has the output's size, and the CRC of the input.
+/// Compresses into one block, with the codes of the AECS. The record has the output's size.
 /// Output that does not fit is [an error](crate::status::IaaOutcome::does_not_fit).
 pub const fn compress(compress: Compress, record: u64) -> Descriptor {
     Descriptor {
@@ -81,7 +81,7 @@ pub struct Decompress {
 }
 
 /// Decompresses a whole stream, up to the end of a block that is marked as the last, and fails if there is none. The
-/// device ignores what follows in the source. The record has the output's size, which is to be checked, and its CRC,
+/// device ignores what follows in the source. The record has the output's size, which is to be checked,
 /// but not how much of the source was read (IAA 2.1, 6.2.4).
 pub const fn decompress(decompress: Decompress, record: u64) -> Descriptor {
     Descriptor {
@@ -91,18 +91,6 @@ pub const fn decompress(decompress: Decompress, record: u64) -> Descriptor {
         operation_flags: ENABLE | FLUSH | STOP_AT_END | CHECK_END | END_OF_LAST_BLOCK,
         operands: [0, pair(decompress.destination_size, 0), 0],
         ..Descriptor::new(opcode::DECOMPRESS, record)
-    }
-}
-
-/// CRC-64 of an area by a normal (not reflected) polynomial, into
-/// [the record](crate::status::IaaOutcome::crc64). The only operation of IAA that writes nothing: conformance checks use
-/// it where they must not.
-pub const fn crc64(source: u64, size: u32, polynomial: u64, record: u64) -> Descriptor {
-    Descriptor {
-        address_1: source,
-        size,
-        operands: [0, 0, polynomial],
-        ..Descriptor::new(opcode::CRC64, record)
     }
 }
 

@@ -103,8 +103,6 @@ pub struct Limits {
     pub max_batch: Option<NonZeroU32>,
     /// Most bytes of one descriptor.
     pub max_transfer: u64,
-    /// Whether a descriptor may ask to wait for page faults.
-    pub block_on_fault: bool,
     /// Opcodes that it takes.
     pub operations: Operations,
     /// The device's version: 0x100 is the first.

@@ -26,106 +26,34 @@ pub(super) trait Tokens {
 
 /// Finds symbols for `input`.
 pub(super) fn tokenize(input: &[u8], tokens: &mut impl Tokens) -> Result<(), Failure> {
-    let mut history = History::new(input);
-    let (mut at, mut misses) = (0, 0_u32);
+    // The last place of each hash of three bytes, plus one; zero is none.
+    let mut last = vec![0; 1 << HASH_BITS];
+    let mut at = 0;
     while at < input.len() {
-        let (length, distance) = match is_worth_a_search(misses) {
-            true => history.longest(at),
-            false => (0, 0),
+        let ahead = &input[at..input.len().min(at + LONGEST)];
+        let before = match hash(ahead) {
+            Some(hash) => std::mem::replace(&mut last[hash], at + 1).checked_sub(1),
+            None => None,
         };
-        if length < SHORTEST {
-            tokens.literal(input[at])?;
-            history.insert(at);
-            at += 1;
-            misses += 1;
-        } else {
-            misses = 0;
-            tokens.copy(length, distance)?;
-            let end = at + length;
-            // What comes next is found by the last places of a long copy, and those of a run are all the same.
-            let from = at.max(end.saturating_sub(REMEMBERED));
-            (from..end).for_each(|place| history.insert(place));
-            at = end;
+        let length = match before.filter(|before| at - before <= WINDOW) {
+            Some(before) => common(&input[before..], ahead),
+            None => 0,
+        };
+        match before {
+            Some(before) if length >= SHORTEST => {
+                tokens.copy(length, at - before)?;
+                at += length;
+            }
+            _ => {
+                tokens.literal(input[at])?;
+                at += 1;
+            }
         }
     }
     Ok(())
 }
 
-/// After so many literals the data is taken for noise.
-const NOISE: u32 = 64;
-
-/// In noise only every fourth place is looked at: a long copy is found one of the next times as well.
-fn is_worth_a_search(misses: u32) -> bool {
-    misses < NOISE || misses.is_multiple_of(4)
-}
-
-/// Places of a copy that are remembered.
-const REMEMBERED: usize = 64;
-/// Places that are compared before the best is good enough.
-const TRIES: usize = 12;
-/// A copy that is long enough to look no further.
-const GOOD: usize = 64;
 const HASH_BITS: u32 = 12;
-
-/// Where three bytes have been seen before: chains of places with the same hash, the latest first.
-struct History<'a> {
-    input: &'a [u8],
-    /// Latest place of each hash, plus one; zero is none.
-    heads: Box<[u32]>,
-    /// The place before, plus one, for each place of the window.
-    before: Box<[u32]>,
-}
-
-impl<'a> History<'a> {
-    fn new(input: &'a [u8]) -> Self {
-        Self {
-            input,
-            heads: vec![0; 1 << HASH_BITS].into(),
-            before: vec![0; WINDOW].into(),
-        }
-    }
-
-    /// Length (zero if there is none) and distance of the longest copy found for `at`, which is not yet inserted.
-    #[inline(always)]
-    fn longest(&self, at: usize) -> (usize, usize) {
-        let ahead = &self.input[at..self.input.len().min(at + LONGEST)];
-        let Some(hash) = hash(ahead) else {
-            return (0, 0);
-        };
-        let mut best = (0, 0);
-        let mut next = self.heads[hash] as usize;
-        for _ in 0..TRIES {
-            let Some(place) = next.checked_sub(1) else {
-                break;
-            };
-            // A place of an older window: its chain has been written over. Only earlier ones are next to come.
-            if place >= at || at - place > WINDOW {
-                break;
-            }
-            // Only if the byte after the best's last is the same can it be longer.
-            if self.input.get(place + best.0) == ahead.get(best.0) {
-                let length = common(&self.input[place..], ahead);
-                if length > best.0 {
-                    best = (length, at - place);
-                    if length >= GOOD.min(ahead.len()) {
-                        break;
-                    }
-                }
-            }
-            next = self.before[place % WINDOW] as usize;
-        }
-        best
-    }
-
-    #[inline(always)]
-    fn insert(&mut self, at: usize) {
-        if let Some(hash) = hash(&self.input[at..]) {
-            self.before[at % WINDOW] = self.heads[hash];
-            // An input is shorter than 4 GiB: its size is a descriptor's.
-            self.heads[hash] = u32::try_from(at + 1).unwrap_or(0);
-        }
-    }
-}
 
 #[inline(always)]
 fn hash(ahead: &[u8]) -> Option<usize> {
@@ -136,18 +64,8 @@ fn hash(ahead: &[u8]) -> Option<usize> {
 
 /// How many bytes are the same at the beginning of both.
 fn common(one: &[u8], other: &[u8]) -> usize {
-    let (words, _) = one.as_chunks::<8>();
-    let (others, _) = other.as_chunks::<8>();
-    let mut same = 0;
-    for (word, other) in words.iter().zip(others) {
-        let difference = u64::from_le_bytes(*word) ^ u64::from_le_bytes(*other);
-        if difference != 0 {
-            return same + difference.trailing_zeros() as usize / 8;
-        }
-        same += 8;
-    }
-    let rest = one[same..].iter().zip(&other[same..]);
-    same + rest.take_while(|(one, other)| one == other).count()
+    let same = one.iter().zip(other);
+    same.take_while(|(one, other)| one == other).count()
 }
 
 /// Counts symbols.
@@ -265,8 +183,8 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    /// Ends the block, and returns how many bits of the output's last byte are valid; zero for all of them.
-    pub(super) fn finish(&mut self) -> Result<u8, Failure> {
+    /// Ends the block.
+    pub(super) fn finish(&mut self) -> Result<(), Failure> {
         self.symbol(self.codes.literals[END_OF_BLOCK], 0, 0)?;
         let bytes = self.pending.to_le_bytes();
         let whole = self.count.div_ceil(8) as usize;
@@ -274,7 +192,7 @@ impl<'a> Encoder<'a> {
         if self.output.len() > self.limit {
             return Err(Failure::TooLong);
         }
-        Ok((self.count & 7) as u8)
+        Ok(())
     }
 
     /// What there is, as far as it fits.

@@ -14,6 +14,9 @@ pub(crate) enum Denied {
     Gone,
 }
 
+/// How often the kernel's `write` retries a full queue (`enqcmds_retries` in sysfs).
+const WRITE_RETRIES: u32 = 32;
+
 impl Machine {
     /// Takes one descriptor, or not.
     pub(crate) fn admit(
@@ -42,15 +45,16 @@ impl Machine {
         }
         let dead = !here.enabled || here.queues[queue].generation != generation;
         let kind = here.kind;
-        if let PortalKind::Write { unsafe_v1 } = portal
+        let is_old = here.queues[queue].limits.version == 0x100;
+        if portal == PortalKind::Write
             && (!descriptor.record.is_multiple_of(kind.record_alignment())
-                || (descriptor.opcode() == opcode::BATCH && unsafe_v1))
+                || (descriptor.opcode() == opcode::BATCH && is_old))
         {
             return Err(Denied::Invalid);
         }
         let here = &mut here.queues[queue];
         match (portal, here.limits.mode) {
-            (PortalKind::Enqcmd, _) | (PortalKind::Write { .. }, Mode::Shared) if dead => {
+            (PortalKind::Enqcmd, _) | (PortalKind::Write, Mode::Shared) if dead => {
                 return Err(Denied::Full);
             }
             // The wrong instruction for a queue is never accepted (DSA 3.0, 5.3).
@@ -60,8 +64,8 @@ impl Machine {
                     return Err(Denied::Full);
                 }
             }
-            (PortalKind::Write { .. }, Mode::Shared) => {
-                if !(0..=self.write_retries).any(|_| !self.full(device, queue)) {
+            (PortalKind::Write, Mode::Shared) => {
+                if !(0..=WRITE_RETRIES).any(|_| !self.full(device, queue)) {
                     return Err(Denied::Full);
                 }
             }
@@ -106,7 +110,7 @@ impl Machine {
             }
             return true;
         }
-        let taken = queue.entries.len() as u64 + u64::from(queue.held) + competitor;
+        let taken = queue.entries.len() as u64 + competitor;
         unlucky || taken >= u64::from(queue.limits.threshold)
     }
 

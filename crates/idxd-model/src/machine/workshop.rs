@@ -1,6 +1,6 @@
-//! The work of one descriptor, in memory. It needs nothing of the machine, so that threads can do it outside its lock.
+//! The work of one descriptor, in memory.
 
-use super::{NEVER, Unit};
+use super::NEVER;
 use idxd::{Descriptor, Kind, RecordImage, opcode};
 
 use crate::{
@@ -12,7 +12,7 @@ use crate::{
     validate::status,
 };
 
-/// What work needs: shared with threads that work outside the machine's lock.
+/// What the work of a descriptor needs.
 #[derive(Debug)]
 pub(crate) struct Workshop {
     pub(crate) pages: Pages,
@@ -20,72 +20,44 @@ pub(crate) struct Workshop {
     pub(super) work: Work,
 }
 
-/// Work that can be done without the machine.
-#[derive(Debug)]
-pub(crate) struct Job {
-    pub(super) kind: Kind,
-    pub(crate) unit: Unit,
-    pub(super) done: Option<RecordImage>,
-    pub(super) block: bool,
-    pub(super) random: u64,
-    pub(super) now: u64,
-}
-
-/// What came out of a [`Job`].
-#[derive(Debug)]
-pub(crate) struct Worked {
-    pub(super) image: RecordImage,
-    /// How long page requests took.
-    pub(super) stalled: u64,
-}
-
 impl Workshop {
-    /// Does the work of a descriptor, in memory.
-    pub(crate) fn work(&self, job: &Job) -> Worked {
-        if let Some(image) = job.done {
-            return Worked { image, stalled: 0 };
-        }
-        let descriptor = &job.unit.descriptor;
-        let mut refused = job.block;
-        let mut injected = None;
-        match job.unit.fault {
-            Some(InjectedFault::Status(code)) => {
-                return Worked {
-                    image: Outcome::status(code).image(),
-                    stalled: 0,
-                };
-            }
+    /// Does the work of a descriptor to which `fault` happens, and returns what its record reports.
+    pub(super) fn work(
+        &self,
+        kind: Kind,
+        descriptor: &Descriptor,
+        fault: Option<InjectedFault>,
+        random: u64,
+    ) -> RecordImage {
+        let (mut refused, mut injected) = (false, None);
+        match fault {
+            Some(InjectedFault::Status(code)) => return Outcome::status(code).image(),
             Some(InjectedFault::PageFault {
                 at,
                 write,
-                refused: asked,
+                refused: is_refused,
             }) => {
-                injected = place(descriptor, at, write, job.random);
-                refused |= asked;
+                injected = place(descriptor, at, write, random);
+                refused = is_refused;
             }
             _ => {}
         }
         let mut view = View {
             injected,
-            ..self.view(job.now, job.block)
+            ..self.view()
         };
-        let mut image = match job.kind {
-            Kind::Dsa => dsa::execute(descriptor, &mut view, &self.work).image(),
-            Kind::Iaa if matches!(descriptor.opcode(), opcode::NOOP) => {
-                Outcome::status(status::SUCCESS).image()
-            }
-            Kind::Iaa => iaa::execute(descriptor, &mut view),
+        let mut image = match (kind, descriptor.opcode()) {
+            (_, opcode::NOOP) => Outcome::status(status::SUCCESS).image(),
+            (Kind::Dsa, _) => dsa::execute(descriptor, &mut view, &self.work).image(),
+            (Kind::Iaa, _) => iaa::execute(descriptor, &mut view),
         };
         if refused && image.status() & !status::ON_WRITE == status::PAGE_FAULT {
             image.words[0] += u64::from(status::PAGE_REQUEST_REFUSED - status::PAGE_FAULT);
         }
-        if job.unit.fault == Some(InjectedFault::Corrupt) && image.status() == status::SUCCESS {
-            self.corrupt(job, &image);
+        if fault == Some(InjectedFault::Corrupt) && image.status() == status::SUCCESS {
+            self.corrupt(descriptor, random, &image);
         }
-        Worked {
-            image,
-            stalled: view.stalled,
-        }
+        image
     }
 
     /// How long the transfer takes, in nanoseconds.
@@ -101,22 +73,18 @@ impl Workshop {
         u64::try_from(took).unwrap_or(NEVER)
     }
 
-    /// Memory without faults that were asked for, and with all that are reported.
-    pub(super) fn view(&self, now: u64, block: bool) -> View<'_> {
+    /// Memory without injected faults.
+    pub(super) fn view(&self) -> View<'_> {
         View {
             pages: &self.pages,
-            now,
-            block,
             injected: None,
-            stalled: 0,
         }
     }
 
-    /// Makes one of the bytes wrong that an operation wrote.
-    fn corrupt(&self, job: &Job, image: &RecordImage) {
-        let descriptor = &job.unit.descriptor;
+    /// Changes one of the bytes that an operation wrote.
+    fn corrupt(&self, descriptor: &Descriptor, random: u64, image: &RecordImage) {
         let written = match descriptor.opcode() {
-            opcode::MEMMOVE | opcode::FILL => u64::from(descriptor.size),
+            opcode::MEMMOVE => u64::from(descriptor.size),
             // IAA's size of the output.
             opcode::COMPRESS | opcode::DECOMPRESS => image.words[3] & 0xffff_ffff,
             _ => 0,
@@ -124,10 +92,10 @@ impl Workshop {
         if written == 0 {
             return;
         }
-        let at = descriptor.address_2.wrapping_add(job.random % written);
-        let (mut view, mut byte) = (self.view(job.now, false), [0]);
+        let at = descriptor.address_2.wrapping_add(random % written);
+        let (mut view, mut byte) = (self.view(), [0]);
         if view.read(at, &mut byte).is_ok() {
-            // What was just written can be written; if not, it is not corrupted.
+            // The byte was just written, so this write can hardly fail; if it does, nothing is corrupted.
             let _ = view.write(at, &[byte[0] ^ 0x10]);
         }
     }
@@ -136,13 +104,12 @@ impl Workshop {
 /// Address of a fault at `at` in what `descriptor` works on, and whether of a write.
 fn place(descriptor: &Descriptor, at: At, write: bool, random: u64) -> Option<(u64, bool)> {
     let size = u64::from(descriptor.size);
-    let (reads, writes) = match descriptor.opcode() {
-        opcode::FILL => (false, true),
-        opcode::COMPARE_PATTERN | opcode::CRC64 => (true, false),
+    let writes = match descriptor.opcode() {
+        opcode::COMPARE_PATTERN => false,
         opcode::NOOP | opcode::DRAIN | opcode::BATCH => return None,
-        _ => (true, true),
+        _ => true,
     };
-    let write = writes && (write || !reads);
+    let write = write && writes;
     let offset = match at {
         At::Byte(byte) => u64::from(byte),
         At::Anywhere => random % size.max(1),

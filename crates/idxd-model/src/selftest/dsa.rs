@@ -1,82 +1,106 @@
-//! Checks of the results of DSA's operations.
+//! Checks of DSA: comparisons, copies, batches, and pages that are not there.
 
 use super::{
-    Check, Ended, Verdict, is_so,
+    Check, Verdict, is_so, noise,
     queue::UNKNOWN,
-    rig::{Area, PAGE, Rig, flagged},
-    same,
+    rig::{Area, BatchAnswer, Hole, PAGE, Rig, plain},
+    same, size,
 };
-use idxd::{Descriptor, Flags, Kind, RecordImage, dsa, opcode};
+use idxd::{Descriptor, RecordImage, dsa, opcode};
 
-const fn check(number: u32, name: &'static str, what: &'static str, run: super::Run) -> Check {
-    Check::new(number, name, what, run).of(Kind::Dsa)
-}
+const COMPARE: &[u8] = &[opcode::COMPARE_PATTERN];
+const MOVE: &[u8] = &[opcode::MEMMOVE];
+const BATCH: &[u8] = &[opcode::BATCH, opcode::NOOP];
+const COMPARE_BATCH: &[u8] = &[opcode::BATCH, opcode::COMPARE_PATTERN];
 
 pub(super) const CHECKS: &[Check] = &[
-    check(
-        10,
+    Check::new(
         "compare-pattern-zero",
         "zeros are equal to a pattern of zero, at any offset and of any length",
+        Some("DSA 3.0, 8.3.7"),
+        COMPARE,
         zeros,
-    )
-    .by("DSA 3.0, 8.3.7")
-    .needs(&[opcode::COMPARE_PATTERN]),
-    check(
-        11,
+    ),
+    Check::new(
         "compare-pattern-differs",
         "a single bit is found, wherever it is, and what lies around the area is not",
+        Some("DSA 3.0, 8.3.7"),
+        COMPARE,
         single_bits,
-    )
-    .by("DSA 3.0, 8.3.7")
-    .needs(&[opcode::COMPARE_PATTERN]),
-    check(
-        12,
-        "compare-pattern-completed",
-        "a comparison with a pattern counts no byte beyond the first difference, and none where all are equal",
-        completed,
-    )
-    .by("DSA 3.0, 8.2.4 and 8.3.7")
-    .needs(&[opcode::COMPARE_PATTERN]),
-    check(
-        13,
-        "compare-pattern-repeats",
-        "a pattern is compared again and again from its first byte, whatever the length",
-        repeats,
-    )
-    .by("DSA 3.0, 8.3.7")
-    .needs(&[opcode::COMPARE_PATTERN]),
-    check(
-        14,
-        "compare-expected",
-        "a comparison with another result than the expected one is status 0x02",
-        expected_value,
-    )
-    .by("DSA 3.0, 8.3.6 and 8.3.7")
-    .needs(&[opcode::COMPARE_PATTERN]),
-    check(
-        16,
+    ),
+    Check::new(
         "memmove",
         "copies are right at any offset and of any length, and nothing else is written",
+        Some("DSA 3.0, 8.3.4"),
+        MOVE,
         memmove,
-    )
-    .by("DSA 3.0, 8.3.4")
-    .needs(&[opcode::MEMMOVE]),
-    check(
-        17,
-        "memmove-overlap",
-        "overlapping areas are copied as if by way of a third one, or are status 0x16 where the device cannot do that",
-        memmove_overlap,
-    )
-    .by("DSA 3.0, 8.3.4 and 9.2.2")
-    .needs(&[opcode::MEMMOVE]),
-    check(
-        18,
-        "fill",
-        "the pattern is written again and again, and nothing behind it",
-        fill,
-    )
-    .by("DSA 3.0, 8.3.5")
-    .needs(&[opcode::FILL]),
+    ),
+    Check::new(
+        "fault-on-read",
+        "a page that may not be read is status 0x03, with no more bytes than lie before it",
+        Some("DSA 3.0, 5.8.1 and 8.2.4"),
+        COMPARE,
+        fault_on_read,
+    ),
+    Check::new(
+        "fault-on-write",
+        "a page that may not be written is status 0x83, and the bytes that are completed have been written",
+        Some("DSA 3.0, 3.13, 8.2.4 and 8.3.4"),
+        MOVE,
+        fault_on_write,
+    ),
+    Check::new(
+        "untouched-page",
+        "a page that was never touched: it may be zero or missing",
+        None,
+        COMPARE,
+        untouched,
+    ),
+    Check::new(
+        "batch-of-two",
+        "a batch of two is done",
+        Some("DSA 3.0, 8.3.2"),
+        BATCH,
+        |rig| all_done(&rig.ask_batch(vec![noop(); 2], None)?, 2),
+    ),
+    Check::new(
+        "batch-of-most",
+        "the largest batch is done",
+        Some("DSA 3.0, 3.8"),
+        BATCH,
+        |rig| {
+            let most = largest(rig)?;
+            all_done(&rig.ask_batch(vec![noop(); most], None)?, most)
+        },
+    ),
+    Check::new(
+        "batch-member-fails",
+        "a member that fails makes its batch 0x05, and the others are done",
+        Some("DSA 3.0, 5.8.1 and 8.3.2"),
+        BATCH,
+        member_fails,
+    ),
+    Check::new(
+        "batch-last",
+        "the record of a batch is there only when those of all its members are",
+        Some("DSA 3.0, 3.8"),
+        COMPARE_BATCH,
+        last,
+    ),
+    Check::new(
+        "batch-list-read-late",
+        "the list is read as engines become free: a change after submission is seen",
+        None,
+        COMPARE_BATCH,
+        read_late,
+    ),
+    Check::new(
+        "batch-list-fault",
+        "a page missing under the list is status 0x06, and counts the members that were processed",
+        Some("DSA 3.0, 5.8.1 and 8.3.2"),
+        BATCH,
+        list_fault,
+    ),
 ];
 
 /// Offsets and lengths that are none of a cache line's, a word's or a page's.
@@ -85,211 +109,220 @@ const ODD: &[(usize, usize)] = &[
     (1, 4095),
     (3, 1),
     (7, 8),
-    (8, 7),
     (63, 65),
-    (64, 63),
     (4095, 2),
     (4093, 4099),
     (5, 8187),
 ];
 
-fn zeros(rig: &Rig<'_>) -> Result<Verdict, Ended> {
+fn zeros(rig: &Rig) -> Result<(), Verdict> {
     let area = rig.pages(2)?;
-    // Ones all around.
     for (offset, length) in ODD {
+        // Ones all around.
         area.write(0, &[0xff; 2 * PAGE]);
         area.write(*offset, &vec![0; *length]);
-        let descriptor = dsa::compare_pattern(area.address(*offset), size(*length), 0, 0);
-        same(
-            at("0x01, result 0", *offset, *length),
-            at(&compared(rig, descriptor)?, *offset, *length),
-        )?;
+        compared(rig, &area, (*offset, *length), 0)?;
     }
-    Ok(Verdict::Holds)
+    Ok(())
 }
 
-fn single_bits(rig: &Rig<'_>) -> Result<Verdict, Ended> {
+fn single_bits(rig: &Rig) -> Result<(), Verdict> {
     let area = rig.pages(2)?;
     for (offset, length) in ODD {
         for byte in [0, length / 2, length - 1] {
             area.write(0, &[0; 2 * PAGE]);
             area.write(offset + byte, &[0x10]);
-            let descriptor = dsa::compare_pattern(area.address(*offset), size(*length), 0, 0);
-            same(
-                at("0x01, result 1", *offset, *length),
-                at(&compared(rig, descriptor)?, *offset, *length),
-            )?;
+            compared(rig, &area, (*offset, *length), 1)?;
         }
     }
-    Ok(Verdict::Holds)
+    Ok(())
 }
 
-fn completed(rig: &Rig<'_>) -> Result<Verdict, Ended> {
-    let area = rig.pages(2)?;
-    let descriptor = dsa::compare_pattern(area.address(0), size(2 * PAGE), 0, 0);
+/// Compares a part of `area`, offset and length, with zeros, and expects this result.
+fn compared(
+    rig: &Rig,
+    area: &Area,
+    (offset, length): (usize, usize),
+    result: u8,
+) -> Result<(), Verdict> {
+    let descriptor = dsa::compare_pattern(area.address(offset), size(length), 0, 0);
     let image = rig.ask(descriptor)?.image("a result")?;
+    let describe = |status: u8, result: u8| {
+        format!("{status:#04x}, result {result} for {length} bytes at {offset}")
+    };
     same(
-        "0x01, result 0, 0 bytes completed",
-        format!(
-            "{}, {} bytes completed",
-            comparison(&image),
-            image.completed()
-        ),
-    )?;
-    let mut found = Vec::new();
-    let mut is_expected = true;
-    for byte in [0, 7, 8, 100, 4095, 4096, 5001] {
-        area.write(0, &[0; 2 * PAGE]);
-        area.write(byte, &[1]);
-        let image = rig.ask(descriptor)?.image("0x01, result 1")?;
-        same("0x01, result 1", comparison(&image))?;
-        is_expected &= image.completed() as usize <= byte;
-        found.push(format!("{} for byte {byte}", image.completed()));
-    }
-    is_so(
-        is_expected,
-        "no more than the first difference's offset",
-        found.join(", "),
-    )?;
-    Ok(Verdict::Holds)
+        describe(0x01, result),
+        describe(image.status(), image.result()),
+    )
 }
 
-fn repeats(rig: &Rig<'_>) -> Result<Verdict, Ended> {
-    let area = rig.pages(2)?;
-    let pattern = 0x0123_4567_89ab_cdef_u64;
-    for (offset, length) in ODD {
-        area.write(0, &[0; 2 * PAGE]);
-        let bytes: Vec<u8> = pattern
-            .to_le_bytes()
-            .into_iter()
-            .cycle()
-            .take(*length)
-            .collect();
-        area.write(*offset, &bytes);
-        let descriptor = dsa::compare_pattern(area.address(*offset), size(*length), pattern, 0);
-        same(
-            at("0x01, result 0", *offset, *length),
-            at(&compared(rig, descriptor)?, *offset, *length),
-        )?;
-    }
-    Ok(Verdict::Holds)
-}
-
-fn expected_value(rig: &Rig<'_>) -> Result<Verdict, Ended> {
-    let area = rig.pages(1)?;
-    for (expected, wanted) in [(0, "0x01, result 0"), (1, "0x02, result 0")] {
-        let descriptor = dsa::compare_pattern(area.address(0), size(PAGE), 0, 0);
-        let descriptor = Descriptor {
-            operands: [expected, 0, 0],
-            ..flagged(descriptor, Flags::CHECK_RESULT)
-        };
-        same(wanted, compared(rig, descriptor)?)?;
-    }
-    Ok(Verdict::Holds)
-}
-
-fn memmove(rig: &Rig<'_>) -> Result<Verdict, Ended> {
+fn memmove(rig: &Rig) -> Result<(), Verdict> {
     let source = rig.holding(&noise(2 * PAGE))?;
     let target = rig.pages(2)?;
     for (offset, length) in ODD {
         target.write(0, &[0; 2 * PAGE]);
         // To another offset than from.
         let to = (2 * PAGE - length) / 2;
-        let descriptor = dsa::memmove(
-            source.address(*offset),
-            target.address(to),
-            size(*length),
-            0,
-        );
+        let (from_address, to_address) = (source.address(*offset), target.address(to));
+        let descriptor = dsa::memmove(from_address, to_address, size(*length), 0);
         same("status 0x01", rig.ask(descriptor)?.to_string())?;
         let mut expected = vec![0; 2 * PAGE];
         expected[to..to + length].copy_from_slice(&source.read(*offset, *length));
-        holds(&target, &expected)?;
+        target.holds(&expected)?;
     }
-    Ok(Verdict::Holds)
+    Ok(())
 }
 
-fn memmove_overlap(rig: &Rig<'_>) -> Result<Verdict, Ended> {
-    let is_supported = rig.limits().capabilities.has(OVERLAPPING_COPY);
-    for (from, to) in [(0, 100), (100, 0), (0, 4096), (4096, 0)] {
-        let (area, length) = (rig.holding(&noise(4 * PAGE))?, 2 * PAGE + 11);
-        let descriptor = dsa::memmove(area.address(from), area.address(to), size(length), 0);
-        let mut expected = area.read(0, 4 * PAGE);
-        let status = match is_supported {
-            true => {
-                expected.copy_within(from..from + length, to);
-                "status 0x01"
-            }
-            false => "status 0x16",
+fn fault_on_read(rig: &Rig) -> Result<(), Verdict> {
+    for offset in [0, 100, PAGE - 8, PAGE] {
+        let area = rig.before_hole(Hole::Missing)?;
+        let length = size(2 * PAGE - offset);
+        let descriptor = dsa::compare_pattern(area.address(offset), length, 0, 0);
+        fault(rig, descriptor, 0x03, PAGE - offset)?;
+    }
+    Ok(())
+}
+
+fn fault_on_write(rig: &Rig) -> Result<(), Verdict> {
+    let source = rig.holding(&noise(2 * PAGE))?;
+    for (offset, hole) in [
+        (0, Hole::Missing),
+        (72, Hole::ReadOnly),
+        (PAGE - 8, Hole::Missing),
+    ] {
+        let area = rig.before_hole(hole)?;
+        let length = size(2 * PAGE - offset);
+        let descriptor = dsa::memmove(source.address(0), area.address(offset), length, 0);
+        let done = fault(rig, descriptor, 0x83, PAGE - offset)?;
+        let mut written = vec![0; offset + done];
+        written[offset..].copy_from_slice(&source.read(0, done));
+        area.holds(&written)?;
+    }
+    Ok(())
+}
+
+/// Asks for an operation that a fault ends, with this status and at most so many bytes completed. Returns how many.
+fn fault(rig: &Rig, descriptor: Descriptor, status: u8, most: usize) -> Result<usize, Verdict> {
+    let expected = format!("{status:#04x}, at most {most} bytes completed");
+    let image = rig.ask(descriptor)?.image(&expected)?;
+    let done = image.completed() as usize;
+    let is_partial = image.status() == status && done <= most;
+    let found = format!("{:#04x}, {done} bytes completed", image.status());
+    is_so(is_partial, expected, found)?;
+    Ok(done)
+}
+
+fn untouched(rig: &Rig) -> Result<(), Verdict> {
+    let descriptor = dsa::compare_pattern(rig.untouched()?.address(0), size(PAGE), 0, 0);
+    let image = rig.ask(descriptor)?.image("a status")?;
+    Err(Verdict::Found(format!(
+        "{:#04x}, result {}",
+        image.status(),
+        image.result()
+    )))
+}
+
+fn noop() -> Descriptor {
+    plain(opcode::NOOP)
+}
+
+fn member_fails(rig: &Rig) -> Result<(), Verdict> {
+    let members = vec![noop(), plain(UNKNOWN), noop(), noop()];
+    let answer = rig.ask_batch(members, None)?;
+    let parent = parent(&answer.parent.image("0x05")?);
+    same(
+        "0x05, 4 completed, members 0x01 0x10 0x01 0x01",
+        answer
+            .statuses()
+            .fold(format!("{parent}, members"), |all, status| {
+                format!("{all} {status:#04x}")
+            }),
+    )
+}
+
+fn last(rig: &Rig) -> Result<(), Verdict> {
+    let compare = slow(rig)?;
+    let count = largest(rig)?.min(16);
+    for _ in 0..16 {
+        all_done(&rig.ask_batch(vec![compare; count], None)?, count)?;
+    }
+    Ok(())
+}
+
+fn read_late(rig: &Rig) -> Result<(), Verdict> {
+    let (slow, count) = (slow(rig)?, largest(rig)?.min(1024));
+    let list = rig.pages(16)?;
+    let records: Vec<_> = (0..count).map(|_| rig.record()).collect::<Result<_, _>>()?;
+    for (index, record) in records.iter().enumerate() {
+        let member = Descriptor {
+            record: record.address(),
+            ..slow
         };
-        same(status, rig.ask(descriptor)?.to_string())?;
-        holds(&area, &expected)?;
+        list.write(index * 64, &member.bytes());
     }
-    Ok(Verdict::Holds)
-}
-
-/// Bit of GENCAP: a MEMMOVE may have areas that overlap (DSA 3.0, 9.2.2).
-pub(super) const OVERLAPPING_COPY: u32 = 1;
-
-fn fill(rig: &Rig<'_>) -> Result<Verdict, Ended> {
-    let (area, pattern) = (rig.pages(2)?, 0x0102_0304_0506_0708_u64);
-    for (offset, length) in ODD {
-        area.write(0, &[0; 2 * PAGE]);
-        let descriptor = dsa::fill(pattern, area.address(*offset), size(*length), 0);
-        same("status 0x01", rig.ask(descriptor)?.to_string())?;
-        let mut expected = vec![0; 2 * PAGE];
-        let bytes = pattern.to_le_bytes().into_iter().cycle();
-        for (place, byte) in expected[*offset..offset + length].iter_mut().zip(bytes) {
-            *place = byte;
-        }
-        holds(&area, &expected)?;
+    let parent = rig.record()?;
+    let batch = dsa::batch(list.address(0), size(count), parent.address());
+    if let Err(refusal) = rig.offer(&batch) {
+        return Err(Verdict::Skipped(format!("it was refused: {refusal}")));
     }
-    Ok(Verdict::Holds)
-}
-
-/// Status and result of an operation.
-fn compared(rig: &Rig<'_>, descriptor: Descriptor) -> Result<String, Ended> {
-    let image = rig.ask(descriptor)?.image("a result")?;
-    Ok(comparison(&image))
-}
-
-pub(super) fn comparison(image: &RecordImage) -> String {
-    format!("{:#04x}, result {}", image.status(), image.result())
-}
-
-fn at(found: &str, offset: usize, length: usize) -> String {
-    format!("{found} for {length} bytes at {offset}")
-}
-
-/// Whether an area has these bytes, from its start.
-pub(super) fn holds(area: &Area, expected: &[u8]) -> Result<(), Ended> {
-    let found = area.read(0, expected.len());
-    match found
-        .iter()
-        .zip(expected)
-        .position(|(one, other)| one != other)
-    {
-        None => Ok(()),
-        Some(at) => Err(Verdict::Differs {
-            expected: format!("byte {at} to be {:#04x}", expected[at]),
-            found: format!("{:#04x}", found[at]),
-        }),
+    // The opcode of the last one becomes an unknown one: a single byte, which the device sees changed or not.
+    list.write((count - 1) * 64 + 7, &[UNKNOWN]);
+    rig.wait(parent).image("the batch's record")?;
+    match records.last().map_or(0, |record| record.status()) {
+        0x10 => Ok(()),
+        other => Err(Verdict::Found(format!(
+            "read before: the last member's status is {other:#04x}"
+        ))),
     }
 }
 
-pub(super) fn size(bytes: usize) -> u32 {
-    u32::try_from(bytes).unwrap_or(u32::MAX)
+fn list_fault(rig: &Rig) -> Result<(), Verdict> {
+    for before in [0, 1, 5] {
+        let area = rig.before_hole(Hole::Missing)?;
+        let list = (area, PAGE - before * 64);
+        let answer = rig.ask_batch(vec![noop(); before + 3], Some(list))?;
+        let image = answer.parent.image("0x06")?;
+        let done = answer.statuses().filter(|status| *status != 0).count();
+        let completed = image.completed() as usize;
+        is_so(
+            image.status() == 0x06 && completed == done && completed <= before,
+            format!("0x06, at most {before} completed, as many records"),
+            format!("{}, {done} records", parent(&image)),
+        )?;
+    }
+    Ok(())
 }
 
-/// Bytes without a pattern, always the same.
-pub(super) fn noise(length: usize) -> Vec<u8> {
-    let mut random = crate::random::Random::new(length as u64);
-    (0..length)
-        .map(|_| random.next().to_le_bytes()[0])
-        .collect()
+/// A comparison of some pages.
+pub(super) fn slow(rig: &Rig) -> Result<Descriptor, Verdict> {
+    const PAGES: usize = 64;
+    let bytes = ((PAGES * PAGE) as u64).min(rig.limits().max_transfer);
+    let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
+    Ok(dsa::compare_pattern(
+        rig.pages(PAGES)?.address(0),
+        bytes,
+        0,
+        0,
+    ))
 }
 
-/// An operation that fails at once.
-pub(super) fn failing() -> Descriptor {
-    super::rig::plain(UNKNOWN)
+fn largest(rig: &Rig) -> Result<usize, Verdict> {
+    match rig.limits().max_batch {
+        Some(most) => Ok(most.get() as usize),
+        None => Err(Verdict::Skipped("the queue takes no batches".to_owned())),
+    }
+}
+
+fn all_done(answer: &BatchAnswer, count: usize) -> Result<(), Verdict> {
+    let expected = format!("0x01, {count} completed");
+    same(&expected, parent(&answer.parent.image(&expected)?))?;
+    let done = answer.statuses().filter(|status| *status == 1).count();
+    same(
+        format!("{count} members done with it"),
+        format!("{done} members done with it"),
+    )
+}
+
+fn parent(image: &RecordImage) -> String {
+    format!("{:#04x}, {} completed", image.status(), image.completed())
 }

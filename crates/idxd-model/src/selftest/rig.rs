@@ -14,17 +14,17 @@ use rustix::{
     mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap},
 };
 
-use super::{Ended, Options, Verdict};
-use idxd::{Descriptor, Flags, Limits, Record, RecordImage, Refusal, Submit, opcode};
+use super::{Verdict, size};
+use idxd::{Descriptor, Limits, Record, RecordImage, Refusal, Submit, dsa, opcode};
 
 /// Bytes of a page.
 pub(super) const PAGE: usize = 4096;
 
 /// A work queue under test. Everything whose address a device has is kept until the queue is closed, which is
 /// when this is dropped: an answer that comes too late then does no harm.
-pub(super) struct Rig<'a> {
+pub(super) struct Rig {
     submit: Arc<dyn Submit>,
-    options: &'a Options,
+    timeout: Duration,
     areas: RefCell<Vec<Rc<Area>>>,
     records: RefCell<Vec<NonNull<Record>>>,
     state: Cell<State>,
@@ -54,16 +54,7 @@ pub(super) enum Answer {
 pub(super) struct BatchAnswer {
     pub(super) parent: Answer,
     /// What the members' records held when the batch's was seen.
-    pub(super) members: Vec<Option<RecordImage>>,
-}
-
-/// A batch to be asked for.
-pub(super) struct Batch {
-    pub(super) members: Vec<Descriptor>,
-    /// What the batch states as their number; else it is right.
-    pub(super) count: Option<u32>,
-    /// Where the list begins; else it has an area of its own.
-    pub(super) list: Option<(Rc<Area>, usize)>,
+    members: Vec<Option<RecordImage>>,
 }
 
 /// Longest real time beyond the timeout by the queue's own clock, which may stand still.
@@ -72,11 +63,11 @@ const REAL: Duration = Duration::from_secs(5);
 /// How long a full queue is left alone between two tries.
 const BETWEEN_TRIES: Duration = Duration::from_micros(10);
 
-impl<'a> Rig<'a> {
-    pub(super) fn new(submit: Arc<dyn Submit>, options: &'a Options) -> Self {
+impl Rig {
+    pub(super) fn new(submit: Arc<dyn Submit>, timeout: Duration) -> Self {
         Self {
             submit,
-            options,
+            timeout,
             areas: RefCell::default(),
             records: RefCell::default(),
             state: Cell::new(State::Alive),
@@ -86,10 +77,6 @@ impl<'a> Rig<'a> {
 
     pub(super) fn limits(&self) -> &Limits {
         self.submit.limits()
-    }
-
-    pub(super) fn options(&self) -> &Options {
-        self.options
     }
 
     /// The last record that was waited for and came since [`forget_records`](Self::forget_records).
@@ -118,54 +105,39 @@ impl<'a> Rig<'a> {
     }
 
     /// Memory of so many pages, zero and populated.
-    pub(super) fn pages(&self, count: usize) -> Result<Rc<Area>, Ended> {
+    pub(super) fn pages(&self, count: usize) -> Result<Rc<Area>, Verdict> {
         self.keep(Area::new(count, MapFlags::POPULATE))
     }
 
-    /// The same, untouched.
-    pub(super) fn untouched(&self, count: usize) -> Result<Rc<Area>, Ended> {
-        self.keep(Area::new(count, MapFlags::empty()))
+    /// A page that was never touched.
+    pub(super) fn untouched(&self) -> Result<Rc<Area>, Verdict> {
+        self.keep(Area::new(1, MapFlags::empty()))
     }
 
-    /// `count` pages, and one behind them that is `hole`.
-    pub(super) fn before_hole(&self, count: usize, hole: Hole) -> Result<Rc<Area>, Ended> {
-        self.keep(
-            Area::new(count + 1, MapFlags::POPULATE).and_then(|mut area| {
-                area.protect(count, hole)?;
-                area.usable = 0..count * PAGE;
-                Ok(area)
-            }),
-        )
-    }
-
-    /// One page that is missing, and `count` behind it.
-    pub(super) fn behind_hole(&self, count: usize) -> Result<Rc<Area>, Ended> {
-        self.keep(
-            Area::new(count + 1, MapFlags::POPULATE).and_then(|mut area| {
-                area.protect(0, Hole::Missing)?;
-                area.usable = PAGE..(count + 1) * PAGE;
-                Ok(area)
-            }),
-        )
+    /// A page, and one behind it that is `hole`.
+    pub(super) fn before_hole(&self, hole: Hole) -> Result<Rc<Area>, Verdict> {
+        self.keep(Area::new(2, MapFlags::POPULATE).and_then(|mut area| {
+            area.protect_second(hole)?;
+            Ok(area)
+        }))
     }
 
     /// A page with `bytes` at its start.
-    pub(super) fn holding(&self, bytes: &[u8]) -> Result<Rc<Area>, Ended> {
+    pub(super) fn holding(&self, bytes: &[u8]) -> Result<Rc<Area>, Verdict> {
         let area = self.pages(bytes.len().div_ceil(PAGE).max(1))?;
         area.write(0, bytes);
         Ok(area)
     }
 
-    fn keep(&self, area: Result<Area, Errno>) -> Result<Rc<Area>, Ended> {
-        let area = Rc::new(area.map_err(|error| Verdict::Skipped {
-            why: format!("no memory for it: {error}"),
-        })?);
+    fn keep(&self, area: Result<Area, Errno>) -> Result<Rc<Area>, Verdict> {
+        let area = area.map_err(|error| Verdict::Skipped(format!("no memory for it: {error}")))?;
+        let area = Rc::new(area);
         self.areas.borrow_mut().push(Rc::clone(&area));
         Ok(area)
     }
 
     /// A record of its own, until the end.
-    pub(super) fn record(&self) -> Result<&Record, Ended> {
+    pub(super) fn record(&self) -> Result<&Record, Verdict> {
         let mut records = self.records.borrow_mut();
         if records.is_empty() {
             let area = self.pages(1)?;
@@ -174,31 +146,24 @@ impl<'a> Rig<'a> {
             // SAFETY: `count` records are what fits the page.
             records.extend((0..count).map(|index| unsafe { first.add(index) }));
         }
-        let record = records.pop().ok_or_else(|| Verdict::Skipped {
-            why: "no memory for a record".to_owned(),
-        })?;
+        let no_memory = || Verdict::Skipped("no memory for a record".to_owned());
+        let record = records.pop().ok_or_else(no_memory)?;
         // SAFETY: it lies in an area that is kept as long as `self`, and only a device writes to it: records
         // are atomics for that. Zeros are a record.
         Ok(unsafe { record.as_ref() })
     }
 
-    /// Submits a descriptor, with a record of its own, and waits for that.
-    pub(super) fn ask(&self, mut descriptor: Descriptor) -> Result<Answer, Ended> {
+    /// Submits a descriptor, with a record of its own, and waits for that. Its addresses are those of areas of this rig.
+    pub(super) fn ask(&self, mut descriptor: Descriptor) -> Result<Answer, Verdict> {
         let record = self.record()?;
         descriptor.record = record.address();
-        Ok(self.ask_with(descriptor, record))
-    }
-
-    /// Submits a descriptor and waits for `record`, whatever the descriptor states about it. Its addresses are those of
-    /// areas of this rig.
-    pub(super) fn ask_with(&self, descriptor: Descriptor, record: &Record) -> Answer {
-        match self.offer(&descriptor) {
+        Ok(match self.offer(&descriptor) {
             Ok(()) => self.wait(record),
             Err(refusal) => {
                 self.state.set(State::Doubtful);
                 Answer::Refused(refusal)
             }
-        }
+        })
     }
 
     /// Submits a descriptor, again and again while the queue is full.
@@ -244,38 +209,32 @@ impl<'a> Rig<'a> {
         }
     }
 
-    /// Submits a batch and waits for it.
-    pub(super) fn ask_batch(&self, mut batch: Batch) -> Result<BatchAnswer, Ended> {
-        let records: Vec<&Record> = batch
-            .members
+    /// Submits a batch and waits for it. The list is at this offset of an area, or else in an area of its own.
+    pub(super) fn ask_batch(
+        &self,
+        mut members: Vec<Descriptor>,
+        list: Option<(Rc<Area>, usize)>,
+    ) -> Result<BatchAnswer, Verdict> {
+        const STEP: usize = size_of::<Descriptor>();
+        let records: Vec<&Record> = members
             .iter()
             .map(|_| self.record())
             .collect::<Result<_, _>>()?;
-        for (member, record) in batch.members.iter_mut().zip(&records) {
-            member.record = record.address();
-        }
-        let (list, offset) = match batch.list.take() {
+        let (list, offset) = match list {
             Some(place) => place,
-            None => {
-                let bytes = batch.members.len() * size_of::<Descriptor>();
-                (self.pages(bytes.div_ceil(PAGE).max(1))?, 0)
-            }
+            None => (self.pages((members.len() * STEP).div_ceil(PAGE))?, 0),
         };
-        for (index, member) in batch.members.iter().enumerate() {
-            list.write(offset + index * size_of::<Descriptor>(), &member.bytes());
+        for (index, (member, record)) in members.iter_mut().zip(&records).enumerate() {
+            member.record = record.address();
+            list.write(offset + index * STEP, &member.bytes());
         }
-        let count = u32::try_from(batch.members.len()).unwrap_or(u32::MAX);
-        let parent = self.ask(Descriptor {
-            address_1: list.address(offset),
-            size: batch.count.unwrap_or(count),
-            ..plain(opcode::BATCH)
-        })?;
+        let parent = self.ask(dsa::batch(list.address(offset), size(members.len()), 0))?;
         if let Answer::Refused(Refusal::Invalid) = parent {
             // Nothing is wrong with the queue.
             self.state.set(State::Alive);
-            return Err(Verdict::Skipped {
-                why: "the kernel takes no batches through write(2) for this device".to_owned(),
-            });
+            return Err(Verdict::Skipped(
+                "the kernel takes no batches through write(2) for this device".to_owned(),
+            ));
         }
         Ok(BatchAnswer {
             parent,
@@ -286,13 +245,13 @@ impl<'a> Rig<'a> {
     /// Time by the queue's clock and by the real one.
     fn limit(&self) -> Limit {
         Limit {
-            deadline: self.submit.now().saturating_add(self.options.timeout),
-            end: Instant::now() + self.options.timeout + REAL,
+            deadline: self.submit.now().saturating_add(self.timeout),
+            end: Instant::now() + self.timeout + REAL,
         }
     }
 }
 
-impl Drop for Rig<'_> {
+impl Drop for Rig {
     fn drop(&mut self) {
         // Before any area goes.
         self.submit.close();
@@ -310,7 +269,7 @@ struct Limit {
 }
 
 impl Limit {
-    fn is_left(&self, rig: &Rig<'_>) -> bool {
+    fn is_left(&self, rig: &Rig) -> bool {
         rig.submit.now() < self.deadline && Instant::now() < self.end
     }
 }
@@ -328,8 +287,8 @@ pub(super) enum Hole {
 pub(super) struct Area {
     start: NonNull<u8>,
     bytes: usize,
-    /// The part that this process may read and write.
-    usable: std::ops::Range<usize>,
+    /// Bytes from the start that this process may read and write.
+    usable: usize,
 }
 
 impl Area {
@@ -349,17 +308,18 @@ impl Area {
         Ok(Self {
             start: NonNull::new(start.cast()).ok_or(Errno::NOMEM)?,
             bytes,
-            usable: 0..bytes,
+            usable: bytes,
         })
     }
 
-    fn protect(&mut self, page: usize, hole: Hole) -> Result<(), Errno> {
+    fn protect_second(&mut self, hole: Hole) -> Result<(), Errno> {
         let flags = match hole {
             Hole::Missing => MprotectFlags::empty(),
             Hole::ReadOnly => MprotectFlags::READ,
         };
-        // SAFETY: a page of the mapping, to which nothing refers.
-        unsafe { mprotect(self.start.as_ptr().add(page * PAGE).cast(), PAGE, flags) }
+        self.usable = PAGE;
+        // SAFETY: the second page of the mapping, to which nothing refers.
+        unsafe { mprotect(self.start.as_ptr().add(PAGE).cast(), PAGE, flags) }
     }
 
     /// The number that a descriptor has for a byte; it may be beyond the usable ones.
@@ -367,15 +327,10 @@ impl Area {
         self.start.as_ptr().addr() as u64 + offset as u64
     }
 
-    /// Where an address lies, from the start.
-    pub(super) fn offset_of(&self, address: u64) -> i128 {
-        i128::from(address) - i128::from(self.address(0))
-    }
-
     /// Writes what of `bytes` falls on the usable part.
     pub(super) fn write(&self, offset: usize, bytes: &[u8]) {
         for (at, byte) in (offset..).zip(bytes) {
-            if self.usable.contains(&at) {
+            if at < self.usable {
                 // SAFETY: a byte of the mapping that may be written, and that no one has a reference to. A device
                 // that has not answered may write it too: hence volatile, and no conclusions.
                 unsafe { self.start.as_ptr().add(at).write_volatile(*byte) };
@@ -386,12 +341,25 @@ impl Area {
     /// Bytes as they are now; zeros beyond the usable part.
     pub(super) fn read(&self, offset: usize, length: usize) -> Vec<u8> {
         (offset..offset + length)
-            .map(|at| match self.usable.contains(&at) {
+            .map(|at| match at < self.usable {
                 // SAFETY: as for writing.
                 true => unsafe { self.start.as_ptr().add(at).read_volatile() },
                 false => 0,
             })
             .collect()
+    }
+
+    /// Whether the area begins with these bytes.
+    pub(super) fn holds(&self, expected: &[u8]) -> Result<(), Verdict> {
+        let found = self.read(0, expected.len());
+        let mut pairs = found.iter().zip(expected);
+        match pairs.position(|(found, expected)| found != expected) {
+            None => Ok(()),
+            Some(at) => Err(Verdict::Differs {
+                expected: format!("byte {at} to be {:#04x}", expected[at]),
+                found: format!("{:#04x}", found[at]),
+            }),
+        }
     }
 
     fn unmap(&mut self) {
@@ -412,35 +380,20 @@ pub(super) const SUCCESS: u8 = 1;
 
 /// A descriptor that has nothing but its operation, and wants a record.
 pub(super) fn plain(opcode: u8) -> Descriptor {
-    Descriptor {
-        control: Descriptor::control_of(opcode, RECORD),
-        ..Descriptor::default()
-    }
+    Descriptor::new(opcode, 0)
 }
 
-/// A record is wanted in any case.
-pub(super) const RECORD: Flags = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
-
-/// `descriptor` with further flags.
-pub(super) fn flagged(mut descriptor: Descriptor, flags: Flags) -> Descriptor {
-    descriptor.control |= flags.0;
-    descriptor
-}
-
-impl Batch {
-    /// A batch as it should be.
-    pub(super) fn of(members: Vec<Descriptor>) -> Self {
-        Self {
-            members,
-            count: None,
-            list: None,
-        }
+impl BatchAnswer {
+    /// The members' statuses, 0 where there is no record.
+    pub(super) fn statuses(&self) -> impl Iterator<Item = u8> {
+        let members = self.members.iter();
+        members.map(|member| member.map_or(0, |image| image.status()))
     }
 }
 
 impl Answer {
     /// The record, or a verdict: that it is `expected`, and what was there instead.
-    pub(super) fn image(&self, expected: &str) -> Result<RecordImage, Ended> {
+    pub(super) fn image(&self, expected: &str) -> Result<RecordImage, Verdict> {
         match self {
             Self::Done(image) => Ok(*image),
             other => Err(Verdict::Differs {

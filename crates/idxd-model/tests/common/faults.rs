@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use proptest::{collection::vec, prelude::*};
 
-use idxd_model::{At, Chance, Faults, InjectedFault, On, Order};
+use idxd_model::{At, Chance, Faults, InjectedFault, On};
 
 /// Everything but wrong results.
 pub(crate) fn harmless() -> impl Strategy<Value = InjectedFault> {
@@ -37,13 +37,11 @@ pub(crate) fn any_faults(
         on: On::any(),
         fault,
     });
-    let order = prop_oneof![Just(Order::AsDone), Just(Order::Reverse)];
-    (vec(chance, 0..most), 0u32..128, 0u16..500, order).prop_map(
-        |(chances, competitor, full_per_mille, order)| Faults {
+    (vec(chance, 0..most), 0u32..128, 0u16..500).prop_map(
+        |(chances, competitor, full_per_mille)| Faults {
             chances,
             competitor,
             full_per_mille,
-            order,
         },
     )
 }

@@ -1,4 +1,4 @@
-//! Behaviours 1 to 3: what gets into a work queue.
+//! What gets into a work queue.
 
 use super::*;
 
@@ -42,14 +42,6 @@ fn another_tenant_takes_entries() {
     let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     let accepted = fill_up(&queue, &record, 200).accepted;
     assert!((64..128).contains(&accepted), "{accepted}");
-
-    let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, PortalKind::Enqcmd);
-    model.occupy(0, 0, 126);
-    assert_eq!(fill_up(&queue, &record, 200).accepted, 2);
-    model.occupy(0, 0, 0);
-    // An engine fetched one meanwhile.
-    assert_eq!(fill_up(&queue, &record, 200).accepted, 127);
 }
 
 #[test]
@@ -90,11 +82,12 @@ fn a_queue_is_full_by_chance() {
 fn a_dedicated_queue_drops_in_silence() {
     let mut config = Config::dsa();
     config.limits_mut(0, 0).unwrap().mode = Mode::Dedicated;
-    for portal in [PortalKind::Movdir, PortalKind::Write { unsafe_v1: true }] {
+    for portal in [PortalKind::Movdir, PortalKind::Write] {
         let model = clogged(&config);
         let queue = model.queue(0, 0, portal);
-        assert_eq!(model.open(0, 0, portal).err(), Some(OpenError::Busy));
         let record = Record::default();
+        // It has one user.
+        assert_eq!(fill_up(&model.queue(0, 0, portal), &record, 1).accepted, 0);
         accepted(&queue, &[noop(&record); 4]);
         assert_eq!(wait(&queue, &record, TIMEOUT), None);
         assert!(!model.error_latched(0));
@@ -106,7 +99,7 @@ fn a_dedicated_queue_drops_in_silence() {
         assert!(model.error_latched(0));
         assert_eq!(model.statistics().dropped, 2);
         queue.close();
-        model.open(0, 0, portal).unwrap();
+        assert_eq!(fill_up(&model.queue(0, 0, portal), &record, 1).accepted, 1);
     }
 }
 
@@ -135,7 +128,7 @@ fn the_wrong_instruction_gets_nothing_in() {
 fn a_dead_dedicated_queue_ignores_what_comes() {
     let mut config = Config::dsa();
     config.limits_mut(0, 0).unwrap().mode = Mode::Dedicated;
-    for portal in [PortalKind::Movdir, PortalKind::Write { unsafe_v1: true }] {
+    for portal in [PortalKind::Movdir, PortalKind::Write] {
         for end in [Model::disable, Model::reset] {
             let model = Model::deterministic(&config);
             let (queue, record) = (model.queue(0, 0, portal), Record::default());
@@ -154,7 +147,7 @@ fn a_dead_dedicated_queue_ignores_what_comes() {
 #[test]
 fn write_takes_what_it_can() {
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, PortalKind::Write { unsafe_v1: true });
+    let queue = model.queue(0, 0, PortalKind::Write);
     let (record, list) = (Record::default(), vec![Descriptor::default(); 2]);
     let submitted = submit(
         &queue,
@@ -183,10 +176,7 @@ fn write_takes_what_it_can() {
 #[test]
 fn write_retries_in_the_kernel() {
     let model = Model::deterministic(&Config::dsa());
-    let (queue, record) = (
-        model.queue(0, 0, PortalKind::Write { unsafe_v1: true }),
-        Record::default(),
-    );
+    let (queue, record) = (model.queue(0, 0, PortalKind::Write), Record::default());
     model.refuse(0, 0, 32);
     assert_eq!(fill_up(&queue, &record, 1).accepted, 1);
     model.refuse(0, 0, 33);
@@ -204,21 +194,19 @@ fn write_takes_batches_where_the_device_is_safe() {
         .iter()
         .map(|record| is_zero(memory.address(), 64, record))
         .collect();
-    for (unsafe_v1, version) in [(false, 0x100), (true, 0x200)] {
-        config.limits_mut(0, 0).unwrap().version = version;
-        let model = Model::deterministic(&config);
-        let queue = model.queue(0, 0, PortalKind::Write { unsafe_v1 });
-        assert_eq!(
-            run(&queue, &batch(&list, &records[2]), &records[2]).status(),
-            1
-        );
-    }
+    config.limits_mut(0, 0).unwrap().version = 0x200;
+    let model = Model::deterministic(&config);
+    let queue = model.queue(0, 0, PortalKind::Write);
+    assert_eq!(
+        run(&queue, &batch(&list, &records[2]), &records[2]).status(),
+        1
+    );
 }
 
 #[test]
 fn a_forked_child_gets_nothing_in() {
     let model = Model::deterministic(&Config::dsa());
-    for portal in [PortalKind::Enqcmd, PortalKind::Write { unsafe_v1: true }] {
+    for portal in [PortalKind::Enqcmd, PortalKind::Write] {
         let (queue, record) = (model.queue(0, 0, portal), Record::default());
         model.fork();
         assert!(matches!(

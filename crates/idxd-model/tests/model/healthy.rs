@@ -5,7 +5,6 @@ use super::*;
 fn each_time(config: &Config, test: impl Fn(&Model)) {
     test(&Model::deterministic(config));
     test(&Model::timed(config));
-    test(&Model::threaded(config));
 }
 
 #[test]

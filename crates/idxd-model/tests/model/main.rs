@@ -111,13 +111,10 @@ fn copy(from: u64, to: u64, size: u32, record: &Record) -> Descriptor {
     }
 }
 
+/// Copies from pages that are full of `pattern`.
 fn fill(pattern: u64, to: u64, size: u32, record: &Record) -> Descriptor {
-    Descriptor {
-        address_1: pattern,
-        address_2: to,
-        size,
-        ..descriptor(opcode::FILL, record)
-    }
+    let source = Box::leak(vec![pattern; size.div_ceil(8) as usize].into_boxed_slice());
+    copy(source.as_ptr().expose_provenance() as u64, to, size, record)
 }
 
 fn is_zero(from: u64, size: u32, record: &Record) -> Descriptor {

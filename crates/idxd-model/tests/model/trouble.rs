@@ -1,4 +1,4 @@
-//! Behaviours 10 to 12, 14 and 15: devices that are slow, stuck, wrong, late, reset or gone.
+//! Devices that are slow, stuck, wrong, late, reset or gone.
 
 use super::*;
 
@@ -56,7 +56,7 @@ fn a_stuck_descriptor_never_completes_and_the_others_do() {
 #[test]
 fn a_stuck_engine_does_nothing_else() {
     let mut config = Config::dsa();
-    config.devices[0].groups[0].engines = 1;
+    config.devices[0].engines = 1;
     let model = Model::deterministic(&config);
     model.inject(On::any(), 1, 1, InjectedFault::StuckEngine);
     let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(3));
@@ -83,8 +83,8 @@ fn the_hardware_and_the_watchdog_report_errors() {
 
 #[test]
 fn a_device_that_is_disabled_first_does_what_it_has() {
-    for new in [Model::deterministic, Model::timed, Model::threaded] {
-        for portal in [PortalKind::Enqcmd, PortalKind::Write { unsafe_v1: true }] {
+    for new in [Model::deterministic, Model::timed] {
+        for portal in [PortalKind::Enqcmd, PortalKind::Write] {
             let model = new(&Config::dsa());
             let (queue, records) = (model.queue(0, 0, portal), records(17));
             let late = InjectedFault::Late(Duration::from_millis(5));
@@ -100,7 +100,7 @@ fn a_device_that_is_disabled_first_does_what_it_has() {
                 assert!(matches!(refusal, Some(Refusal::Full)));
                 model.enable(0);
             }
-            let again = model.open(0, 0, portal).unwrap();
+            let again = model.queue(0, 0, portal);
             assert_eq!(run(&again, &noop(&records[16]), &records[16]).status(), 1);
         }
     }
@@ -108,7 +108,7 @@ fn a_device_that_is_disabled_first_does_what_it_has() {
 
 #[test]
 fn a_device_that_is_reset_in_mid_run_forgets_everything() {
-    let portals = [PortalKind::Enqcmd, PortalKind::Write { unsafe_v1: true }];
+    let portals = [PortalKind::Enqcmd, PortalKind::Write];
     for (portal, steps) in portals
         .into_iter()
         .flat_map(|portal| (0..20).map(move |steps| (portal, steps)))
@@ -136,25 +136,10 @@ fn a_device_that_is_reset_in_mid_run_forgets_everything() {
         for _ in 0..2 {
             let refusal = submit(&queue, &all).refusal;
             assert!(matches!(refusal, Some(Refusal::Full)));
-            if model.open(0, 0, portal).is_err() {
-                let mut limits = queue.limits().clone();
-                limits.max_transfer = 2048;
-                model.reconfigure(0, 0, limits);
-            }
             model.enable(0);
         }
-        let again = model.open(0, 0, portal).unwrap();
-        assert_eq!(again.limits().max_transfer, 2048);
-        assert_eq!(run(&again, &all[0], &records[0]).status(), 0x13);
-        assert_eq!(
-            run(
-                &again,
-                &fill(1, memory.address(), 2048, &records[0]),
-                &records[0]
-            )
-            .status(),
-            1
-        );
+        let again = model.queue(0, 0, portal);
+        assert_eq!(run(&again, &all[0], &records[0]).status(), 1);
         queue.close();
     }
 }
@@ -186,9 +171,7 @@ fn a_late_write_hits_what_was_given_up_too_early() {
 
 #[test]
 fn nothing_is_written_after_the_queue_is_closed() {
-    for model in
-        [Model::deterministic, Model::timed, Model::threaded].map(|new| new(&Config::dsa()))
-    {
+    for model in [Model::deterministic, Model::timed].map(|new| new(&Config::dsa())) {
         let (queue, memory, records) = (
             model.queue(0, 0, PortalKind::Enqcmd),
             Memory::new(1, 0),
@@ -248,7 +231,7 @@ fn a_byte_is_wrong_and_nobody_says_so() {
 
 #[test]
 fn a_device_that_is_unplugged_is_gone() {
-    for portal in [PortalKind::Enqcmd, PortalKind::Write { unsafe_v1: true }] {
+    for portal in [PortalKind::Enqcmd, PortalKind::Write] {
         let model = Model::deterministic(&Config::dsa());
         let (queue, record) = (model.queue(0, 0, portal), Record::default());
         accepted(&queue, &[noop(&record)]);
@@ -258,7 +241,6 @@ fn a_device_that_is_unplugged_is_gone() {
             submit(&queue, &[noop(&record)]).refusal,
             Some(Refusal::System(_))
         ));
-        assert_eq!(model.open(0, 0, portal).err(), Some(OpenError::Unplugged));
         model.enable(0);
         let refused = submit(&model.queue(0, 0, portal), &[noop(&record)]).refusal;
         assert!(matches!(refused, Some(Refusal::System(_))));
@@ -269,19 +251,16 @@ fn a_device_that_is_unplugged_is_gone() {
 #[test]
 fn what_is_not_there_cannot_be_opened() {
     let model = Model::deterministic(&Config::dsa());
-    assert_eq!(
-        model.open(1, 0, PortalKind::Enqcmd).err(),
-        Some(OpenError::Missing)
-    );
-    assert_eq!(
-        model.open(0, 1, PortalKind::Enqcmd).err(),
-        Some(OpenError::Missing)
-    );
+    let refused = |device, queue| {
+        let queue = model.queue(device, queue, PortalKind::Enqcmd);
+        matches!(
+            submit(&queue, &[Descriptor::default()]).refusal,
+            Some(Refusal::System(_))
+        )
+    };
+    assert!(refused(1, 0) && refused(0, 1) && !refused(0, 0));
     model.disable(0);
-    assert_eq!(
-        model.open(0, 0, PortalKind::Enqcmd).err(),
-        Some(OpenError::Disabled)
-    );
+    assert!(refused(0, 0));
 }
 
 #[test]
@@ -340,28 +319,6 @@ fn copies_of_any_alignment_are_right() {
 }
 
 #[test]
-fn queues_share_engines_by_their_priority() {
-    let mut config = Config::dsa();
-    let group = &mut config.devices[0].groups[0];
-    group.engines = 1;
-    group.queues.push(group.queues[0].clone());
-    (group.queues[0].priority, group.queues[1].priority) = (6, 2);
-    let model = Model::deterministic(&config);
-    let queues = [0, 1].map(|queue| model.queue(0, queue, PortalKind::Enqcmd));
-    let (memory, one, two) = (Memory::new(16, 0), records(100), records(100));
-    for (queue, records) in queues.iter().zip([&one, &two]) {
-        let all: Vec<_> = records
-            .iter()
-            .map(|it| is_zero(memory.address(), 65536, it))
-            .collect();
-        accepted(queue, &all);
-    }
-    complete(&queues[0], &one[75]);
-    let other = two.iter().filter(|record| record.status() == 1).count();
-    assert!((10..50).contains(&other), "{other}");
-}
-
-#[test]
 fn a_batch_that_failed_is_recorded_only_if_that_was_asked_for() {
     for (flags, status) in [(Flags::RECORD_VALID, 0), (wanted(), 5)] {
         let model = Model::deterministic(&Config::dsa());
@@ -403,8 +360,8 @@ fn nothing_is_counted_where_all_is_done_or_nothing() {
     let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, record) = (Memory::new(2, 0), Record::default());
     let copy = copy(memory.address(), memory.address() + PAGE, 4096, &record);
-    let fenced = with(copy, Flags::FENCE);
-    for (descriptor, status) in [(copy, 1), (fenced, 0x11)] {
+    let flagged = with(copy, Flags(1));
+    for (descriptor, status) in [(copy, 1), (flagged, 0x11)] {
         for _ in 0..20 {
             let image = run(&queue, &descriptor, &record);
             assert_eq!((image.status(), image.completed()), (status, 0));

@@ -195,7 +195,7 @@ fn a_device_that_is_slower_than_the_processor_is_left_alone() {
 
 #[test]
 fn others_that_use_a_queue_that_is_closed_go_on() {
-    let model = Model::threaded(&Config::dsa());
+    let model = Model::timed(&Config::dsa());
     let devices = devices(&model, 1, BATCHES);
     model.inject(On::any(), 40, 1, InjectedFault::Stuck);
     thread::scope(|scope| {

@@ -31,7 +31,6 @@ impl Noise {
             threshold: 32,
             max_batch: NonZeroU32::new(16).filter(|_| kind == Kind::Dsa),
             max_transfer: 1 << 21,
-            block_on_fault: false,
             operations: Operations([u64::MAX; 4]),
             version: 0x100,
             capabilities: Capabilities::FIRST_DSA,

@@ -21,7 +21,6 @@ enum Event {
     Unplug(usize),
     /// A queue is full: so often, or for ever.
     Full(usize, u32),
-    Occupied(usize, u32),
     Injected(InjectedFault),
     Absent(usize),
 }
@@ -60,7 +59,6 @@ fn event() -> impl Strategy<Value = Event> {
         1 => (0..3usize).prop_map(Event::Disable),
         1 => (0..3usize).prop_map(Event::Unplug),
         1 => (0..3usize, times).prop_map(|(device, times)| Event::Full(device, times)),
-        1 => (0..3usize, 0..200u32).prop_map(|(device, entries)| Event::Occupied(device, entries)),
         2 => harmless().prop_map(Event::Injected),
         1 => (0..128usize).prop_map(Event::Absent),
     ]
@@ -108,7 +106,6 @@ impl Event {
             }
             Self::Unplug(device) => model.unplug(device),
             Self::Full(device, times) => model.refuse(device, 0, times),
-            Self::Occupied(device, entries) => model.occupy(device, 0, entries),
             Self::Injected(fault) => model.inject(On::any(), 0, 1, fault),
             Self::Absent(page) => {
                 let page = pages.get(page).copied().unwrap_or_default();

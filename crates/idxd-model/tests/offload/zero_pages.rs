@@ -356,7 +356,7 @@ fn many_threads_share_devices_while_the_memory_changes() {
     for of in (0..128).filter(|of| of % 3 == 1) {
         page(of)[of].store(1, Ordering::Relaxed);
     }
-    let model = Model::threaded(&Config::devices(Kind::Dsa, 2));
+    let model = Model::timed(&Config::devices(Kind::Dsa, 2));
     let devices = devices(&model, 2, BATCHES);
     let over = AtomicBool::new(false);
     thread::scope(|scope| {

@@ -76,7 +76,6 @@ fn limits() -> Limits {
         threshold: 16,
         max_batch: std::num::NonZeroU32::new(32),
         max_transfer: 1 << 21,
-        block_on_fault: false,
         operations: Operations([0x1_003f_03ff, 0, 0, 0]),
         version: 0x100,
         capabilities: Capabilities::FIRST_DSA,

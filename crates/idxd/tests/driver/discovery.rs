@@ -63,7 +63,6 @@ fn limits_are_those_of_the_queue() {
         threshold: 12,
         max_batch: NonZeroU32::new(32),
         max_transfer: 2 << 20,
-        block_on_fault: false,
         operations,
         version: 0x100,
         capabilities: Capabilities::FIRST_DSA,

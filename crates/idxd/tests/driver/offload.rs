@@ -32,7 +32,6 @@ impl Iaa {
             threshold: 16,
             max_batch: None,
             max_transfer: 1 << 21,
-            block_on_fault: false,
             operations: Operations([u64::MAX; 4]),
             version: 0x100,
             capabilities,

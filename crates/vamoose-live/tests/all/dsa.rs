@@ -26,10 +26,7 @@ type Done = (OffloadCounters, OffloadCounters);
 fn migrate_each(config: &Config, count: usize, act: impl Fn(&Model, u64) + Sync) -> Vec<Done> {
     let migrate_one = |(run, rig): (usize, Rig)| {
         let _rng = Rng::new(run as u64);
-        let model = match run % 2 {
-            0 => Model::timed(config),
-            _ => Model::threaded(config),
-        };
+        let model = Model::timed(config);
         act(&model, 0);
         let shape = Shape {
             rig,

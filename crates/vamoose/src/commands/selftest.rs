@@ -1,4 +1,4 @@
-//! `vamoose selftest`: whether DSA and IAA, modelled or real, do what the offloads expect of them.
+//! `vamoose selftest`: checks that DSA and IAA, modelled or real, do what the offloads rely on.
 
 mod host;
 mod report;
@@ -6,9 +6,7 @@ mod report;
 mod tests;
 
 use std::{
-    fs,
     io::{self, Write as _},
-    path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
 };
@@ -21,6 +19,7 @@ use idxd::{
     portal::{self, Access, OpenError},
 };
 use idxd_model::{Config, Model, PortalKind, selftest};
+use vamoose::{report::write_json, say};
 
 use self::{
     host::Host,
@@ -43,10 +42,7 @@ pub(crate) struct Options {
     path: Option<Queues>,
     /// With --hw: write the report to this file [default: vamoose-selftest.json]
     #[arg(long, value_name = "FILE", requires = "hw")]
-    out: Option<PathBuf>,
-    /// With --hw: also run checks that leave a trace in the device's error register
-    #[arg(long, requires = "hw")]
-    hazards: bool,
+    out: Option<String>,
     /// Random seed of the models
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
@@ -55,7 +51,7 @@ pub(crate) struct Options {
     patience: u64,
     /// Write a JSON object to this file; - is standard output, instead of the text
     #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    json: Option<String>,
 }
 
 /// Names of work queues.
@@ -73,23 +69,30 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         let access = portal.access();
         Ok((Arc::new(portal), access))
     })?;
-    let path = options.out.as_deref().unwrap_or(Path::new(DEFAULT_OUT));
+    let out = options.out.as_deref().unwrap_or("vamoose-selftest.json");
     if options.hw {
-        write(&report, path).with_context(|| format!("--out {}", path.display()))?;
+        write_json(&report, out)?;
     }
-    print(&report, options.json.as_deref())?;
+    if let Some(target) = &options.json {
+        write_json(&report, target)?;
+    }
+    if options.json.as_deref() != Some("-") {
+        match io::stdout().write_all(report.text().as_bytes()) {
+            // `| head` has read enough.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
+            result => result.context("cannot write to standard output")?,
+        }
+    }
     if options.hw {
-        notice(&format!(
-            "the report is in {}: please attach it to an issue at {}/issues\n",
-            path.display(),
+        say(format_args!(
+            "the report is in {out}: please attach it to an issue at {}/issues",
             env!("CARGO_PKG_REPOSITORY")
         ));
     }
-    let failures = report.failures();
-    if failures.is_empty() {
-        return Ok(());
+    match report.failures.as_slice() {
+        [] => Ok(()),
+        failures => bail!("not as it must be: {}", failures.join("; ")),
     }
-    bail!("not as it must be: {}", failures.join("; "))
 }
 
 /// Makes the checks. Work queues of the machine under `root` are opened by `open`.
@@ -98,110 +101,42 @@ fn report(
     root: &Root,
     open: impl Fn(&WorkQueue) -> Result<Opened, OpenError>,
 ) -> Result<Report> {
-    let mut report = Report {
-        hardware: options.hw,
-        seed: options.seed,
-        modelled: models(options),
-        ..Report::default()
-    };
-    if options.hw {
-        hardware(&mut report, options, root, open)?;
-        // After the checks: what they did to the queues is seen as well.
-        report.host = Some(Host::of(root));
-    } else {
-        report.tested = std::mem::take(&mut report.modelled);
+    let models = models(options);
+    if !options.hw {
+        return Ok(Report::new(options.seed, models, Vec::new(), None));
     }
-    Ok(report)
+    let (tested, untested) = hardware(options, root, open)?;
+    // After the checks, which may have changed the queues.
+    let hardware = (models, Host::of(root));
+    Ok(Report::new(options.seed, tested, untested, Some(hardware)))
 }
 
 /// An open work queue.
 type Opened = (Arc<dyn Submit>, Access);
 
-/// Where the report goes unless an option names another file.
-const DEFAULT_OUT: &str = "vamoose-selftest.json";
-
-fn write(report: &Report, path: &Path) -> Result<()> {
-    let text =
-        serde_json::to_string_pretty(&report.json()).context("cannot write the result as JSON")?;
-    fs::write(path, text + "\n")?;
-    Ok(())
-}
-
-fn print(report: &Report, json: Option<&Path>) -> Result<()> {
-    let text = match json {
-        Some(path) if path == Path::new("-") => {
-            serde_json::to_string_pretty(&report.json())
-                .context("cannot write the result as JSON")?
-                + "\n"
-        }
-        Some(path) => {
-            write(report, path).with_context(|| format!("--json {}", path.display()))?;
-            report.text()
-        }
-        None => report.text(),
-    };
-    match io::stdout().write_all(text.as_bytes()) {
-        // `| head` has read enough.
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        result => result.context("cannot write to standard output"),
-    }
-}
-
-/// Says something beside the result, which may be JSON. Where that cannot be read any more, it is not needed.
-fn notice(text: &str) {
-    let _ = io::stderr().write_all(text.as_bytes());
-}
-
 /// The checks against models of both kinds, as all their users meet them.
 fn models(options: &Options) -> Vec<Tested> {
-    let unsafe_v1 = true;
-    let mut blocking = Config::dsa();
-    if let Some(limits) = blocking.limits_mut(0, 0) {
-        limits.block_on_fault = true;
-    }
-    [
+    let models = [
         ("DSA model, ENQCMD", Config::dsa(), PortalKind::Enqcmd),
-        (
-            "DSA model, write(2)",
-            Config::dsa(),
-            PortalKind::Write { unsafe_v1 },
-        ),
-        (
-            "DSA model that blocks on faults",
-            blocking,
-            PortalKind::Enqcmd,
-        ),
+        ("DSA model, write(2)", Config::dsa(), PortalKind::Write),
         ("IAA model, ENQCMD", Config::iaa(), PortalKind::Enqcmd),
-        (
-            "IAA model, write(2)",
-            Config::iaa(),
-            PortalKind::Write { unsafe_v1 },
-        ),
-    ]
-    .into_iter()
-    .map(|(name, mut config, portal)| {
+        ("IAA model, write(2)", Config::iaa(), PortalKind::Write),
+    ];
+    let tested = models.map(|(name, mut config, portal)| {
         config.seed = options.seed;
-        let model = Model::deterministic(&config);
-        // There are no other users.
-        tested(
-            name.to_owned(),
-            None,
-            model.queue(0, 0, portal),
-            options,
-            true,
-        )
-    })
-    .collect()
+        let queue = Model::deterministic(&config).queue(0, 0, portal);
+        tested(name.to_owned(), None, queue, options)
+    });
+    tested.into()
 }
 
 /// The checks against the work queues of the machine under `root`. One that cannot be opened does not keep others from
 /// being checked.
 fn hardware(
-    report: &mut Report,
     options: &Options,
     root: &Root,
     open: impl Fn(&WorkQueue) -> Result<Opened, OpenError>,
-) -> Result<()> {
+) -> Result<(Vec<Tested>, Vec<Untested>)> {
     let devices = discovery::scan(root);
     let all = || devices.iter().flat_map(|device| &device.queues);
     let unusable = || {
@@ -229,15 +164,15 @@ fn hardware(
             why.join("; ")
         );
     }
+    let mut not_tested: Vec<Untested> = Vec::new();
     if options.path.is_none() {
-        report
-            .untested
-            .extend(unusable().map(|(queue, why)| Untested {
-                queue,
-                why,
-                is_failure: false,
-            }));
+        not_tested.extend(unusable().map(|(queue, why)| Untested {
+            queue,
+            why,
+            is_failure: false,
+        }));
     }
+    let mut done = Vec::new();
     for queue in chosen {
         match open(queue) {
             Ok((submit, access)) => {
@@ -246,17 +181,16 @@ fn hardware(
                     Access::Written => "written",
                 };
                 let name = format!("{}, {access}", queue.name);
-                let tested = tested(name, Some(access), submit, options, options.hazards);
-                report.tested.push(tested);
+                done.push(tested(name, Some(access), submit, options));
             }
-            Err(error) => report.untested.push(Untested {
+            Err(error) => not_tested.push(Untested {
                 queue: queue.name.to_string(),
                 why: format!("{:#}", anyhow::Error::from(error)),
                 is_failure: true,
             }),
         }
     }
-    Ok(())
+    Ok((done, not_tested))
 }
 
 fn tested(
@@ -264,17 +198,8 @@ fn tested(
     portal: Option<&'static str>,
     submit: Arc<dyn Submit>,
     options: &Options,
-    hazards: bool,
 ) -> Tested {
     let kind = submit.limits().kind;
-    let options = selftest::Options {
-        timeout: Duration::from_millis(options.patience),
-        hazards,
-    };
-    Tested {
-        queue,
-        portal,
-        kind,
-        findings: selftest::run(submit, &options),
-    }
+    let findings = selftest::run(submit, Duration::from_millis(options.patience));
+    Tested::new(queue, portal, kind, &findings)
 }

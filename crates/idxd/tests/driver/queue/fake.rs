@@ -62,7 +62,6 @@ pub(super) fn shared(threshold: u32, max_batch: u32) -> Limits {
         threshold,
         max_batch: std::num::NonZeroU32::new(max_batch),
         max_transfer: 1 << 21,
-        block_on_fault: false,
         operations: Operations([u64::MAX; 4]),
         version: 0x100,
         capabilities: Capabilities::FIRST_DSA,

@@ -1,5 +1,7 @@
 //! The command on machines whose work queues cannot all be opened. Models are behind those that can.
 
+mod report;
+
 use std::{fs, os::unix::fs::symlink, path::Path};
 
 use idxd_model::{Config, Model};
@@ -9,7 +11,7 @@ use super::*;
 
 /// A machine whose DSA has four work queues: two that look usable, one that is off, and one of the kernel's.
 fn machine(folder: &Path) -> Root {
-    report::tests::machine(folder);
+    report::machine(folder);
     let device = folder.join("sys/bus/dsa/devices/dsa0");
     for number in 1..4 {
         let queue = device.join(format!("wq0.{number}"));
@@ -34,7 +36,6 @@ fn options(path: Option<&str>) -> Options {
         hw: true,
         path: path.map(|names| queues(names).unwrap()),
         out: None,
-        hazards: false,
         seed: 1,
         patience: 200,
         json: None,
@@ -65,14 +66,14 @@ fn a_queue_that_cannot_be_opened_is_reported_and_the_others_are_tested() {
         let failure = format!(
             "work queue {refused} could not be opened: work queue {refused} does not answer"
         );
-        assert_eq!(report.failures(), [failure]);
+        assert_eq!(report.failures, [failure]);
 
-        let json = serde_json::to_value(report.json()).unwrap();
+        let json = serde_json::to_value(&report).unwrap();
         assert_eq!(json["passed"], false);
         let tested = json["queues"].as_array().unwrap();
         assert_eq!(tested.len(), 1);
         assert_eq!(tested[0]["queue"], format!("{opened}, mapped"));
-        assert!(tested[0]["checks"].as_array().unwrap().len() > 15);
+        assert!(tested[0]["checks"].as_array().unwrap().len() > 10);
         let untested = |queue: &str| {
             let rows = json["untested"].as_array().unwrap();
             let row = rows.iter().find(|row| row["queue"] == queue).unwrap();
@@ -99,8 +100,8 @@ fn where_no_queue_can_be_opened_there_is_a_report_all_the_same() {
     let folder = tempfile::tempdir().unwrap();
     let root = machine(folder.path());
     let report = report(&options(None), &root, all_but(&[0, 1])).unwrap();
-    assert_eq!(report.failures().len(), 2);
-    assert!(report.tested.is_empty() && report.host.is_some());
+    assert_eq!(report.failures.len(), 2);
+    assert!(report.queues.is_empty() && report.host.is_some());
 }
 
 #[test]
@@ -118,6 +119,6 @@ fn a_queue_that_was_asked_for_has_to_be_tested() {
     });
     let report = report.unwrap();
     let failure = "work queue dsa0/wq0.2 could not be opened: work queue dsa0/wq0.2 cannot be used: it is disabled";
-    assert_eq!(report.failures(), [failure]);
-    assert_eq!((report.tested.len(), report.untested.len()), (1, 1));
+    assert_eq!(report.failures, [failure]);
+    assert_eq!((report.queues.len(), report.untested.len()), (1, 1));
 }
