@@ -12,26 +12,23 @@
 //! `Documentation/ABI/stable/sysfs-driver-dma-idxd`.
 
 mod attributes;
-mod counters;
 mod name;
 mod problem;
 mod report;
 mod setup;
 
 use std::{
-    fmt, fs, io,
+    fs, io,
     num::NonZeroU32,
     os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
-    str::FromStr,
 };
 
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
-use self::attributes::{Attributes, flag, known, number, operations, or_none, small, text};
+use self::attributes::{Attributes, flag, number, operations, or_none, small, text, word};
 use crate::{Capabilities, Kind, Limits, Mode, Operations, opcode};
 
-pub use counters::{EventLog, OpenFile};
 pub use name::{DeviceName, NameError, QueueName};
 pub use problem::Problem;
 pub use report::{DeviceReport, Hardware, Missing, QueueReport, Report, hardware, report};
@@ -74,30 +71,6 @@ impl Root {
     }
 }
 
-/// `enabled`, `disabled`, or what else the driver reports.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum State {
-    /// On.
-    Enabled,
-    /// Off.
-    Disabled,
-    /// Anything else: `halted`, for example.
-    Other(String),
-}
-
-/// The intended users of a work queue.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum QueueType {
-    /// None: it has not been set up.
-    None,
-    /// The kernel's own drivers.
-    Kernel,
-    /// Processes.
-    User,
-    /// Anything else.
-    Other(String),
-}
-
 /// One device. Attributes that this kernel does not have, or that make no sense, are `None`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
@@ -105,8 +78,8 @@ pub struct Device {
     pub name: DeviceName,
     /// 0x100 is the first: Sapphire and Emerald Rapids.
     pub version: Option<u32>,
-    /// On or off.
-    pub state: Option<State>,
+    /// `enabled`, `disabled`, or another word of the driver.
+    pub state: Option<String>,
     /// The node that is near to it.
     pub numa_node: Option<u32>,
     /// Entries of all work queues together.
@@ -119,8 +92,6 @@ pub struct Device {
     pub op_cap: Option<Operations>,
     /// General capabilities, GENCAP.
     pub gen_cap: Option<u64>,
-    /// Capabilities of an IAA of the second version.
-    pub iaa_cap: Option<u64>,
     /// Whether it can work in the address space of a process. Linux 5.19 to 6.5 shows the kernel's own address space
     /// here, so that `false` does not mean that it cannot. Only opening a queue is sure.
     pub pasid_enabled: Option<bool>,
@@ -143,18 +114,16 @@ pub struct WorkQueue {
     pub name: QueueName,
     /// `dsa0`.
     pub device: DeviceName,
-    /// On or off.
-    pub state: Option<State>,
-    /// Its intended users.
-    pub kind: Option<QueueType>,
+    /// `enabled`, `disabled`, or another word of the driver.
+    pub state: Option<String>,
+    /// Its intended users: `user` for processes, `kernel`, `none`.
+    pub kind: Option<String>,
     /// What its administrator called it.
     pub label: Option<String>,
     /// Its entries.
     pub size: Option<u32>,
     /// Its group.
     pub group: Option<u32>,
-    /// Its weight within its group, 0 to 15.
-    pub priority: Option<u32>,
     /// The driver that has it, `user` for processes. Kernels before 6.7 do not report it.
     pub driver_name: Option<String>,
     /// Its users.
@@ -234,7 +203,7 @@ impl WorkQueue {
 
     /// Whether it only has to be switched on.
     fn is_configured(&self) -> bool {
-        let is_for_users = self.kind == Some(QueueType::User)
+        let is_for_users = self.kind.as_deref() == Some("user")
             && self.driver_name.as_deref().is_none_or(|it| it == "user");
         is_for_users
             && self.label.is_some()
@@ -253,14 +222,13 @@ fn device(root: &Root, path: &Path, name: DeviceName) -> Device {
     let mut device = Device {
         name,
         version: a.need("version", small),
-        state: a.need("state", known),
+        state: a.need("state", word),
         numa_node: a.may("numa_node", or_none).flatten(),
         max_work_queues_size: a.may("max_work_queues_size", small),
         max_batch_size: a.may("max_batch_size", small),
         max_transfer_size: a.may("max_transfer_size", number),
         op_cap: a.may("op_cap", operations),
         gen_cap: a.may("gen_cap", number),
-        iaa_cap: a.may("iaa_cap", number),
         pasid_enabled: a.may("pasid_enabled", flag),
         cdev_major: a.may("cdev_major", small),
         clients: a.may("clients", small),
@@ -287,12 +255,11 @@ fn queue(root: &Root, parent: &Path, device: &Device, number: u32) -> WorkQueue 
     let mut queue = WorkQueue {
         name: device.name.queue(number),
         device: device.name,
-        state: a.need("state", known),
-        kind: a.need("type", known),
+        state: a.need("state", word),
+        kind: a.need("type", word),
         label: a.may("name", text).flatten(),
         size: a.need("size", small),
         group: a.may("group_id", or_none).flatten(),
-        priority: a.may("priority", small),
         has_driver_name: driver_name.is_some(),
         driver_name: driver_name.flatten(),
         clients: a.may("clients", small),
@@ -367,9 +334,9 @@ fn limits(a: &mut Attributes<'_>, device: &Device) -> Option<Limits> {
 
 /// What keeps this process from using a queue that is understood.
 fn obstacle(device: &Device, queue: &WorkQueue) -> Option<Problem> {
-    match &device.state {
-        Some(State::Enabled) => {}
-        Some(other) => return Some(Problem::DeviceState(other.clone())),
+    match device.state.as_deref() {
+        Some("enabled") => {}
+        Some(other) => return Some(Problem::DeviceState(other.to_owned())),
         None => {
             return device
                 .problem
@@ -377,9 +344,9 @@ fn obstacle(device: &Device, queue: &WorkQueue) -> Option<Problem> {
                 .or(Some(Problem::Missing { attribute: "state" }));
         }
     }
-    match &queue.kind {
-        Some(QueueType::User) => {}
-        Some(other) => return Some(Problem::Type(other.clone())),
+    match queue.kind.as_deref() {
+        Some("user") => {}
+        Some(other) => return Some(Problem::Type(other.to_owned())),
         None => return Some(Problem::Missing { attribute: "type" }),
     }
     if let Some(driver) = queue
@@ -389,9 +356,9 @@ fn obstacle(device: &Device, queue: &WorkQueue) -> Option<Problem> {
     {
         return Some(Problem::Driver(driver.clone()));
     }
-    match &queue.state {
-        Some(State::Enabled) => {}
-        Some(other) => return Some(Problem::QueueState(other.clone())),
+    match queue.state.as_deref() {
+        Some("enabled") => {}
+        Some(other) => return Some(Problem::QueueState(other.to_owned())),
         None => return Some(Problem::Missing { attribute: "state" }),
     }
     if queue.ats_disable == Some(true) {
@@ -469,52 +436,6 @@ fn parts(path: &Path, prefix: &str, device: DeviceName) -> Vec<u32> {
 fn entries(path: &Path) -> impl Iterator<Item = String> {
     let entries = fs::read_dir(path).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().into_string().ok())
-}
-
-impl FromStr for State {
-    type Err = std::convert::Infallible;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Ok(match text {
-            "enabled" => Self::Enabled,
-            "disabled" => Self::Disabled,
-            other => Self::Other(other.to_owned()),
-        })
-    }
-}
-
-impl fmt::Display for State {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Enabled => f.write_str("enabled"),
-            Self::Disabled => f.write_str("disabled"),
-            Self::Other(other) => write!(f, "in state {other:?}"),
-        }
-    }
-}
-
-impl FromStr for QueueType {
-    type Err = std::convert::Infallible;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Ok(match text {
-            "none" => Self::None,
-            "kernel" => Self::Kernel,
-            "user" => Self::User,
-            other => Self::Other(other.to_owned()),
-        })
-    }
-}
-
-impl fmt::Display for QueueType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::None => f.write_str("none"),
-            Self::Kernel => f.write_str("kernel"),
-            Self::User => f.write_str("user"),
-            Self::Other(other) => write!(f, "{other:?}"),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 //! ```text
 //!   offload                     finds zero pages; compresses, decompresses, copies pages: device or processor
 //!      │
-//!   queue ── shares             one work queue: credits, retries, deadlines, quarantine; its fair division
+//!   queue ── shares             one work queue: credits, deadlines, quarantine; its fair division
 //!      │
 //!   submit                      the trait `Submit`: a work queue as a process has it
 //!      ├── portal ── discovery  a queue of the host, by ENQCMD, MOVDIR64B or write(2)
@@ -41,11 +41,14 @@ mod wait;
 pub use descriptor::{Descriptor, Flags, opcode};
 pub use limits::{Capabilities, Kind, Limits, Mode, Operations};
 pub use queue::{
-    InFlight, NotTaken, OpenQueueError, Outcome, Queue, Shape, Slot, Statistics, Tuning,
-    Unanswered, Urgency,
+    InFlight, NotTaken, OpenQueueError, Outcome, Queue, Shape, Slot, Statistics, Tuning, Unanswered,
 };
 pub use record::{Record, RecordImage};
 pub use submit::{Refusal, Submit, Submitted};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
 
 #[cfg(target_endian = "big")]
 compile_error!("descriptors and records are little endian");

@@ -66,34 +66,15 @@ pub enum OpenError {
     /// Only x86-64 has the devices.
     #[error("work queues can be used on x86-64 alone")]
     Unsupported,
-    /// The scan has seen already that it cannot.
+    /// It cannot be used, as the scan has seen or opening it has shown.
     #[error("work queue {queue} cannot be used")]
     Unusable {
         /// The queue.
         queue: QueueName,
-        /// What is in the access.
+        /// What is in the way.
         #[source]
         problem: Problem,
     },
-    /// This process may not.
-    #[error("this process may not open {}: give its user read and write permission", .0.display())]
-    Denied(PathBuf),
-    /// A dedicated queue that another process has, or this one a second time.
-    #[error("{} is a dedicated work queue, and another process has it", .0.display())]
-    Busy(PathBuf),
-    /// The queue was switched off or removed since the scan.
-    #[error("{} has gone: the work queue was disabled", .0.display())]
-    Gone(PathBuf),
-    /// The device cannot work in this process's address space.
-    #[error(
-        "{}: the device cannot use the addresses of processes: VT-d and PASID have to be on in the firmware, and the \
-         kernel has to be started with intel_iommu=on,sm_on",
-        .0.display()
-    )]
-    NoAddressSpace(PathBuf),
-    /// Another file than the queue's character device.
-    #[error("{} is not the work queue's character device", .0.display())]
-    OtherNode(PathBuf),
     /// It did not do a NOOP in time: a device that hangs, or a portal that leads nowhere.
     #[error("work queue {0} does not answer")]
     NoAnswer(QueueName),
@@ -430,31 +411,29 @@ fn open_with(queue: &WorkQueue, features: Features) -> Result<Portal, OpenError>
 }
 
 /// Opens the character device, which is the queue's beyond doubt: a descriptor must get nowhere else.
+#[cfg(target_arch = "x86_64")]
 fn open_node(queue: &WorkQueue, path: &std::path::Path) -> Result<File, OpenError> {
-    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
-    let file = rustix::fs::open(path, flags, FileMode::empty())
-        .map_err(|error| open_error(path.to_path_buf(), error))?;
-    let file = File::from(file);
-    let metadata = file.metadata().map_err(|source| OpenError::System {
+    let unusable = |problem| OpenError::Unusable {
+        queue: queue.name,
+        problem,
+    };
+    let system = |source| OpenError::System {
         path: path.to_path_buf(),
         source,
+    };
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
+    let file = rustix::fs::open(path, flags, FileMode::empty()).map_err(|error| match error {
+        Errno::ACCESS | Errno::PERM => unusable(Problem::Denied(path.to_path_buf())),
+        Errno::BUSY => unusable(Problem::InUse),
+        Errno::NOENT | Errno::NXIO | Errno::NODEV => unusable(Problem::Gone),
+        Errno::OPNOTSUPP => unusable(Problem::NoAddressSpace),
+        error => system(error.into()),
     })?;
-    if !discovery::is_node_of(queue, &metadata) {
-        return Err(OpenError::OtherNode(path.to_path_buf()));
-    }
-    Ok(file)
-}
-
-fn open_error(path: PathBuf, error: Errno) -> OpenError {
-    match error {
-        Errno::ACCESS | Errno::PERM => OpenError::Denied(path),
-        Errno::BUSY => OpenError::Busy(path),
-        Errno::NOENT | Errno::NXIO | Errno::NODEV => OpenError::Gone(path),
-        Errno::OPNOTSUPP => OpenError::NoAddressSpace(path),
-        error => OpenError::System {
-            path,
-            source: error.into(),
-        },
+    let file = File::from(file);
+    let metadata = file.metadata().map_err(system)?;
+    match discovery::is_node_of(queue, &metadata) {
+        true => Ok(file),
+        false => Err(unusable(Problem::OtherNode(path.to_path_buf()))),
     }
 }
 

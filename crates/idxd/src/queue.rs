@@ -1,4 +1,4 @@
-//! Drives one work queue: credits, bounded retries, deadlines, and quarantine of memory that a device may still write to.
+//! Drives one work queue: credits, deadlines, and quarantine of memory that a device may still write to.
 //!
 //! ```text
 //!                 ┌──────────────────────────── dropped ───────────────────────────┐
@@ -17,8 +17,8 @@
 //! of a dedicated queue, and this process's share of a shared one ([`Queue::set_entries`]). A slot holds its entries
 //! until it is complete.
 //!
-//! **Retries.** A disabled queue also reports that it is full. So the number of retries is bounded; then the processor
-//! does the work.
+//! **Full queues.** A submission is tried once, since a disabled queue also reports that it is full. The caller tries
+//! another queue, or the processor does the work.
 //!
 //! **Deadlines.** An operation of a disabled device, or one whose record could not be written, never completes. The
 //! waiting thread gives up at a deadline, but the device may still write to the slot. Such a slot is in quarantine
@@ -48,7 +48,7 @@ use thiserror::Error;
 
 use self::{credits::Credits, flight::Flight, freelist::FreeList, statistics::Counters};
 use crate::{
-    Descriptor, Limits, Mode, Record, Refusal, Submit,
+    Limits, Mode, Refusal, Submit,
     arena::{Arena, Layout},
     opcode,
 };
@@ -80,33 +80,18 @@ pub struct Shape {
 pub struct Tuning {
     /// Most slots. There are never more than the work queue has entries.
     pub slots: u32,
-    /// Tries of one submission while the work queue is full, at [`Urgency::High`].
-    pub tries: u32,
-    /// Time between two of them.
-    pub between_tries: Duration,
     /// Submissions past their deadline after which the queue is dead.
     pub most_timed_out: u32,
 }
 
 impl Default for Tuning {
-    /// Eight slots of a queue that is not shared; four tries, a microsecond apart; dead at the third timeout.
+    /// Eight slots; dead at the third timeout.
     fn default() -> Self {
         Self {
             slots: 8,
-            tries: 4,
-            between_tries: Duration::from_micros(1),
             most_timed_out: 3,
         }
     }
-}
-
-/// How hard to try when the work queue is full.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Urgency {
-    /// Once: the processor may as well do it.
-    Low,
-    /// As often as [`Tuning::tries`].
-    High,
 }
 
 /// Why a queue cannot be driven.
@@ -136,7 +121,7 @@ pub enum OpenQueueError {
 /// Why a submission was not taken. Nothing of it was.
 #[derive(Debug, Error)]
 pub enum NotTaken {
-    /// The work queue is full, after all tries. The processor does the work.
+    /// The work queue is full. The processor does the work.
     #[error("the work queue is full")]
     Full,
     /// The queue is dead ([`Queue::is_dead`]).
@@ -362,42 +347,6 @@ impl Inner {
         self.give_up();
         self.closing.call_once(|| self.device.close());
         self.drained.store(true, Ordering::Release);
-    }
-
-    /// Offers `descriptors` until they are taken or the tries are used up.
-    ///
-    /// # Safety
-    /// That of [`Submit::submit`]. `waiting` is the record of the last one.
-    unsafe fn offer(
-        &self,
-        descriptors: &[Descriptor],
-        waiting: &Record,
-        urgency: Urgency,
-    ) -> (u32, Option<Refusal>) {
-        let mut tries = match urgency {
-            Urgency::Low => 1,
-            Urgency::High => self.tuning.tries.max(1),
-        };
-        let mut accepted = 0;
-        loop {
-            let rest = &descriptors[accepted..];
-            // SAFETY: as the caller promises.
-            let submitted = unsafe { self.device.submit(rest) };
-            accepted += submitted.accepted.min(rest.len());
-            tries -= 1;
-            // In a list of at most as many as there are entries.
-            let count = u32::try_from(accepted).unwrap_or(u32::MAX);
-            if accepted == descriptors.len() {
-                return (count, None);
-            }
-            let refusal = submitted.refusal.unwrap_or(Refusal::Full);
-            if tries == 0 || !matches!(refusal, Refusal::Full) {
-                return (count, Some(refusal));
-            }
-            self.counters.retries.add(1);
-            self.device
-                .pause(waiting, self.device.now() + self.tuning.between_tries);
-        }
     }
 
     fn put_back(&self, slot: u32, entries: u32) {

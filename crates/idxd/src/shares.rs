@@ -22,7 +22,7 @@
 //!
 //! **Races.** The locks are read one by one while members come and go, and with more members than entries the parts add
 //! up to more than the queue has. In both cases the queue refuses some descriptors, as it does when a process uses it
-//! without a share. The answer is always the same: a bounded number of retries, then the processor does the work.
+//! without a share. The answer is always the same: another queue, or the processor, does the work.
 //!
 //! **Trust.** A process that may write the file can reduce the others to one entry each, and keep them from joining; it
 //! cannot do more. For several users, make a directory of their own group with the set-group-id bit on a tmpfs

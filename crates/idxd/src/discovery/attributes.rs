@@ -4,7 +4,6 @@ use std::{
     fs::File,
     io::{self, Read},
     path::{Path, PathBuf},
-    str::FromStr,
 };
 
 use rustix::fs::{Mode, OFlags};
@@ -145,9 +144,10 @@ pub(super) fn text(text: &str) -> Option<Option<String>> {
     Some(named.then(|| text.to_owned()))
 }
 
-/// Values that a type of its own knows.
-pub(super) fn known<T: FromStr>(text: &str) -> Option<T> {
-    text.parse().ok()
+/// A word such as `enabled`.
+pub(super) fn word(text: &str) -> Option<String> {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
+    (!text.is_empty() && text.bytes().all(is_plain)).then(|| text.to_owned())
 }
 
 /// A 256-bit map of opcodes.

@@ -5,7 +5,7 @@ use std::{io, path::PathBuf};
 use thiserror::Error;
 
 use super::{
-    Device, QueueType, State, WorkQueue,
+    Device, WorkQueue,
     setup::{self, setup_commands},
 };
 
@@ -14,13 +14,13 @@ use super::{
 pub enum Problem {
     /// The device is off.
     #[error("its device is {0}")]
-    DeviceState(State),
+    DeviceState(String),
     /// The work queue is off.
     #[error("it is {0}")]
-    QueueState(State),
+    QueueState(String),
     /// It is for the kernel, or not set up.
     #[error("its type is {0}; it has to be user")]
-    Type(QueueType),
+    Type(String),
     /// Another driver than `user` has it.
     #[error("driver {0} has it; it has to be user")]
     Driver(String),
@@ -51,6 +51,12 @@ pub enum Problem {
         /// Why.
         kind: io::ErrorKind,
     },
+    /// The device cannot work in this process's address space.
+    #[error(
+        "its device cannot use the addresses of processes: VT-d and PASID have to be on in the firmware, and the kernel \
+         has to be started with intel_iommu=on,sm_on"
+    )]
+    NoAddressSpace,
     /// It disappeared while it was looked at.
     #[error("it has disappeared")]
     Gone,

@@ -2,10 +2,7 @@
 
 use std::{fmt, fs, path::Path};
 
-use super::{
-    Device, EventLog, OpenFile, Problem, QueueName, Root, WorkQueue, counters, entries, scan,
-    setup_commands,
-};
+use super::{Device, Problem, QueueName, Root, WorkQueue, entries, scan, setup_commands};
 use crate::{Kind, cpu::Features};
 
 /// What a person wants to know before using the devices of this host.
@@ -40,8 +37,6 @@ pub struct Hardware {
 pub struct DeviceReport {
     /// What sysfs reports.
     pub device: Device,
-    /// Its event log, if it has one.
-    pub event_log: Option<EventLog>,
     /// Its queues, in their order.
     pub queues: Vec<QueueReport>,
     /// The commands, to be given as root, that make a queue for processes; empty if there is one, even if something
@@ -60,27 +55,6 @@ pub struct QueueReport {
     pub problem: Option<Problem>,
     /// The commands, to be given as root, that remove the problem without touching other queues.
     pub remedy: Vec<String>,
-    /// The open files of its character device; none before Linux 6.4.
-    pub files: Vec<OpenFile>,
-}
-
-impl QueueReport {
-    /// Records of its present users that faulted; `None` where no file counts them.
-    pub fn record_faults(&self) -> Option<u64> {
-        sum(self.files.iter().filter_map(|file| file.record_faults))
-    }
-
-    /// Those of them that were lost.
-    pub fn record_fault_failures(&self) -> Option<u64> {
-        sum(self
-            .files
-            .iter()
-            .filter_map(|file| file.record_fault_failures))
-    }
-}
-
-fn sum(counts: impl Iterator<Item = u64>) -> Option<u64> {
-    counts.reduce(u64::saturating_add)
 }
 
 /// What a host lacks.
@@ -121,10 +95,7 @@ impl fmt::Display for Missing {
 pub fn report(root: &Root) -> Report {
     let cpu = Features::of_host(&root.cpuinfo());
     let hardware = hardware(root);
-    let devices: Vec<DeviceReport> = scan(root)
-        .into_iter()
-        .map(|device| device_report(root, device))
-        .collect();
+    let devices: Vec<DeviceReport> = scan(root).into_iter().map(device_report).collect();
     let without_pasid = devices
         .iter()
         .any(|it| it.device.pasid_enabled == Some(false));
@@ -148,7 +119,7 @@ pub fn report(root: &Root) -> Report {
     }
 }
 
-fn device_report(root: &Root, device: Device) -> DeviceReport {
+fn device_report(device: Device) -> DeviceReport {
     let in_use = |queue: &&WorkQueue| queue.clients.is_some_and(|clients| clients > 0);
     let lacks_queue = device.queues.iter().all(|queue| match queue.usable() {
         Ok(_) => false,
@@ -171,10 +142,9 @@ fn device_report(root: &Root, device: Device) -> DeviceReport {
     let queues = device
         .queues
         .iter()
-        .map(|queue| queue_report(root, &device, queue))
+        .map(|queue| queue_report(&device, queue))
         .collect();
     DeviceReport {
-        event_log: counters::event_log(root, &device),
         queues,
         setup,
         disturbed,
@@ -182,7 +152,7 @@ fn device_report(root: &Root, device: Device) -> DeviceReport {
     }
 }
 
-fn queue_report(root: &Root, device: &Device, queue: &WorkQueue) -> QueueReport {
+fn queue_report(device: &Device, queue: &WorkQueue) -> QueueReport {
     let problem = queue.usable().err();
     let remedy = match &problem {
         Some(problem) if !problem.needs_setup(queue) => problem.commands(device, queue),
@@ -192,7 +162,6 @@ fn queue_report(root: &Root, device: &Device, queue: &WorkQueue) -> QueueReport 
         name: queue.name,
         problem,
         remedy,
-        files: counters::open_files(root, queue),
     }
 }
 
@@ -257,7 +226,6 @@ impl fmt::Display for DeviceReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             device,
-            event_log,
             queues,
             setup,
             disturbed,
@@ -276,15 +244,11 @@ impl fmt::Display for DeviceReport {
             Some(problem) => writeln!(f, ": {problem}")?,
             None => writeln!(f)?,
         }
-        if let Some(log) = event_log {
-            writeln!(f, "  {log}")?;
-        }
         for (queue, work_queue) in queues.iter().zip(&device.queues) {
             let QueueReport {
                 name,
                 problem,
                 remedy,
-                ..
             } = queue;
             match problem {
                 None => writeln!(f, "  {name} can be used")?,
@@ -294,14 +258,6 @@ impl fmt::Display for DeviceReport {
                 writeln!(
                     f,
                     "    it requests no pages (prs_disable): what is not in memory is a fault"
-                )?;
-            }
-            if let Some(faults) = queue.record_faults() {
-                let lost = queue.record_fault_failures().unwrap_or(0);
-                let users = queue.files.len();
-                writeln!(
-                    f,
-                    "    open files: {users}, faults on their records: {faults}, records lost: {lost}"
                 )?;
             }
             for command in remedy {

@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use super::{Device, QueueType, State, WorkQueue, name};
+use super::{Device, WorkQueue, name};
 use crate::Kind;
 
 /// Descriptors of a batch that a queue is set up for. The driver's default of 32 is little.
@@ -25,7 +25,7 @@ pub fn setup_commands(device: &Device) -> Vec<String> {
         return Vec::new();
     };
     let (on, path) = (
-        device.state != Some(State::Disabled),
+        device.state.as_deref() != Some("disabled"),
         queue.name.to_string(),
     );
     let mut commands = Vec::new();
@@ -33,7 +33,7 @@ pub fn setup_commands(device: &Device) -> Vec<String> {
         let enabled = device
             .queues
             .iter()
-            .filter(|queue| queue.state == Some(State::Enabled));
+            .filter(|queue| queue.state.as_deref() == Some("enabled"));
         commands.extend(enabled.map(|queue| format!("accel-config disable-wq {}", queue.name)));
         commands.push(format!("accel-config disable-device {}", device.name));
     }
@@ -72,7 +72,7 @@ pub fn setup_commands(device: &Device) -> Vec<String> {
 /// The commands that switch a configured queue on.
 pub(super) fn enable(device: &Device, queue: &WorkQueue) -> Vec<String> {
     let mut commands = Vec::new();
-    if device.state == Some(State::Disabled) {
+    if device.state.as_deref() == Some("disabled") {
         commands.push(format!("accel-config enable-device {}", device.name));
     }
     commands.push(format!("accel-config enable-wq {}", queue.name));
@@ -102,7 +102,7 @@ pub(super) fn permit(path: &Path) -> Vec<String> {
 fn place(device: &Device) -> Option<(&WorkQueue, u32)> {
     let size = |queue: &WorkQueue| queue.size.unwrap_or(0);
     let total = device.max_work_queues_size.unwrap_or(1).max(1);
-    if device.state != Some(State::Disabled) {
+    if device.state.as_deref() != Some("disabled") {
         return Some((device.queues.first()?, total));
     }
     let taken = device
@@ -114,7 +114,7 @@ fn place(device: &Device) -> Option<(&WorkQueue, u32)> {
     let fresh = device
         .queues
         .iter()
-        .find(|queue| size(queue) == 0 && queue.kind != Some(QueueType::User));
+        .find(|queue| size(queue) == 0 && queue.kind.as_deref() != Some("user"));
     match fresh {
         Some(queue) if left > 0 => Some((queue, left)),
         _ => {

@@ -15,7 +15,7 @@ use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use super::{Devices, OffloadCounters, devices::Pending};
 use crate::{
-    Descriptor, InFlight, Outcome, Slot, Urgency,
+    Descriptor, InFlight, Outcome, Slot,
     iaa::{self, CompressAecs, Histogram},
     status::{IaaOutcome, SUCCESS},
 };
@@ -284,7 +284,7 @@ impl Flights {
         }
         let slot = outcome.into_slot()?;
         // SAFETY: the slot still has the operation that `give` was promised about.
-        let flight = unsafe { slot.submit(1, Urgency::Low) }.ok()?;
+        let flight = unsafe { slot.submit(1) }.ok()?;
         self.wait_for(member, flight)
     }
 

@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::backoff::Backoff;
-use crate::{InFlight, Queue, Slot, Statistics, Urgency, shares::Share};
+use crate::{InFlight, Queue, Slot, Statistics, shares::Share};
 
 /// Work queues to give work to, shared by all threads.
 #[derive(Debug)]
@@ -142,7 +142,7 @@ impl Devices {
                 return None;
             }
             // SAFETY: as the caller promises.
-            if let Ok(flight) = unsafe { slot.submit(count, Urgency::Low) } {
+            if let Ok(flight) = unsafe { slot.submit(count) } {
                 return Some(Pending { member, flight });
             }
             self.record_failure(member);

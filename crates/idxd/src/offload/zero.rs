@@ -18,7 +18,7 @@ use std::{num::NonZeroU32, sync::Arc, time::Duration};
 use thiserror::Error;
 
 use super::{Devices, OffloadCounters, devices::Pending};
-use crate::{Slot, Urgency, dsa, status::SUCCESS};
+use crate::{Slot, dsa, status::SUCCESS};
 
 /// Looks for zero pages, for one thread.
 #[derive(Debug)]
@@ -280,7 +280,7 @@ impl ZeroScanner {
         };
         let count = self.fill(&mut slot, &[address]);
         // SAFETY: a comparison writes to nothing but its record, which is the slot's.
-        let Ok(flight) = (unsafe { slot.submit(count, Urgency::High) }) else {
+        let Ok(flight) = (unsafe { slot.submit(count) }) else {
             return false;
         };
         let outcome = flight.wait(self.devices.now(member) + CONFIRMATION);

@@ -77,35 +77,30 @@ impl Flight {
         }
     }
 
-    /// What to submit for the operations in `list`, and the record of the last of it.
+    /// What to submit for the operations in `list`.
     pub(super) fn prepare<'a>(
         &self,
         arena: &'a Arena,
         slot: u32,
         list: &'a [Descriptor],
-    ) -> (&'a [Descriptor], &'a Record) {
-        let members = arena.member_records(slot);
+    ) -> &'a [Descriptor] {
         if self.batch == 1 || self.members == 1 {
-            let last = self.members as usize - 1;
-            return (&list[..=last], &members[last]);
+            return &list[..self.members as usize];
         }
         let records = arena.head_records(slot);
         // SAFETY: the slot is being submitted by its only owner, who does not use its heads but here.
         let heads = unsafe { arena.heads(slot) };
-        let mut waiting = &members[0];
         for entry in 0..self.entries {
             let range = self.range(entry);
             let (head, record) = (&mut heads[entry as usize], &records[entry as usize]);
             if let [single] = &list[range.clone()] {
                 *head = *single;
-                waiting = &members[range.start];
             } else {
                 record.clear();
                 *head = batch(&list[range], record);
-                waiting = record;
             }
         }
-        (&heads[..self.entries as usize], waiting)
+        &heads[..self.entries as usize]
     }
 
     /// A record that is still to come, or `None` if there are no more.

@@ -3,11 +3,11 @@
 use std::{ops::Range, sync::Arc, time::Duration};
 
 use super::{
-    Inner, NotTaken, Quarantined, Unanswered, Urgency,
+    Inner, NotTaken, Quarantined, Unanswered,
     flight::{Flight, RECORD},
 };
 use crate::{
-    Descriptor, Limits, Record, RecordImage, Refusal, opcode,
+    Descriptor, Limits, Record, RecordImage, Refusal, Submitted, opcode,
     status::{CODE, SUCCESS},
 };
 
@@ -84,13 +84,9 @@ impl Slot {
     /// What the descriptors write to must be this slot's buffer, or writable memory of this process to which
     /// no one has a reference until the [`Outcome`] is there or the queue has been closed: not only until a
     /// deadline is over. What they read may be any address.
-    pub unsafe fn submit(
-        mut self,
-        count: usize,
-        urgency: Urgency,
-    ) -> Result<InFlight, (Self, NotTaken)> {
+    pub unsafe fn submit(mut self, count: usize) -> Result<InFlight, (Self, NotTaken)> {
         // SAFETY: as the caller promises.
-        match unsafe { self.lease.submit(count, urgency) } {
+        match unsafe { self.lease.submit(count) } {
             Ok(()) => Ok(InFlight { lease: self.lease }),
             Err(reason) => Err((self, reason)),
         }
@@ -279,7 +275,7 @@ struct Lease {
 impl Lease {
     /// # Safety
     /// That of [`Slot::submit`].
-    unsafe fn submit(&mut self, count: usize, urgency: Urgency) -> Result<(), NotTaken> {
+    unsafe fn submit(&mut self, count: usize) -> Result<(), NotTaken> {
         let queue = &*self.queue;
         if queue.is_dead() {
             return Err(NotTaken::Dead);
@@ -309,14 +305,15 @@ impl Lease {
                 self.entries += queue.credits.take(missing);
             }
             let mut flight = Flight::new(count, batch, self.entries);
-            let (descriptors, waiting) = flight.prepare(&queue.arena, self.slot, list);
+            let descriptors = flight.prepare(&queue.arena, self.slot, list);
             self.flight = flight;
             // SAFETY: records, lists and the slot's buffer are in the arena, which is mapped until the queue has
             // been closed; a slot is not used again before its records are complete. For what is outside of the
             // arena the caller promises it.
-            let (accepted, refusal) = unsafe { queue.offer(descriptors, waiting, urgency) };
-            let refused_batch = matches!(refusal, Some(Refusal::Invalid))
-                && descriptors[accepted as usize].opcode() == opcode::BATCH;
+            let Submitted { accepted, refusal } = unsafe { queue.device.submit(descriptors) };
+            let refused = descriptors.get(accepted).map(Descriptor::opcode);
+            let refused_batch =
+                matches!(refusal, Some(Refusal::Invalid)) && refused == Some(opcode::BATCH);
             if refused_batch {
                 queue.go_one_by_one();
             }
@@ -326,6 +323,9 @@ impl Lease {
             ) {
                 queue.give_up();
             }
+            // At most as many as there are descriptors, which are no more than the entries.
+            let accepted =
+                u32::try_from(accepted).map_or(flight.entries, |it| it.min(flight.entries));
             if accepted > 0 {
                 flight.keep(accepted);
                 queue.counters.operations.add(flight.members);

@@ -9,10 +9,8 @@ pub struct Statistics {
     pub operations: u64,
     /// Batches that the device has taken.
     pub batches: u64,
-    /// Submissions of which the queue took nothing because it was full, after all tries.
+    /// Submissions of which the queue took nothing because it was full.
     pub full: u64,
-    /// Further tries, after a queue that was full.
-    pub retries: u64,
     /// Operations that were not among those taken when a submission was taken in part.
     pub left_out: u64,
     /// Operations that ended with an error; page faults above all.
@@ -33,7 +31,6 @@ pub(super) struct Counters {
     pub(super) operations: Counter,
     pub(super) batches: Counter,
     pub(super) full: Counter,
-    pub(super) retries: Counter,
     pub(super) left_out: Counter,
     pub(super) faults: Counter,
     pub(super) timed_out: Counter,
@@ -47,7 +44,6 @@ impl Counters {
             operations: self.operations.get(),
             batches: self.batches.get(),
             full: self.full.get(),
-            retries: self.retries.get(),
             left_out: self.left_out.get(),
             faults: self.faults.get(),
             timed_out: self.timed_out.get(),

@@ -7,7 +7,6 @@
     reason = "a test fails by panicking"
 )]
 
-mod counters;
 mod discovery;
 mod dsa;
 mod huffman;
