@@ -31,7 +31,7 @@ use crate::{Capabilities, Kind, Limits, Mode, Operations, opcode};
 
 pub use name::{DeviceName, NameError, QueueName};
 pub use problem::Problem;
-pub use report::{DeviceReport, Hardware, Missing, QueueReport, Report, hardware, report};
+pub use report::{DeviceReport, Hardware, QueueReport, Report, hardware, report};
 pub use setup::setup_commands;
 
 /// Where sysfs, the devices and procfs are. Tests, and tools that look at another machine's tree, replace them.

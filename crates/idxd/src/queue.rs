@@ -104,18 +104,8 @@ pub enum OpenQueueError {
     #[error("the work queue has no entries: it needs a size and, if shared, a threshold")]
     NoEntries,
     /// There is no memory for it.
-    #[error("no memory for {slots} slots of {members} operations and {buffer_bytes} bytes")]
-    Memory {
-        /// Slots to be made.
-        slots: u32,
-        /// Operations of each.
-        members: u32,
-        /// Buffer of each.
-        buffer_bytes: usize,
-        /// The kernel's error.
-        #[source]
-        error: rustix::io::Errno,
-    },
+    #[error("no memory for the slots of a work queue")]
+    Memory(#[source] rustix::io::Errno),
 }
 
 /// Why a submission was not taken. Nothing of it was.
@@ -174,12 +164,7 @@ impl Queue {
             members: shape.members,
             buffer: shape.buffer_bytes,
         };
-        let arena = Arena::new(slots, layout).map_err(|error| OpenQueueError::Memory {
-            slots,
-            members: shape.members,
-            buffer_bytes: shape.buffer_bytes,
-            error,
-        })?;
+        let arena = Arena::new(slots, layout).map_err(OpenQueueError::Memory)?;
         let inner = Arc::new(Inner {
             credits: Credits::new(entries),
             free: FreeList::full(slots),

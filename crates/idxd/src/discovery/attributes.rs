@@ -152,43 +152,25 @@ pub(super) fn word(text: &str) -> Option<String> {
 
 /// A 256-bit map of opcodes.
 ///
-/// Three forms: 32-bit words with commas between, the most significant first (the kernel's `%*pb`); one
-/// hexadecimal number; and, assumed of kernels before 6.0, 64-bit words with spaces between, the least
-/// significant first.
+/// Two forms: 32-bit words with commas between, the most significant first (the kernel's `%*pb`); and, of kernels before
+/// 6.0, 64-bit words with spaces between, the least significant first.
 pub(super) fn operations(text: &str) -> Option<Operations> {
     let mut map = [0_u64; 4];
     if text.contains(',') {
-        let words: Vec<&str> = text.split(',').map(str::trim).collect();
-        for (index, word) in words.iter().rev().enumerate() {
-            let word = word_of(word, 8)?;
+        for (index, word) in text.split(',').rev().enumerate() {
+            let word = word_of(word.trim(), 8)?;
             match map.get_mut(index / 2) {
                 Some(place) => *place |= word << (32 * (index % 2)),
                 None if word == 0 => {}
                 None => return None,
             }
         }
-        return Some(Operations(map));
-    }
-    let words: Vec<&str> = text.split_whitespace().collect();
-    match words.as_slice() {
-        [] => None,
-        [one] => {
-            let digits = one.strip_prefix("0x").unwrap_or(one);
-            if !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) || digits.is_empty() {
-                return None;
-            }
-            for (place, chunk) in map.iter_mut().zip(digits.as_bytes().rchunks(16)) {
-                *place = word_of(std::str::from_utf8(chunk).ok()?, 16)?;
-            }
-            (digits.len() <= 64).then_some(Operations(map))
-        }
-        words => {
-            for (index, word) in words.iter().enumerate() {
-                *map.get_mut(index)? = word_of(word, 16)?;
-            }
-            Some(Operations(map))
+    } else {
+        for (index, word) in text.split_whitespace().enumerate() {
+            *map.get_mut(index)? = word_of(word, 16)?;
         }
     }
+    (!text.trim().is_empty()).then_some(Operations(map))
 }
 
 /// At most `digits` hexadecimal digits, with or without `0x`.
@@ -211,14 +193,9 @@ mod tests {
             "80000000, 0,0,0 ,0,d,1,3f03ff",
             "0,80000000,00000000,00000000,00000000,00000000,0000000d,00000001,003f03ff",
             "0x1003f03ff 0xd 0x0 0x8000000000000000",
-            "80000000000000000000000000000000000000000000000d00000001003f03ff",
         ] {
             assert_eq!(operations(text), Some(low), "{text}");
         }
-        assert_eq!(
-            operations("0x1000000000000000f"),
-            Some(Operations([0xf, 1, 0, 0]))
-        );
         assert_eq!(operations("bf067f"), Some(Operations([0xbf_067f, 0, 0, 0])));
     }
 
@@ -274,8 +251,6 @@ mod tests {
                 .map(|word| format!("{word:08x}"))
                 .collect();
             prop_assert_eq!(operations(&words.join(",")), Some(Operations(map)));
-            let plain = words.concat();
-            prop_assert_eq!(operations(&plain), Some(Operations(map)));
             let old: Vec<String> = map.iter().map(|word| format!("{word:#x}")).collect();
             prop_assert_eq!(operations(&old.join(" ")), Some(Operations(map)));
         }

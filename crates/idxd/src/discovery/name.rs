@@ -36,9 +36,6 @@ pub enum NameError {
         "{0:?} is not a work queue: write it as wq0.1, dsa0/wq0.1 or /dev/dsa/wq0.1, several with commas between"
     )]
     Form(String),
-    /// The queue belongs to another device than the one in the name.
-    #[error("{0:?} does not exist: the queues of device {device} are named wq{device}.0, wq{device}.1 and so on", device = .1)]
-    Device(String, u32),
     /// One queue twice.
     #[error("work queue {0} is named twice")]
     Twice(QueueName),
@@ -90,10 +87,8 @@ impl FromStr for QueueName {
             Some("/dev/dsa") => Some(Kind::Dsa),
             Some("/dev/iax") => Some(Kind::Iaa),
             Some(before) => {
-                let named: DeviceName = DeviceName::parse(before).ok_or_else(form)?;
-                if named.number != device {
-                    return Err(NameError::Device(text.to_owned(), named.number));
-                }
+                let named = DeviceName::parse(before).filter(|named| named.number == device);
+                let named = named.ok_or_else(form)?;
                 Some(named.kind)
             }
         };
@@ -212,6 +207,7 @@ mod tests {
             "/dev/wq0.1",
             "./wq0.1",
             "dsa0/wq0.1/",
+            "dsa0/wq1.0",
             "wq0.4294967296",
             "wq0. 1",
             "wq0.1,",
@@ -222,8 +218,6 @@ mod tests {
             );
         }
         assert_eq!(QueueName::list(" "), Err(NameError::Empty));
-        let other = NameError::Device("dsa0/wq1.0".to_owned(), 0);
-        assert_eq!(QueueName::list("dsa0/wq1.0"), Err(other));
         let twice = NameError::Twice(name(Some(Kind::Dsa), 0, 1));
         assert_eq!(QueueName::list("wq0.1,dsa0/wq0.1"), Err(twice));
     }

@@ -18,7 +18,7 @@ pub struct Report {
     /// Devices that the driver shows.
     pub devices: Vec<DeviceReport>,
     /// What this host lacks altogether.
-    pub missing: Vec<Missing>,
+    pub missing: Vec<&'static str>,
 }
 
 /// A device on the PCI bus.
@@ -57,40 +57,6 @@ pub struct QueueReport {
     pub remedy: Vec<String>,
 }
 
-/// What a host lacks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Missing {
-    /// No DSA and no IAA on the PCI bus.
-    Hardware,
-    /// The kernel's driver.
-    Driver,
-    /// Instruction ENQCMD, for shared work queues.
-    Enqcmd,
-    /// The kernel's leave to use ENQCMD.
-    EnqcmdEnabled,
-    /// Instruction MOVDIR64B, for dedicated work queues.
-    Movdir64b,
-    /// Perhaps an IOMMU with scalable mode, hence shared virtual addresses: what the kernel shows is not reliable.
-    SharedAddresses,
-}
-
-impl fmt::Display for Missing {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Hardware => "no DSA or IAA on the PCI bus: it takes a Xeon of the fourth generation or later, and a \
-                               virtual machine has to be given the device",
-            Self::Driver => "the kernel's driver is not loaded: modprobe idxd",
-            Self::Enqcmd => "the processor has no ENQCMD: no shared work queue can be mapped",
-            Self::EnqcmdEnabled => "the kernel has not enabled ENQCMD: it takes Linux 5.18, and intel_iommu=on,sm_on at \
-                                    its start",
-            Self::Movdir64b => "the processor has no MOVDIR64B: no dedicated work queue can be mapped",
-            Self::SharedAddresses => "perhaps the devices' use of the addresses of processes (pasid_enabled is 0, as \
-                                      it may be on Linux 5.19 to 6.5 anyway): VT-d and PASID have to be on in the \
-                                      firmware, and the kernel has to be started with intel_iommu=on,sm_on",
-        })
-    }
-}
-
 /// Looks at all of it. Never fails: what cannot be seen is missing.
 pub fn report(root: &Root) -> Report {
     let cpu = Features::of_host(&root.cpuinfo());
@@ -100,12 +66,33 @@ pub fn report(root: &Root) -> Report {
         .iter()
         .any(|it| it.device.pasid_enabled == Some(false));
     let checks = [
-        (hardware.is_empty() && devices.is_empty(), Missing::Hardware),
-        (!root.devices().is_dir(), Missing::Driver),
-        (!cpu.enqcmd, Missing::Enqcmd),
-        (cpu.enqcmd && !cpu.enqcmd_enabled, Missing::EnqcmdEnabled),
-        (!cpu.movdir64b, Missing::Movdir64b),
-        (without_pasid, Missing::SharedAddresses),
+        (
+            hardware.is_empty() && devices.is_empty(),
+            "no DSA or IAA on the PCI bus: it takes a Xeon of the fourth generation or later, and a virtual machine has to \
+             be given the device",
+        ),
+        (
+            !root.devices().is_dir(),
+            "the kernel's driver is not loaded: modprobe idxd",
+        ),
+        (
+            !cpu.enqcmd,
+            "the processor has no ENQCMD: no shared work queue can be mapped",
+        ),
+        (
+            cpu.enqcmd && !cpu.enqcmd_enabled,
+            "the kernel has not enabled ENQCMD: it takes Linux 5.18, and intel_iommu=on,sm_on at its start",
+        ),
+        (
+            !cpu.movdir64b,
+            "the processor has no MOVDIR64B: no dedicated work queue can be mapped",
+        ),
+        (
+            without_pasid,
+            "perhaps the devices' use of the addresses of processes (pasid_enabled is 0, as it may be on Linux 5.19 to 6.5 \
+             anyway): VT-d and PASID have to be on in the firmware, and the kernel has to be started with \
+             intel_iommu=on,sm_on",
+        ),
     ];
     Report {
         cpu,
@@ -114,7 +101,7 @@ pub fn report(root: &Root) -> Report {
         devices,
         missing: checks
             .into_iter()
-            .filter_map(|(missing, what)| missing.then_some(what))
+            .filter_map(|(is_missing, what)| is_missing.then_some(what))
             .collect(),
     }
 }
@@ -205,21 +192,6 @@ fn raw_io(status: &Path) -> bool {
     let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
         .is_some_and(|mask| mask >> 17 & 1 == 1)
-}
-
-impl fmt::Display for Report {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for device in &self.devices {
-            write!(f, "{device}")?;
-        }
-        for hardware in self.hardware.iter().filter(|_| self.devices.is_empty()) {
-            writeln!(f, "{:?} at PCI address {}", hardware.kind, hardware.address)?;
-        }
-        for missing in &self.missing {
-            writeln!(f, "missing: {missing}")?;
-        }
-        Ok(())
-    }
 }
 
 impl fmt::Display for DeviceReport {

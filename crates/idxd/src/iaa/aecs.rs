@@ -128,14 +128,6 @@ impl Histogram {
         histogram
     }
 
-    /// As it stands in memory.
-    pub fn to_bytes(&self) -> [u8; Self::SIZE as usize] {
-        let mut bytes = [0; Self::SIZE as usize];
-        put(&mut bytes[0..], &self.literals);
-        put(&mut bytes[1152..], &self.distances);
-        bytes
-    }
-
     /// The same, with every symbol at least once: codes from it can compress any data.
     #[must_use]
     pub fn covering(&self) -> Self {

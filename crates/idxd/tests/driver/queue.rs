@@ -559,7 +559,7 @@ fn what_cannot_be_driven_is_refused() {
     ));
     assert!(matches!(
         new(limits, huge, tuning),
-        Err(OpenQueueError::Memory { .. })
+        Err(OpenQueueError::Memory(_))
     ));
 }
 
