@@ -8,12 +8,11 @@
 //!  │ submit) │ points to)       │         │                  │                │                           │
 //!  └─────────┴──────────────────┴─────────┴──────────────────┴──────── … ─────┴──────────── … ────────────┘
 //! ```
-//! A device that cannot write a record loses it, without a notice. So all of this is in memory from the
-//! beginning and stays there: populated, locked where the process may lock, and mapped as long as the device
-//! may write to it.
+//! A device that cannot write a record loses it without a notice. So all of this memory is populated from the beginning,
+//! locked where the process is allowed to, and stays mapped as long as the device may write to it.
 //!
-//! A child of `fork` has none of it (`MADV_DONTFORK`): the device works on the memory of the process that opened the
-//! queue, and copy-on-write would take that process's pages away from under it. A [`Mark`] tells the two apart.
+//! A forked child does not get this memory (`MADV_DONTFORK`): with copy-on-write, the device could end up writing to the
+//! child's pages instead of the parent's. A [`Mark`] distinguishes the two processes.
 
 use std::{
     ptr::{self, NonNull},
@@ -37,10 +36,10 @@ pub(crate) struct Arena {
     slots: u32,
 }
 
-/// What a slot consists of.
+/// The parts of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
-    /// Descriptors that may point to parts of the list.
+    /// Descriptors that are submitted; each may point to a part of the list.
     pub(crate) heads: u32,
     /// Descriptors of the list.
     pub(crate) members: u32,
@@ -54,7 +53,7 @@ impl Arena {
         let bytes = layout.bytes(slots).ok_or(Errno::NOMEM)?;
         let mark = Mark::new()?;
         let memory = Mapping::new(bytes)?;
-        // Where this fails, the kernel may take pages away, at the price of faults.
+        // If this fails, the kernel may swap pages out, which only costs faults.
         // SAFETY: the range is the mapping's own.
         let _ = unsafe { mlock(memory.start.as_ptr().cast(), memory.bytes) };
         Ok(Self {
@@ -65,7 +64,7 @@ impl Arena {
         })
     }
 
-    /// Whether this is the process that made the arena. In a child of it the memory is not there.
+    /// Whether this is the process that created the arena. A forked child does not have the memory.
     pub(crate) fn is_here(&self) -> bool {
         !self.mark.is_of_a_parent()
     }
@@ -114,8 +113,8 @@ impl Arena {
         unsafe { self.descriptors(slot, self.layout.list(), self.layout.members) }
     }
 
-    /// The buffer of `slot`; empty in a child, and where slots have none. Nothing but its place: who may use it
-    /// is for the slot's owner to know.
+    /// Address and length of the buffer of `slot`; empty in a child, and if slots have no buffer. The slot's owner decides
+    /// who may access it.
     pub(crate) fn buffer(&self, slot: u32) -> NonNull<[u8]> {
         if !self.is_here() || slot >= self.slots {
             return NonNull::slice_from_raw_parts(NonNull::dangling(), 0);
@@ -131,8 +130,8 @@ impl Arena {
         }
         let start = self.at(self.layout.slot() * slot as usize + offset);
         // SAFETY: the layout puts `count` records there, within the mapping, which lives as long as `self`. It is
-        // a multiple of 64 from the start of a page, any bytes are a record, and records are atomics, so that it
-        // does not matter who writes.
+        // a multiple of 64 from the start of a page, any bytes are a record, and records are atomics, so concurrent
+        // writes by the device are allowed.
         unsafe { slice::from_raw_parts(start.cast().as_ptr(), count as usize) }
     }
 
@@ -161,7 +160,7 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // In a child something else may be mapped by now where the arena is in its parent.
+        // In a child something else may be mapped at the address of the parent's arena.
         if self.is_here() {
             self.memory.unmap();
         }
@@ -210,14 +209,14 @@ impl Layout {
 
 const _: () = assert!(size_of::<Descriptor>() == size_of::<Record>());
 
-/// Anonymous memory, populated. Dropping it does not unmap it: the arena knows when.
+/// Populated anonymous memory. Dropping it does not unmap it; the arena does.
 #[derive(Debug)]
 struct Mapping {
     start: NonNull<u8>,
     bytes: usize,
 }
 
-// SAFETY: plain memory. Who may touch which part is the business of the arena's users.
+// SAFETY: plain memory, to which the arena's methods control access.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}

@@ -13,15 +13,15 @@ pub struct Features {
     /// The kernel lets processes use it: `enqcmd` is among the flags of `/proc/cpuinfo`. Where it does not, the
     /// instruction ends in a general protection fault.
     pub enqcmd_enabled: bool,
-    /// The processor has MOVDIR64B, for dedicated work queues. It needs nothing of the kernel.
+    /// The processor has MOVDIR64B, for dedicated work queues. It needs no support by the kernel.
     pub movdir64b: bool,
     /// The processor has UMONITOR, UMWAIT and TPAUSE.
     pub waitpkg: bool,
 }
 
 impl Features {
-    /// Those of this machine; `cpuinfo` is `/proc/cpuinfo`, or what a test has in its place. A file that cannot be
-    /// read enables nothing.
+    /// Features of this machine. `cpuinfo` is `/proc/cpuinfo`, or a test's replacement; an unreadable file counts as no
+    /// features enabled.
     pub fn of_host(cpuinfo: &Path) -> Self {
         Self::decode(
             leaf_7_ecx(),

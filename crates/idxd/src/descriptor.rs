@@ -10,10 +10,10 @@
 //! Source: the kernel's uapi header `linux/idxd.h` (`struct dsa_hw_desc`, `struct iax_hw_desc`). The typed
 //! builders of [`dsa`](crate::dsa) and [`iaa`](crate::iaa) fill these in.
 
-/// A descriptor of DSA or of IAA: as the device reads it, little endian, aligned as a batch's list has to be.
+/// A descriptor of DSA or of IAA in the device's format: little endian, with the alignment that a batch's list needs.
 ///
-/// It names memory by plain numbers. That they are right is up to the caller that submits it
-/// ([`Submit::submit`](crate::Submit::submit)); a descriptor by itself does nothing.
+/// It contains plain addresses. A descriptor does nothing until it is submitted, and the caller of
+/// [`Submit::submit`](crate::Submit::submit) is responsible for the addresses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C, align(64))]
 pub struct Descriptor {
@@ -21,11 +21,11 @@ pub struct Descriptor {
     pub pasid: u32,
     /// Bits 23:0 are [`Flags`], bits 31:24 the opcode.
     pub control: u32,
-    /// Where the completion record is to be written.
+    /// Address of the completion record.
     pub record: u64,
-    /// Source, pattern or list, as the operation has it.
+    /// Source, pattern or list, depending on the operation.
     pub address_1: u64,
-    /// Destination, second source or pattern, as the operation has it.
+    /// Destination, second source or pattern, depending on the operation.
     pub address_2: u64,
     /// Bytes to work on, or the number of a batch's descriptors.
     pub size: u32,
@@ -33,7 +33,7 @@ pub struct Descriptor {
     pub interrupt: u16,
     /// IAA only: flags of the operation.
     pub operation_flags: u16,
-    /// What only some operations have; zero where it is not used.
+    /// Operands of some operations; zero if unused.
     pub operands: [u64; 3],
 }
 
@@ -51,7 +51,7 @@ const _: () = {
 };
 
 impl Descriptor {
-    /// An operation without operands, which writes a record in any case.
+    /// An operation without operands that always writes a record.
     pub const fn new(opcode: u8, record: u64) -> Self {
         let flags = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
         Self {
@@ -95,7 +95,7 @@ impl Descriptor {
         (self.operands[index] >> 32) as u32
     }
 
-    /// The descriptor as it stands in memory.
+    /// The descriptor's bytes in memory.
     pub fn bytes(&self) -> [u8; 64] {
         let half = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
         let counts = half(
@@ -135,14 +135,14 @@ impl Flags {
 
     /// The record's address is valid (CRAV).
     pub const RECORD_VALID: Self = Self(1 << 2);
-    /// A record is wanted in any case, not only for an error (RCR).
+    /// A record is always written, not only for an error (RCR).
     pub const RECORD_REQUESTED: Self = Self(1 << 3);
-    /// What is written goes to the processor's cache rather than to memory (CC).
+    /// Output goes to the processor's cache rather than to memory (CC).
     pub const CACHE: Self = Self(1 << 8);
     /// IAA: the second source is an AECS.
     pub const READ_AECS: Self = Self(1 << 16);
 
-    /// These and `other`.
+    /// These flags and `other`.
     #[must_use]
     pub const fn with(self, other: Self) -> Self {
         Self(self.0 | other.0)
@@ -156,7 +156,7 @@ impl Flags {
 
 /// Operation codes, as in the uapi header.
 pub mod opcode {
-    /// Both: nothing, but a record.
+    /// Both: does nothing but write a record.
     pub const NOOP: u8 = 0x00;
     /// DSA: a list of descriptors.
     pub const BATCH: u8 = 0x01;

@@ -80,30 +80,30 @@ pub struct Device {
     pub version: Option<u32>,
     /// `enabled`, `disabled`, or another word of the driver.
     pub state: Option<String>,
-    /// The node that is near to it.
+    /// Its NUMA node.
     pub numa_node: Option<u32>,
     /// Entries of all work queues together.
     pub max_work_queues_size: Option<u32>,
-    /// Most descriptors of a batch. IAA has none.
+    /// Most descriptors of a batch. IAA has no batches.
     pub max_batch_size: Option<u32>,
     /// Most bytes of a descriptor.
     pub max_transfer_size: Option<u64>,
-    /// Opcodes. Where submission from processes is not safe, the kernel leaves BATCH out.
+    /// Opcodes. If submission from processes is not safe, the kernel leaves BATCH out.
     pub op_cap: Option<Operations>,
     /// General capabilities, GENCAP.
     pub gen_cap: Option<u64>,
-    /// Whether it can work in the address space of a process. Linux 5.19 to 6.5 shows the kernel's own address space
-    /// here, so that `false` does not mean that it cannot. Only opening a queue is sure.
+    /// Whether it can use a process's addresses. On Linux 5.19 to 6.5 this is about the kernel's own address space, so
+    /// `false` is not reliable; only opening a queue shows it.
     pub pasid_enabled: Option<bool>,
-    /// Number of its character devices, of which each queue has a minor.
+    /// Major number of its queues' character devices.
     pub cdev_major: Option<u32>,
-    /// Users of its work queues.
+    /// Number of users of its work queues.
     pub clients: Option<u32>,
     /// Numbers of its engines.
     pub engines: Vec<u32>,
     /// Its work queues, by their numbers.
     pub queues: Vec<WorkQueue>,
-    /// Why it cannot be understood.
+    /// The first attribute that is missing or malformed.
     pub problem: Option<Problem>,
 }
 
@@ -118,34 +118,34 @@ pub struct WorkQueue {
     pub state: Option<String>,
     /// Its intended users: `user` for processes, `kernel`, `none`.
     pub kind: Option<String>,
-    /// What its administrator called it.
+    /// Name that its administrator chose.
     pub label: Option<String>,
-    /// Its entries.
+    /// Number of entries.
     pub size: Option<u32>,
     /// Its group.
     pub group: Option<u32>,
-    /// The driver that has it, `user` for processes. Kernels before 6.7 do not report it.
+    /// The driver it is bound to, `user` for processes. Kernels before 6.7 do not report it.
     pub driver_name: Option<String>,
-    /// Its users.
+    /// Number of users.
     pub clients: Option<u32>,
-    /// Whether it goes without address translation (ATS): then it can report success though a write faulted.
+    /// Whether address translation (ATS) is disabled: then the queue can report success although a write faulted.
     pub ats_disable: Option<bool>,
-    /// Whether it goes without page requests (PRS), hence waits for no page fault.
+    /// Whether page requests (PRS) are disabled: then the queue waits for no page fault.
     pub prs_disable: Option<bool>,
-    /// Where its character device should be, the usual place first.
+    /// Possible paths of its character device, the usual one first.
     pub nodes: Vec<PathBuf>,
     limits: Option<Limits>,
     problem: Option<Problem>,
-    /// The kernel has the attribute, whatever its value.
+    /// The kernel has the attribute `driver_name`, whatever its value.
     has_driver_name: bool,
     /// The character device's number, where both parts are known.
     number: Option<(u32, u32)>,
-    /// The kernel hides that the device has batches, for they are not safe through write(2).
+    /// The kernel hides the opcode BATCH, because batches are not safe through write(2).
     hides_batch: bool,
 }
 
-/// All devices of DSA and IAA, by number, with their work queues. None if the driver is not there;
-/// [`report`] knows more about that.
+/// All DSA and IAA devices with their work queues, by number. Empty without the driver; [`report`] then says what is
+/// missing.
 pub fn scan(root: &Root) -> Vec<Device> {
     let devices = root.devices();
     let mut names: Vec<DeviceName> = entries(&devices)
@@ -158,7 +158,7 @@ pub fn scan(root: &Root) -> Vec<Device> {
         .collect()
 }
 
-/// The queue that `name` names.
+/// Finds a queue by name.
 pub fn find<'a>(devices: &'a [Device], name: &QueueName) -> Option<(&'a Device, &'a WorkQueue)> {
     devices.iter().find_map(|device| {
         let queue = device.queues.iter().find(|queue| queue.name.is(name))?;
@@ -167,9 +167,9 @@ pub fn find<'a>(devices: &'a [Device], name: &QueueName) -> Option<(&'a Device, 
 }
 
 impl WorkQueue {
-    /// What it takes, if a process can open it; else the first thing that is in the way.
+    /// Limits of the queue if this process can open it, or else the first obstacle.
     ///
-    /// It may have changed since the scan: only [`open`](crate::portal::open) is sure.
+    /// The queue may have changed since the scan; only [`open`](crate::portal::open) shows it.
     pub fn usable(&self) -> Result<&Limits, Problem> {
         match (&self.problem, &self.limits) {
             (None, Some(limits)) => Ok(limits),
@@ -178,14 +178,14 @@ impl WorkQueue {
         }
     }
 
-    /// What it takes, whether or not it can be opened; if that much can be understood.
+    /// Limits of the queue, whether or not it can be opened; `None` if attributes are missing or malformed.
     pub fn limits(&self) -> Option<&Limits> {
         self.limits.as_ref()
     }
 
-    /// What a mapped portal takes: batches too, where the kernel hides that opcode of all queues of a device because of
-    /// write(2) alone (the driver's `op_cap_show_common`). It hides whether the administrator has left that opcode out
-    /// as well, so the portal has to try.
+    /// Limits of a mapped portal. They include batches where the kernel hides the opcode BATCH only because of write(2)
+    /// (the driver's `op_cap_show_common`). The kernel then also hides whether the administrator has excluded that opcode,
+    /// so the portal has to try a batch.
     pub(crate) fn limits_mapped(&self, mut limits: Limits) -> Limits {
         if self.hides_batch && limits.max_batch.is_some() {
             limits.operations = limits.operations.with(opcode::BATCH);
@@ -196,12 +196,12 @@ impl WorkQueue {
         limits
     }
 
-    /// The number of its character device, where sysfs has it.
+    /// Major and minor number of its character device, if sysfs has them.
     pub(crate) fn node_number(&self) -> Option<(u32, u32)> {
         self.number
     }
 
-    /// Whether it only has to be switched on.
+    /// Whether it is set up for processes and only has to be enabled.
     fn is_configured(&self) -> bool {
         let is_for_users = self.kind.as_deref() == Some("user")
             && self.driver_name.as_deref().is_none_or(|it| it == "user");
@@ -285,7 +285,7 @@ fn is_gone(path: &Path) -> bool {
     fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
-/// What a queue takes, as far as its attributes and its device's state it.
+/// Limits of a queue by its attributes and those of its device.
 fn limits(a: &mut Attributes<'_>, device: &Device) -> Option<Limits> {
     let mode: Option<Mode> = a.need("mode", |text| match text {
         "shared" => Some(Mode::Shared),
@@ -322,7 +322,7 @@ fn limits(a: &mut Attributes<'_>, device: &Device) -> Option<Limits> {
             (Mode::Shared, Some(threshold)) if threshold > 0 => threshold.min(size),
             _ => size,
         },
-        // One descriptor is no batch.
+        // A single descriptor is no batch.
         max_batch: batch.filter(|most| *most > 1).and_then(NonZeroU32::new),
         max_transfer: transfer.map(|most| most.min(device.max_transfer_size.unwrap_or(most)))?,
         operations: configured.or(device.op_cap)?,
@@ -332,7 +332,7 @@ fn limits(a: &mut Attributes<'_>, device: &Device) -> Option<Limits> {
     })
 }
 
-/// What keeps this process from using a queue that is understood.
+/// The first reason why this process cannot use a queue whose attributes are valid.
 fn obstacle(device: &Device, queue: &WorkQueue) -> Option<Problem> {
     match device.state.as_deref() {
         Some("enabled") => {}
@@ -374,7 +374,7 @@ fn obstacle(device: &Device, queue: &WorkQueue) -> Option<Problem> {
     node(queue).err()
 }
 
-/// The character device of a queue, which this process may open as far as one can see from outside.
+/// The character device of a queue, if this process seems to be allowed to open it.
 pub(crate) fn node(queue: &WorkQueue) -> Result<&Path, Problem> {
     for path in &queue.nodes {
         let metadata = match fs::metadata(path) {
@@ -419,7 +419,7 @@ fn nodes(root: &Root, kind: Kind, file_name: &str, cdev: Option<(u32, u32)>) -> 
     [by_name].into_iter().chain(by_number).collect()
 }
 
-/// Numbers of a device's parts: 3 of `engine0.3`. Entries that no driver would make are left out.
+/// Numbers of a device's parts, for example 3 for `engine0.3`. Entries with other names are ignored.
 fn parts(path: &Path, prefix: &str, device: DeviceName) -> Vec<u32> {
     let prefix = format!("{prefix}{}.", device.number);
     let mut numbers: Vec<u32> = entries(path)
@@ -432,7 +432,7 @@ fn parts(path: &Path, prefix: &str, device: DeviceName) -> Vec<u32> {
     numbers
 }
 
-/// Names in a directory; none, if it cannot be read.
+/// Names in a directory; none if it cannot be read.
 fn entries(path: &Path) -> impl Iterator<Item = String> {
     let entries = fs::read_dir(path).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().into_string().ok())

@@ -3,7 +3,7 @@
 //! ```
 //! # use idxd::{Record, dsa};
 //! # let (page, record) = ([0_u8; 4096], Record::default());
-//! // Is this page all zeros? The record's result tells.
+//! // Is this page all zeros? The record's result says so.
 //! let descriptor = dsa::compare_pattern(page.as_ptr() as u64, 4096, 0, record.address());
 //! ```
 //! Addresses are those of this process, sizes are in bytes; `record` is the address of a [`Record`](crate::Record).
@@ -12,7 +12,7 @@
 
 use crate::{Descriptor, opcode};
 
-/// Does nothing but write its record: shows that a queue is alive.
+/// Does nothing but write its record, which shows that a queue works.
 pub const fn noop(record: u64) -> Descriptor {
     Descriptor::new(opcode::NOOP, record)
 }

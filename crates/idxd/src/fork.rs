@@ -1,8 +1,8 @@
 //! Tells the process that opened a work queue from its forked children.
 //!
-//! The device works in the address space of the process that opened the queue, and the kernel gives a forked child
-//! no copy of the portal: it must touch neither. A page that the kernel empties in the child distinguishes the two for
-//! the price of a load; a process id would take a system call, and may be used again.
+//! The device works in the address space of the process that opened the queue, and a forked child gets no copy of the
+//! portal. So a child must use neither. A page that the kernel clears in the child distinguishes the two processes at the
+//! price of a load; a process id takes a system call, and can be reused.
 
 use std::{
     ptr::NonNull,
@@ -17,7 +17,7 @@ use rustix::{
 const PAGE: usize = 4096;
 const HERE: u64 = 1;
 
-/// A mark that a forked child does not have.
+/// A mark that is cleared in a forked child.
 #[derive(Debug)]
 pub(crate) struct Mark {
     page: NonNull<AtomicU64>,
@@ -58,7 +58,7 @@ impl Mark {
 impl Drop for Mark {
     fn drop(&mut self) {
         // SAFETY: mapped by `new`, here or in the parent, and no one has a reference to it. An error would mean
-        // that it is not mapped, which is as well.
+        // that it is not mapped, which does no harm.
         let _ = unsafe { munmap(self.page.as_ptr().cast(), PAGE) };
     }
 }

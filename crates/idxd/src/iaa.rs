@@ -22,14 +22,14 @@ use crate::{Descriptor, Flags, opcode};
 /// Bytes of history that matches can reach back to: a stream with a larger window cannot be decompressed.
 pub const WINDOW: usize = 4096;
 
-/// What is to be compressed; see [`compress`].
+/// Arguments of [`compress`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Compress {
-    /// The input.
+    /// Address of the input.
     pub source: u64,
     /// Bytes of the input.
     pub size: u32,
-    /// Where the output goes; it does not overlap with the input.
+    /// Address of the output, which must not overlap with the input.
     pub destination: u64,
     /// Most bytes of output.
     pub destination_size: u32,
@@ -67,14 +67,14 @@ pub const fn statistics(source: u64, size: u32, histogram: u64, record: u64) -> 
     }
 }
 
-/// What is to be decompressed; see [`decompress`].
+/// Arguments of [`decompress`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Decompress {
-    /// A whole stream of raw DEFLATE.
+    /// Address of a whole stream of raw DEFLATE.
     pub source: u64,
     /// Bytes of the stream.
     pub size: u32,
-    /// Where the output goes; it does not overlap with the input.
+    /// Address of the output, which must not overlap with the input.
     pub destination: u64,
     /// Most bytes of output.
     pub destination_size: u32,

@@ -1,4 +1,4 @@
-//! Capabilities and limits of a work queue, as the kernel reports them or a test defines them.
+//! Capabilities and limits of a work queue, as reported by the kernel or defined by a test.
 
 use std::num::NonZeroU32;
 
@@ -26,9 +26,9 @@ impl Kind {
 /// How a work queue takes descriptors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// From many processes: ENQCMD, which returns whether the descriptor was accepted.
+    /// From many processes, by ENQCMD, which returns whether the descriptor was accepted.
     Shared,
-    /// From one process: MOVDIR64B, which returns nothing. What is too much is lost.
+    /// From one process, by MOVDIR64B, which returns nothing. A descriptor that does not fit is lost.
     Dedicated,
 }
 
@@ -37,19 +37,19 @@ pub enum Mode {
 pub struct Operations(pub [u64; 4]);
 
 impl Operations {
-    /// Whether `opcode` is one of them.
+    /// Whether `opcode` is included.
     pub const fn has(&self, opcode: u8) -> bool {
         self.0[opcode as usize / 64] >> (opcode % 64) & 1 == 1
     }
 
-    /// These and `opcode`.
+    /// These operations and `opcode`.
     #[must_use]
     pub const fn with(mut self, opcode: u8) -> Self {
         self.0[opcode as usize / 64] |= 1 << (opcode % 64);
         self
     }
 
-    /// These without `opcode`.
+    /// These operations without `opcode`.
     #[must_use]
     pub const fn without(mut self, opcode: u8) -> Self {
         self.0[opcode as usize / 64] &= !(1 << (opcode % 64));
@@ -57,14 +57,14 @@ impl Operations {
     }
 }
 
-/// What a device can do besides its operations: the register GENCAP (DSA 3.0, 9.2.2), as sysfs shows it in `gen_cap`.
+/// Capabilities of a device besides its operations: the register GENCAP (DSA 3.0, 9.2.2), `gen_cap` in sysfs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Capabilities(pub u64);
 
 impl Capabilities {
-    /// Of a DSA of the first generation, as Sapphire Rapids reports them.
+    /// A DSA of the first generation (Sapphire Rapids).
     pub const FIRST_DSA: Self = Self(0x40_915f_0107);
-    /// Of an IAA of the first generation.
+    /// An IAA of the first generation.
     pub const FIRST_IAA: Self = Self(0x7_1f10_901f_0105);
 
     /// Whether bit `bit` is set.
@@ -72,13 +72,13 @@ impl Capabilities {
         self.0 >> bit & 1 == 1
     }
 
-    /// Whether a descriptor may ask that its output goes to the processor's cache.
+    /// Whether descriptors may have the flag for output to the processor's cache.
     pub const fn cache_control(self) -> bool {
         self.has(2)
     }
 
-    /// The flag for output to the processor's cache, which is right when the output is read soon; no flag where the
-    /// device lacks that: there the flag is an error (DSA 3.0, 8.1.3.1; IAA 2.1, 6.1.3).
+    /// The flag for output to the processor's cache, for output that is read soon. No flag for a device without cache
+    /// control, which rejects it (DSA 3.0, 8.1.3.1; IAA 2.1, 6.1.3).
     pub const fn cache_flag(self) -> Flags {
         if self.cache_control() {
             Flags::CACHE
@@ -88,27 +88,27 @@ impl Capabilities {
     }
 }
 
-/// What one work queue takes.
+/// Limits of one work queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// The device behind it.
     pub kind: Kind,
-    /// How it takes descriptors.
+    /// How it accepts descriptors.
     pub mode: Mode,
-    /// Entries.
+    /// Number of entries.
     pub size: u32,
-    /// Entries that the portal of a process may fill; of a dedicated queue all.
+    /// Number of entries that a process may fill; all entries of a dedicated queue.
     pub threshold: u32,
-    /// Most descriptors of a batch; `None` where there are no batches (IAA).
+    /// Most descriptors of a batch; `None` without batches (IAA).
     pub max_batch: Option<NonZeroU32>,
     /// Most bytes of one descriptor.
     pub max_transfer: u64,
-    /// Opcodes that it takes.
+    /// Opcodes that it accepts.
     pub operations: Operations,
     /// The device's version: 0x100 is the first.
     pub version: u32,
-    /// What the device can do besides; nothing where the kernel does not say.
+    /// The device's other capabilities; none if the kernel does not report them.
     pub capabilities: Capabilities,
-    /// NUMA node of the device, where it has one.
+    /// NUMA node of the device, if it has one.
     pub numa_node: Option<u32>,
 }

@@ -6,11 +6,11 @@
 //!    │  previous batch                                                                                 ▼
 //!    └── finish ─────> verdicts <── records, as far as they are there; the processor does the rest <── device
 //! ```
-//! Whatever the devices do, every page is processed once, and correctly: the processor takes over what a queue rejects,
-//! a device fails to do, or does too late, by calling a closure of the caller. No call waits for a device much longer
-//! than the processor would take for the work, except where a device may still write to the caller's memory
-//! ([`Copier`]). No thread polls: the caller works, and looks for results when it needs them. A work queue that rejects
-//! submissions, or answers too late, is left alone and retried from time to time.
+//! Every page is processed once and correctly, whatever the devices do: the processor does what a queue rejects, and what a
+//! device does not do or does too late, by a closure of the caller. No call waits for a device much longer than the
+//! processor would take for the work, except while a device may still write to the caller's memory ([`Copier`]). No thread
+//! polls: the caller works, and reads results when it needs them. A work queue that rejects submissions, or answers too
+//! late, is skipped and tried again from time to time.
 
 mod backoff;
 mod compress;

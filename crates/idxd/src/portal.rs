@@ -46,9 +46,9 @@ use crate::{
     wait::Waiting,
 };
 
-/// What a queue that works needs for a NOOP, and then some.
+/// Time for a NOOP, more than a working queue needs.
 const PROBE: Duration = Duration::from_millis(10);
-/// What a queue is given to finish before the kernel is asked to see to it.
+/// Time for a DRAIN, before the kernel drains the queue.
 const DRAIN: Duration = Duration::from_millis(100);
 
 /// How descriptors get to the device.
@@ -63,22 +63,22 @@ pub enum Access {
 /// Why a work queue could not be opened.
 #[derive(Debug, Error)]
 pub enum OpenError {
-    /// Only x86-64 has the devices.
+    /// The processor is not an x86-64.
     #[error("work queues can be used on x86-64 alone")]
     Unsupported,
-    /// It cannot be used, as the scan has seen or opening it has shown.
+    /// The scan, or opening the queue, has found an obstacle.
     #[error("work queue {queue} cannot be used")]
     Unusable {
         /// The queue.
         queue: QueueName,
-        /// What is in the way.
+        /// The obstacle.
         #[source]
         problem: Problem,
     },
-    /// It did not do a NOOP in time: a device that hangs, or a portal that leads nowhere.
+    /// A NOOP was not done in time: the device hangs, or the portal leads nowhere.
     #[error("work queue {0} does not answer")]
     NoAnswer(QueueName),
-    /// It answered a NOOP with an error.
+    /// A NOOP ended with an error.
     #[error("work queue {queue} answers a NOOP with status {status:#04x}")]
     Broken {
         /// The queue.
@@ -86,7 +86,7 @@ pub enum OpenError {
         /// The record's status.
         status: u8,
     },
-    /// It did not take a NOOP.
+    /// A NOOP was not accepted.
     #[error("work queue {queue} takes nothing")]
     Refused {
         /// The queue.
@@ -106,29 +106,29 @@ pub enum OpenError {
     },
 }
 
-/// Opens `queue` for this process, and tries it with a NOOP: which takes microseconds, or 10 ms at most.
+/// Opens `queue` for this process, and tests it with a NOOP, which takes microseconds, and 10 ms at most.
 ///
-/// Opening binds the process's address space to the device. A dedicated queue can be open once.
+/// Opening binds the process's address space to the device. A dedicated queue can be opened once at a time.
 pub fn open(queue: &WorkQueue, root: &Root) -> Result<Portal, OpenError> {
     open_with(queue, Features::of_host(&root.cpuinfo()))
 }
 
 /// An open work queue.
 ///
-/// [`close`](Submit::close), or dropping it, asks the device to drain what this process has submitted and then has
-/// the kernel do the same; that can take as long as the device does. A forked child has nothing of it: there
-/// everything is [`Refusal::Forked`], and closing does nothing.
+/// [`close`](Submit::close), or dropping the portal, drains the descriptors of this process, by the device and then by the
+/// kernel, which takes as long as the device needs. In a forked child every submission is [`Refusal::Forked`], and closing
+/// does nothing.
 pub struct Portal {
     limits: Limits,
     access: Access,
     waiting: Waiting,
     mark: Mark,
     drains: bool,
-    /// Taken for writing by `close` alone, so that no portal is unmapped under a submission.
+    /// Only `close` locks it for writing, so that no portal is unmapped during a submission.
     transport: RwLock<Option<Box<dyn Transport>>>,
 }
 
-/// How descriptors get to the device, and nothing else.
+/// A way to get descriptors to the device.
 trait Transport: Send + Sync + fmt::Debug {
     /// As [`Submit::submit`].
     ///
@@ -136,7 +136,7 @@ trait Transport: Send + Sync + fmt::Debug {
     /// As there.
     unsafe fn submit(&self, descriptors: &[Descriptor]) -> Submitted;
 
-    /// Lets go of it in a forked child, where dropping it may be wrong.
+    /// Releases it in a forked child, where dropping it may be wrong.
     fn abandon(self: Box<Self>);
 }
 
@@ -162,8 +162,8 @@ impl Portal {
         })
     }
 
-    /// Whether the queue does a NOOP; and a batch, where it seems to take any: its administrator may have left out that
-    /// opcode, and attributes do not always tell.
+    /// Tests the queue with a NOOP, and with a batch if it seems to accept batches: its administrator may have excluded that
+    /// opcode, which the attributes do not always show.
     fn probe(&mut self, queue: QueueName, timeout: Duration) -> Result<(), OpenError> {
         match self.ask(Question::of(opcode::NOOP), timeout) {
             Answer::Status(SUCCESS) => {}
@@ -193,7 +193,7 @@ impl Portal {
     }
 
     fn failed(&mut self, queue: QueueName, answer: Answer) -> OpenError {
-        // What answers nothing would not answer to DRAIN either.
+        // A queue that does not answer would not answer a DRAIN either.
         self.drains = matches!(answer, Answer::Status(_));
         match answer {
             Answer::Status(status) => OpenError::Broken { queue, status },
@@ -242,7 +242,7 @@ impl Submit for Portal {
         if self.mark.is_of_a_parent() {
             return;
         }
-        // Held to the end: a second call has to wait for the draining, too.
+        // Held to the end, so that a second call waits for the draining as well.
         let mut transport = self
             .transport
             .write()
@@ -251,9 +251,9 @@ impl Submit for Portal {
             && self.drains
             && self.limits.operations.has(opcode::DRAIN)
         {
-            // The kernel drains when the last copy of the file goes, and a child that is about to execute another
-            // program may have one for a moment. So the device is asked first. Without an answer the kernel's
-            // draining has to do.
+            // The kernel drains when the last copy of the file is closed, and a child that is about to execute another
+            // program may have a copy for a moment. So the device drains first. Without an answer, the kernel's draining
+            // has to suffice.
             ask(&**open, Question::of(opcode::DRAIN), &self.waiting, DRAIN);
         }
         *transport = None;
@@ -285,20 +285,20 @@ impl fmt::Debug for Portal {
     }
 }
 
-/// Status of a descriptor that was done.
+/// Status of a completed descriptor.
 const SUCCESS: u8 = 1;
 
-/// A descriptor without operands, and all that the device may read and write because of it.
+/// A descriptor without operands, and all memory that the device may access because of it.
 #[derive(Default)]
 struct Question {
     record: Record,
     descriptor: Descriptor,
-    /// A batch's, with their records.
+    /// Members of a batch, and their records.
     members: [Descriptor; 2],
     records: [Record; 2],
 }
 
-/// How a queue answers.
+/// Answer of a queue.
 enum Answer {
     Status(u8),
     Refused(Refusal),
@@ -312,7 +312,7 @@ impl Question {
         question
     }
 
-    /// As few NOOPs as every device takes in a batch.
+    /// The smallest batch that every device accepts.
     fn batch() -> Box<Self> {
         let mut question = Self::of(opcode::BATCH);
         for (member, record) in question.members.iter_mut().zip(&question.records) {
@@ -324,7 +324,7 @@ impl Question {
     }
 }
 
-/// Submits a question, again and again while the queue is full, and waits for its record.
+/// Submits a question, repeatedly while the queue is full, and waits for its record.
 fn ask(
     transport: &dyn Transport,
     question: Box<Question>,
@@ -336,7 +336,7 @@ fn ask(
         record, descriptor, ..
     } = &*question;
     loop {
-        // SAFETY: the device touches the question alone, which goes only when it is complete, and else never.
+        // SAFETY: the device accesses only the question, which is freed only when it is complete, or else leaked.
         let submitted = unsafe { transport.submit(std::slice::from_ref(descriptor)) };
         match submitted.refusal {
             _ if submitted.accepted > 0 => break,
@@ -346,7 +346,7 @@ fn ask(
     }
     while record.status() == 0 {
         if waiting.now() >= deadline {
-            // The device may come to it at any time: some hundred bytes are the price.
+            // The device may still process it at any time, so some hundred bytes are leaked.
             Box::leak(question);
             return Answer::None;
         }
@@ -410,7 +410,7 @@ fn open_with(queue: &WorkQueue, features: Features) -> Result<Portal, OpenError>
     Ok(portal)
 }
 
-/// Opens the character device, which is the queue's beyond doubt: a descriptor must get nowhere else.
+/// Opens the character device, and checks that it is the queue's: a descriptor must not get to another file.
 #[cfg(target_arch = "x86_64")]
 fn open_node(queue: &WorkQueue, path: &std::path::Path) -> Result<File, OpenError> {
     let unusable = |problem| OpenError::Unusable {
@@ -438,7 +438,7 @@ fn open_node(queue: &WorkQueue, path: &std::path::Path) -> Result<File, OpenErro
 }
 
 impl Limits {
-    /// The same queue through write(2), which takes no batches for a device of the first version.
+    /// The same queue through write(2), which accepts no batches for a device of the first version.
     fn written(self) -> Self {
         match self.version > 0x100 && self.operations.has(opcode::BATCH) {
             true => self,

@@ -8,13 +8,13 @@
 //!                 └──┘                   │ late, dropped            │ record lost   │ complete after all
 //!               not taken                └───────────▶ quarantine ◀─┘───────────────┘
 //! ```
-//! A [`Slot`] is a list of descriptors, their records and a buffer, in memory that the device may write to at
-//! any time. One descriptor is submitted as it is, several as a batch, and where there are no batches (IAA;
-//! write(2) to the first DSA) one by one in one call. Nothing here allocates once the queue is open.
+//! A [`Slot`] is a list of descriptors, their records and a buffer, in memory that the device may write to at any time. A
+//! single descriptor is submitted as it is, several as a batch, and without batches (IAA; write(2) to the first DSA) one by
+//! one in one call. Nothing allocates once the queue is open.
 //!
-//! **Credits.** A dedicated queue silently drops a descriptor that it has no entry for. A shared queue rejects it, which
-//! costs bus time of all users, and the process that submits most often gets most. So entries are counted: all entries
-//! of a dedicated queue, and this process's share of a shared one ([`Queue::set_entries`]). A slot holds its entries
+//! **Credits.** A full dedicated queue silently drops a descriptor. A full shared queue rejects it, which costs bus time of
+//! all users, and the process that submits most often gets most. So the entries in use are counted, against all entries of
+//! a dedicated queue, and against this process's share of a shared one ([`Queue::set_entries`]). A slot holds its entries
 //! until it is complete.
 //!
 //! **Full queues.** A submission is tried once, since a disabled queue also reports that it is full. The caller tries
@@ -25,8 +25,8 @@
 //! until its records are complete after all, or the queue is closed. After a few timeouts the queue is dead: it hands
 //! out no slots any more and does not recover. The owner may open another one.
 //!
-//! **Forks.** A forked child has neither the portal nor this memory. In the child the queue is dead, slots are empty,
-//! and nothing completes.
+//! **Forks.** A forked child has neither the portal nor this memory. In the child the queue is dead, slots are empty, and
+//! nothing completes.
 
 mod credits;
 mod flight;
@@ -58,20 +58,20 @@ pub use self::{
     statistics::Statistics,
 };
 
-/// A work queue and the memory for its submissions. Clones are the same queue.
+/// A work queue and the memory for its submissions. Clones refer to the same queue.
 ///
-/// When the last clone, slot, submission and outcome has gone, the queue is closed, and then its memory unmapped.
+/// The queue is closed, and then its memory unmapped, when the last clone, slot, submission and outcome is dropped.
 #[derive(Clone)]
 pub struct Queue {
     inner: Arc<Inner>,
 }
 
-/// What each slot of a queue has.
+/// Size of each slot of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Most operations of one submission.
     pub members: u32,
-    /// Bytes of the buffer, which begins at a page; zero for none.
+    /// Bytes of the page-aligned buffer; zero for none.
     pub buffer_bytes: usize,
 }
 
@@ -97,18 +97,18 @@ impl Default for Tuning {
 /// Why a queue cannot be driven.
 #[derive(Debug, Error)]
 pub enum OpenQueueError {
-    /// The shape or the tuning has a zero where there can be none.
+    /// The shape or the tuning contains a zero.
     #[error("a queue needs at least one slot with at least one operation")]
     Nothing,
     /// The work queue is not configured.
     #[error("the work queue has no entries: it needs a size and, if shared, a threshold")]
     NoEntries,
-    /// There is no memory for it.
+    /// The memory cannot be mapped.
     #[error("no memory for the slots of a work queue")]
     Memory(#[source] rustix::io::Errno),
 }
 
-/// Why a submission was not taken. Nothing of it was.
+/// Why nothing of a submission was accepted.
 #[derive(Debug, Error)]
 pub enum NotTaken {
     /// The work queue is full. The processor does the work.
@@ -117,13 +117,13 @@ pub enum NotTaken {
     /// The queue is dead ([`Queue::is_dead`]).
     #[error("the work queue is not used any more")]
     Dead,
-    /// Not as many operations as can be submitted.
+    /// The number of operations is zero or more than the slot's capacity.
     #[error("a submission has 1 to {most} operations")]
     Count {
         /// The slot's capacity.
         most: usize,
     },
-    /// What else keeps the work queue from taking it.
+    /// The work queue refused it for another reason.
     #[error(transparent)]
     Refused(Refusal),
 }
@@ -131,19 +131,19 @@ pub enum NotTaken {
 /// Why there is no outcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Unanswered {
-    /// The deadline is over. The device may still execute the operation, until the queue is closed.
+    /// The deadline has passed. The device may still execute the operation until the queue is closed.
     #[error("the device has not answered in time")]
     TimedOut,
     /// The queue has been closed, and the device will not answer any more.
     #[error("the work queue was closed before the device answered")]
     Closed,
-    /// It was submitted by the process that this one is a fork of.
+    /// The parent of this forked process submitted it.
     #[error("the process that this one was forked from submitted it")]
     Forked,
 }
 
 impl Queue {
-    /// Drives `device`, on its own: nothing else may submit to it, or the credits are wrong.
+    /// Drives `device`. Nothing else may submit to it, or the credits are wrong.
     pub fn new(
         device: Arc<dyn Submit>,
         shape: Shape,
@@ -182,8 +182,8 @@ impl Queue {
         Ok(Self { inner })
     }
 
-    /// A slot to fill in and submit; `None` without a free one, without credit, or if the queue is dead. Then the
-    /// processor does the work, or waits for something in flight.
+    /// A slot to fill in and submit; `None` without a free slot or credit, or if the queue is dead. Then the processor does
+    /// the work, or waits for a submission in flight.
     pub fn slot(&self) -> Option<Slot> {
         let inner = &self.inner;
         if inner.is_dead() {
@@ -201,21 +201,20 @@ impl Queue {
         Some(Slot::new(inner.clone(), slot, entries))
     }
 
-    /// Whether the queue gives no slots any more: after too many timeouts, an error of the system, closed, or in a
-    /// forked child. It stays so.
+    /// Whether the queue is permanently out of use: after too many timeouts, an error of the system, closed, or in a forked
+    /// child.
     pub fn is_dead(&self) -> bool {
         self.inner.is_dead()
     }
 
-    /// Gives the work queue back, and waits until nothing submitted can touch memory any more. For what is in
-    /// flight there may be no outcome. Does nothing in a forked child.
+    /// Closes the work queue, and waits until no submitted descriptor can access memory any more. Submissions in flight may
+    /// have no outcome. Does nothing in a forked child.
     pub fn close(&self) {
         self.inner.close();
     }
 
-    /// Takes `most` entries of a shared work queue, and no more than it has; none is possible. What is in flight
-    /// beyond it stays. How processes divide a queue is decided elsewhere, [for example](crate::shares). A dedicated
-    /// queue is not divided.
+    /// Limits the use of a shared work queue to `most` entries, which may be zero; see [`shares`](crate::shares).
+    /// Submissions in flight beyond the limit stay. Has no effect on a dedicated queue.
     pub fn set_entries(&self, most: u32) {
         let limits = self.inner.device.limits();
         let most = match limits.mode {
@@ -225,7 +224,7 @@ impl Queue {
         self.inner.credits.set_limit(most);
     }
 
-    /// What the work queue takes.
+    /// Limits of the work queue.
     pub fn limits(&self) -> &Limits {
         self.inner.device.limits()
     }
@@ -235,17 +234,17 @@ impl Queue {
         self.inner.device.is_modelled()
     }
 
-    /// How many slots there are.
+    /// Number of slots.
     pub fn slots(&self) -> usize {
         self.inner.arena.slots() as usize
     }
 
-    /// The time that deadlines are in.
+    /// The clock of deadlines.
     pub fn now(&self) -> Duration {
         self.inner.device.now()
     }
 
-    /// What has happened so far.
+    /// Counters.
     pub fn statistics(&self) -> Statistics {
         self.inner.counters.read(self.inner.credits.used())
     }
@@ -261,19 +260,19 @@ impl fmt::Debug for Queue {
     }
 }
 
-/// What all clones, slots and submissions share.
+/// State that all clones, slots and submissions share.
 #[derive(Debug)]
 struct Inner {
     credits: Credits,
     free: FreeList,
-    /// Most members of a batch; 1 where operations go one by one.
+    /// Most members of a batch; 1 if operations are submitted one by one.
     batch: AtomicU32,
     quarantine: Mutex<Vec<Quarantined>>,
     in_quarantine: AtomicU32,
     counters: Counters,
     dead: AtomicBool,
     closing: Once,
-    /// Nothing that was submitted touches memory any more.
+    /// No submitted descriptor can access memory any more.
     drained: AtomicBool,
     tuning: Tuning,
     device: Arc<dyn Submit>,
@@ -289,7 +288,7 @@ impl Inner {
         self.dead.store(true, Ordering::Relaxed);
     }
 
-    /// Counts a submission past its deadline; after some the queue is dead.
+    /// Counts a submission past its deadline. After several the queue is dead.
     fn count_timeout(&self) {
         if self.counters.timed_out.add(1) >= u64::from(self.tuning.most_timed_out) {
             self.give_up();
@@ -308,15 +307,15 @@ impl Inner {
         self.drained.load(Ordering::Acquire)
     }
 
-    /// Operations that fit a slot with `entries` entries.
+    /// Capacity of a slot with `entries` entries.
     fn capacity(&self, entries: u32) -> u32 {
         entries
             .saturating_mul(self.batch())
             .min(self.arena.layout().members)
     }
 
-    /// Entries that a full slot needs. Where each operation needs one, a slot gets half of them at most: another one
-    /// is to be filled in while the device works.
+    /// Entries that a full slot needs. If each operation needs an entry, a slot gets at most half of all entries, so that
+    /// another slot can be filled in while the device works.
     fn most_entries(&self) -> u32 {
         let members = self.arena.layout().members;
         match self.batch() {
@@ -346,7 +345,7 @@ impl Inner {
         self.in_quarantine.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Lets those slots out of quarantine that are complete after all.
+    /// Releases slots in quarantine that are complete after all.
     fn reap(&self) {
         if self.in_quarantine.load(Ordering::Relaxed) == 0 {
             return;
@@ -371,7 +370,7 @@ impl Inner {
 }
 
 impl Drop for Inner {
-    /// Before the arena goes.
+    /// Before the arena is dropped.
     fn drop(&mut self) {
         self.close();
     }
@@ -385,7 +384,7 @@ struct Quarantined {
     flight: Flight,
 }
 
-/// Entries that a process may fill at all.
+/// Entries that a process may fill.
 fn entries(limits: &Limits) -> u32 {
     match limits.mode {
         Mode::Dedicated => limits.size,
@@ -393,7 +392,7 @@ fn entries(limits: &Limits) -> u32 {
     }
 }
 
-/// Most members of a batch, where there are batches.
+/// Most members of a batch; `None` without batches.
 fn most_batch(limits: &Limits) -> Option<u32> {
     limits
         .max_batch

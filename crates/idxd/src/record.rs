@@ -1,4 +1,4 @@
-//! Completion records: where a device reports that it is done.
+//! Completion records, by which a device reports the end of an operation.
 //!
 //! ```text
 //!        0        1        2          4                8                16                          64
@@ -12,10 +12,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The place of one completion record, of either device. A device writes it behind the program's back, in one
-/// aligned write, so it is read as atomics: status first.
+/// Memory for one completion record of either kind of device. The device writes it concurrently, in one aligned write, so
+/// the program reads it as atomics, status first.
 ///
-/// DSA writes 32 bytes of it. It has 64 for both, so that a record has a cache line to itself.
+/// DSA writes 32 of the 64 bytes. The size gives each record a cache line of its own.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub struct Record {
@@ -25,17 +25,17 @@ pub struct Record {
 const _: () = assert!(size_of::<Record>() == 64 && align_of::<Record>() == 64);
 
 impl Record {
-    /// The address for a descriptor.
+    /// Address for a descriptor.
     pub fn address(&self) -> u64 {
         std::ptr::from_ref(self) as u64
     }
 
-    /// Makes the record ready for a submission: no status.
+    /// Clears the status before a submission.
     pub fn clear(&self) {
         self.words[0].store(0, Ordering::Relaxed);
     }
 
-    /// Byte 0: zero until the device is done. What the device wrote before it can be read afterwards.
+    /// Byte 0: zero until the device is done. Output that the device wrote before can be read afterwards.
     pub fn status(&self) -> u8 {
         (self.words[0].load(Ordering::Acquire) & 0xff) as u8
     }
@@ -46,7 +46,7 @@ impl Record {
         (status, result)
     }
 
-    /// All of it, if the device is done.
+    /// The whole record, if the device is done.
     pub fn image(&self) -> Option<RecordImage> {
         let first = self.words[0].load(Ordering::Acquire);
         if first & 0xff == 0 {
@@ -60,15 +60,15 @@ impl Record {
     }
 }
 
-/// What a device has written into a [`Record`].
+/// The contents of a [`Record`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RecordImage {
-    /// The record's 64 bytes as little-endian words; of DSA's the first four count.
+    /// The record's 64 bytes as little-endian words; DSA's records have four.
     pub words: [u64; 8],
 }
 
 impl RecordImage {
-    /// Byte 0, as it stands there: with the bit for a fault on a write.
+    /// Byte 0, including the bit for a fault on a write.
     pub const fn status(&self) -> u8 {
         (self.words[0] & 0xff) as u8
     }
@@ -78,8 +78,8 @@ impl RecordImage {
         (self.words[0] >> 8 & 0xff) as u8
     }
 
-    /// Bytes of an operation that was not completed, or members of a batch that were processed. A comparison that found a
-    /// difference counts the bytes before it, or fewer (DSA 3.0, 8.2.4 and 8.3.7).
+    /// Bytes completed of an operation that a fault ended, or members of a batch that were processed. A comparison that
+    /// found a difference counts the bytes before it, or fewer (DSA 3.0, 8.2.4 and 8.3.7).
     pub const fn completed(&self) -> u32 {
         (self.words[0] >> 32) as u32
     }

@@ -1,7 +1,7 @@
-//! The meaning of IAA's completion records, as far as the driver acts on it.
+//! The parts of IAA's completion records that the driver acts on.
 //!
-//! A device sets bit 7 of a record's first byte if a page fault was on a write; bit 6 is masked as well, as Intel's QPL
-//! and accel-config do. Comparing the whole byte with a status misses faults on writes.
+//! A device sets bit 7 of a record's first byte if a page fault was on a write, so the byte must be masked before it is
+//! compared with a status. Bit 6 is masked as well, as in Intel's QPL and accel-config.
 //!
 //! Sources: DSA 3.0, 5.8.1; IAA 2.1, 4.4 and 6.2.
 
@@ -20,14 +20,14 @@ const OUTPUT_TOO_SMALL: u8 = 25;
 /// Error code of IAA: an administrative command ended the operation.
 const ADMINISTRATIVE_TIMEOUT: u8 = 37;
 
-/// What IAA reports about one descriptor.
+/// The report of IAA about one descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IaaOutcome {
-    /// How the operation ended.
+    /// Status of the operation.
     pub status: u8,
-    /// What was wrong, if `status` is [`ANALYTICS_ERROR`]; otherwise 0.
+    /// Error code if `status` is [`ANALYTICS_ERROR`]; otherwise 0.
     pub error: u8,
-    /// Bytes of output, the last of which may be partial.
+    /// Bytes of output. The last one may be partial.
     pub output_size: u32,
 }
 
@@ -47,13 +47,12 @@ impl IaaOutcome {
         })
     }
 
-    /// Whether the output is too small and nothing else is wrong. Compression reports that with an error code,
-    /// decompression with a status.
+    /// Whether the output does not fit, which compression reports with an error code, and decompression with a status.
     pub fn does_not_fit(&self) -> bool {
         self.status == OUTPUT_OVERFLOW || self.error == OUTPUT_TOO_SMALL
     }
 
-    /// Whether an administrative command ended the operation: it is to be submitted again (IAA 2.1, 4.4.2).
+    /// Whether an administrative command ended the operation, which can then be submitted again (IAA 2.1, 4.4.2).
     pub fn is_interrupted(&self) -> bool {
         self.error == ADMINISTRATIVE_TIMEOUT
     }

@@ -7,57 +7,57 @@ use thiserror::Error;
 
 use crate::{Descriptor, Limits, Record};
 
-/// One work queue, as one process has it.
+/// One work queue, as opened by one process.
 pub trait Submit: Send + Sync + fmt::Debug {
-    /// What the queue takes.
+    /// Limits of the queue.
     fn limits(&self) -> &Limits;
 
-    /// Whether the device is a model: then its speed does not apply to hardware.
+    /// Whether the device is a model, whose speed does not apply to hardware.
     fn is_modelled(&self) -> bool {
         false
     }
 
-    /// Gives the device `descriptors`, in their order, until one is refused. Never waits for the device. The
-    /// descriptors themselves have been read when it returns; a batch's list has not.
+    /// Submits `descriptors` in their order until one is refused. Never waits for the device. When it returns, the
+    /// descriptors have been read, but a batch's list has not.
     ///
     /// # Safety
     /// Each descriptor's record, batch list and destination must stay writable memory of this process that no one
     /// has a reference to (records are [`Record`]s, which may be read), until the record is complete or
-    /// [`close`](Submit::close) has returned. The sources may change or go meanwhile: then the result is
-    /// worthless, or a fault.
+    /// [`close`](Submit::close) has returned. The sources may change or be unmapped meanwhile: then the
+    /// result is undefined, or a fault.
     unsafe fn submit(&self, descriptors: &[Descriptor]) -> Submitted;
 
-    /// Time that passes while the device works; from any beginning.
+    /// Monotonic time that passes while the device works.
     fn now(&self) -> Duration;
 
-    /// Waits a little: until `record` is complete, or something else happens, but at most until `deadline` (by
-    /// [`now`](Submit::now)). It may return for no reason at all.
+    /// Waits briefly for `record`, at most until `deadline` (by [`now`](Submit::now)). May return at any time without a
+    /// reason.
     fn pause(&self, record: &Record, deadline: Duration);
 
-    /// Gives the queue back, and waits until nothing that was submitted can touch this process's memory any more.
-    /// From then on everything is [`Refusal::Closed`].
+    /// Closes the queue, and waits until no submitted descriptor can access this process's memory any more. Every later
+    /// submission is [`Refusal::Closed`].
     fn close(&self);
 }
 
-/// What became of a submission.
+/// Result of a submission.
 #[derive(Debug)]
 pub struct Submitted {
-    /// How many descriptors the device has, counted from the first.
+    /// Number of descriptors that the device accepted, from the first one on.
     pub accepted: usize,
-    /// Why not all of them.
+    /// Why it did not accept the next one.
     pub refusal: Option<Refusal>,
 }
 
-/// Why a work queue did not take a descriptor.
+/// Why a work queue did not accept a descriptor.
 #[derive(Debug, Error)]
 pub enum Refusal {
     /// It is full, or disabled: a shared queue does not report which.
     #[error("the work queue did not take the descriptor: it is full or disabled")]
     Full,
-    /// The kernel does not let it through: a batch where there may be none, a misaligned record.
+    /// The kernel rejects it, for example a batch through write(2), or a misaligned record.
     #[error("the kernel does not take such a descriptor")]
     Invalid,
-    /// A process opened the queue that this one was forked from.
+    /// The parent of this forked process opened the queue.
     #[error(
         "the work queue was opened by the process that this one was forked from: open it again"
     )]

@@ -1,8 +1,8 @@
 //! Waits briefly for a completion record.
 //!
-//! With WAITPKG, the processor watches the record's cache line and sleeps: UMONITOR, a check of the record in case it
-//! was written before, UMWAIT. Without WAITPKG, it spins with PAUSE. A wait that ends without the record lets other
-//! threads run before it returns, and the caller waits again.
+//! With WAITPKG, the processor sleeps while it monitors the record's cache line: UMONITOR, a check whether the record was
+//! written before, UMWAIT. Without WAITPKG, the thread spins with PAUSE. If the record has not arrived by then, the thread
+//! yields, and the caller waits again.
 
 use std::{
     hint,
@@ -11,14 +11,14 @@ use std::{
 
 use crate::{Record, cpu::Features};
 
-/// Looks at the record before other threads get their turn: a few microseconds, what a small operation takes.
+/// Checks of the record before the thread yields: a few microseconds, the time of a small operation.
 const SPINS: u32 = 64;
 
 /// Longest sleep, in cycles: the kernel's default limit (`/sys/devices/system/cpu/umwait_control/max_time`).
 #[cfg(target_arch = "x86_64")]
 const MOST_CYCLES: u64 = 100_000;
 
-/// The time of one work queue, and how this processor waits.
+/// The clock of one work queue, and the way to wait on this processor.
 #[derive(Debug)]
 pub(crate) struct Waiting {
     beginning: Instant,
@@ -54,7 +54,7 @@ impl Waiting {
     }
 }
 
-/// Whether the record was seen complete.
+/// Spins; returns whether the record is complete.
 fn spin(record: &Record, may_go_on: impl Fn() -> bool) -> bool {
     for _ in 0..SPINS {
         if record.status() != 0 {
@@ -68,8 +68,8 @@ fn spin(record: &Record, may_go_on: impl Fn() -> bool) -> bool {
     record.status() != 0
 }
 
-/// The same, asleep. A nanosecond counts as one cycle: the time stamp counters of processors with WAITPKG run
-/// faster than that (assumed), so a sleep ends before its deadline and needs no calibration.
+/// Sleeps; returns whether the record is complete. A nanosecond counts as one cycle: time stamp counters of processors with
+/// WAITPKG are assumed to run faster, so a sleep ends before its deadline without calibration.
 #[cfg(target_arch = "x86_64")]
 fn monitor(record: &Record, left: Duration) -> bool {
     use crate::portal::instructions::{time_stamp, umonitor, umwait};
@@ -79,7 +79,7 @@ fn monitor(record: &Record, left: Duration) -> bool {
         .min(MOST_CYCLES);
     // SAFETY: `Waiting::with` has seen WAITPKG.
     unsafe { umonitor(record) };
-    // A record that was written before it was watched wakes no thread.
+    // A record that was written before UMONITOR does not end the sleep.
     if record.status() == 0 {
         // SAFETY: as above.
         unsafe { umwait(time_stamp().saturating_add(cycles)) };

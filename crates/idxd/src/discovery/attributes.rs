@@ -1,4 +1,5 @@
-//! Reads attributes from sysfs, which may be wrong: written by another kernel, faked by a container, or just vanishing.
+//! Reads attributes from sysfs without trusting them: another kernel or a container may have written them, and they may
+//! disappear at any moment.
 
 use std::{
     fs::File,
@@ -11,10 +12,10 @@ use rustix::fs::{Mode, OFlags};
 use super::Problem;
 use crate::Operations;
 
-/// The attributes of one directory, and what was wrong with them.
+/// The attributes of one directory.
 pub(super) struct Attributes<'a> {
     path: &'a Path,
-    /// The first reason why what needs these attributes cannot be used.
+    /// The first required attribute that is missing or malformed.
     pub(super) problem: Option<Problem>,
 }
 
@@ -26,7 +27,7 @@ impl<'a> Attributes<'a> {
         }
     }
 
-    /// An attribute without which nothing works.
+    /// Reads a required attribute.
     pub(super) fn need<T>(
         &mut self,
         name: &'static str,
@@ -38,7 +39,7 @@ impl<'a> Attributes<'a> {
         })
     }
 
-    /// One that has to be right if it is there.
+    /// Reads an attribute that may be missing, but not malformed.
     pub(super) fn need_if_there<T>(
         &mut self,
         name: &'static str,
@@ -50,7 +51,7 @@ impl<'a> Attributes<'a> {
         })
     }
 
-    /// One that not every kernel has, and that is not required: `None` also if it makes no sense.
+    /// Reads an optional attribute: `None` if it is missing or malformed.
     pub(super) fn may<T>(
         &self,
         name: &'static str,
@@ -94,13 +95,13 @@ impl<'a> Attributes<'a> {
     }
 }
 
-/// Sysfs gives a page at most; what is longer is not sysfs.
+/// Longest value that sysfs returns.
 const MOST_BYTES: u64 = 4096;
-/// Of a garbled value, in a message.
+/// Most characters of a malformed value in a message.
 const MOST_QUOTED: usize = 40;
 
 fn read(path: &PathBuf) -> io::Result<Vec<u8>> {
-    // A pipe in an attribute's place must not hold the scan up.
+    // A pipe in the place of an attribute must not block the scan.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
     let mut bytes = Vec::new();
@@ -116,12 +117,12 @@ pub(super) fn number(text: &str) -> Option<u64> {
     }
 }
 
-/// The same, where it has to fit.
+/// The same, with 32 bits.
 pub(super) fn small(text: &str) -> Option<u32> {
     number(text)?.try_into().ok()
 }
 
-/// A number for which the kernel writes "none" as -1.
+/// A number, or -1 for none.
 pub(super) fn or_none(text: &str) -> Option<Option<u32>> {
     if text == "-1" {
         return Some(None);
@@ -138,7 +139,7 @@ pub(super) fn flag(text: &str) -> Option<bool> {
     }
 }
 
-/// Any text; an empty one, or what sysfs prints for none, is `None`.
+/// Any text; `None` if it is empty or `(null)`, which sysfs prints for none.
 pub(super) fn text(text: &str) -> Option<Option<String>> {
     let named = !text.is_empty() && text != "(null)";
     Some(named.then(|| text.to_owned()))

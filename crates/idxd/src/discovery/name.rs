@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use crate::Kind;
 
-/// A device: `dsa0`, `iax1`. Both kinds count together: there is one number 0 in a machine.
+/// A device: `dsa0`, `iax1`. Both kinds share one sequence of numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DeviceName {
     /// DSA or IAA, which the kernel calls `iax`.
@@ -17,7 +17,7 @@ pub struct DeviceName {
 
 /// A work queue: `wq0.1` is queue 1 of device 0.
 ///
-/// People may write it as `wq0.1`, as `dsa0/wq0.1` or as its character device, `/dev/dsa/wq0.1`.
+/// Users may write it as `wq0.1`, as `dsa0/wq0.1` or as its character device, `/dev/dsa/wq0.1`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct QueueName {
     /// The device's kind, where the name contains it.
@@ -28,24 +28,24 @@ pub struct QueueName {
     pub queue: u32,
 }
 
-/// Why a text does not name work queues.
+/// Why a text is no list of work queues.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum NameError {
-    /// It has another form.
+    /// A name has another form.
     #[error(
         "{0:?} is not a work queue: write it as wq0.1, dsa0/wq0.1 or /dev/dsa/wq0.1, several with commas between"
     )]
     Form(String),
-    /// One queue twice.
+    /// One queue is named twice.
     #[error("work queue {0} is named twice")]
     Twice(QueueName),
-    /// Nothing at all.
+    /// The text is empty.
     #[error("no work queue is named")]
     Empty,
 }
 
 impl QueueName {
-    /// One or more names with commas between them, each queue once.
+    /// Parses one or more names, separated by commas, each queue once.
     pub fn list(text: &str) -> Result<Vec<Self>, NameError> {
         if text.trim().is_empty() {
             return Err(NameError::Empty);
@@ -146,7 +146,7 @@ impl fmt::Display for DeviceName {
     }
 }
 
-/// What the kernel calls a kind: in the names of devices, and in `/dev`.
+/// The kernel's name of a kind, in the names of devices and in `/dev`.
 pub(super) const fn directory(kind: Kind) -> &'static str {
     match kind {
         Kind::Dsa => "dsa",
@@ -154,7 +154,7 @@ pub(super) const fn directory(kind: Kind) -> &'static str {
     }
 }
 
-/// A number as the kernel prints it: digits alone, no zeros in front. One queue has one name.
+/// A number in the kernel's form: digits only, without leading zeros, so that each queue has one name.
 fn number(text: &str) -> Option<u32> {
     let canonical = text == "0" || !text.starts_with('0');
     let digits = text.bytes().all(|byte| byte.is_ascii_digit());

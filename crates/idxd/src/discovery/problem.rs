@@ -12,38 +12,38 @@ use super::{
 /// Why a work queue or a device cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Problem {
-    /// The device is off.
+    /// The device is not enabled.
     #[error("its device is {0}")]
     DeviceState(String),
-    /// The work queue is off.
+    /// The work queue is not enabled.
     #[error("it is {0}")]
     QueueState(String),
-    /// It is for the kernel, or not set up.
+    /// The work queue is for the kernel, or not set up.
     #[error("its type is {0}; it has to be user")]
     Type(String),
-    /// Another driver than `user` has it.
+    /// The work queue is bound to another driver than `user`.
     #[error("driver {0} has it; it has to be user")]
     Driver(String),
-    /// It goes without address translation: it may report success though a write faulted (DSA 3.0, 3.13.1), and what it
-    /// was to write would be lost.
+    /// Address translation is disabled: the work queue may report success although a write faulted (DSA 3.0, 3.13.1), and
+    /// the output would be lost.
     #[error(
         "it can report success for a write that failed, as its attribute ats_disable is 1: set it to 0 while the work \
          queue is disabled"
     )]
     AtsDisabled,
-    /// It is dedicated, and in use.
+    /// The work queue is dedicated, and in use.
     #[error("it is dedicated and in use")]
     InUse,
-    /// There is no character device for it: neither of these paths is there.
+    /// There is no character device: none of these paths exists.
     #[error("it has no character device: there is no {}", list(.0))]
     NoNode(Vec<PathBuf>),
-    /// What is at that path is not this queue's character device.
+    /// The file at that path is not this queue's character device.
     #[error("{} is not its character device", .0.display())]
     OtherNode(PathBuf),
     /// This process may not open the character device.
     #[error("this process may not read and write {}", .0.display())]
     Denied(PathBuf),
-    /// The character device cannot be looked at.
+    /// The character device cannot be examined.
     #[error("{}: {kind}", path.display())]
     Node {
         /// The character device.
@@ -57,10 +57,10 @@ pub enum Problem {
          has to be started with intel_iommu=on,sm_on"
     )]
     NoAddressSpace,
-    /// It disappeared while it was looked at.
+    /// The work queue disappeared, or was disabled, while it was examined or opened.
     #[error("it has disappeared")]
     Gone,
-    /// An attribute is not there.
+    /// An attribute is missing.
     #[error("it has no attribute {attribute}")]
     Missing {
         /// The name of the file.
@@ -74,7 +74,7 @@ pub enum Problem {
         /// Why.
         kind: io::ErrorKind,
     },
-    /// An attribute makes no sense.
+    /// An attribute is malformed.
     #[error("its attribute {attribute} makes no sense: {value:?}")]
     Garbled {
         /// The name of the file.
@@ -85,8 +85,8 @@ pub enum Problem {
 }
 
 impl Problem {
-    /// The commands that remove it for `queue`, to be given as root; none where commands do not help. Where the queue
-    /// has not been set up for processes, these are [`setup_commands`]: they reconfigure a device in use.
+    /// The commands that solve the problem for `queue`, for root; empty if commands do not help. If the queue is not set up
+    /// for processes, these are [`setup_commands`], which reconfigure the device even if it is in use.
     pub fn commands(&self, device: &Device, queue: &WorkQueue) -> Vec<String> {
         match self {
             _ if self.needs_setup(queue) => setup_commands(device),
@@ -97,7 +97,7 @@ impl Problem {
         }
     }
 
-    /// Whether the queue has not been set up for processes.
+    /// Whether the queue is not set up for processes.
     pub fn needs_setup(&self, queue: &WorkQueue) -> bool {
         match self {
             Self::DeviceState(_) | Self::QueueState(_) => !queue.is_configured(),
@@ -106,7 +106,7 @@ impl Problem {
         }
     }
 
-    /// Whether the queue has been set up, and something else is in the way that a setup would not remove.
+    /// Whether the queue is set up, and has another problem that a setup would not solve.
     pub(super) fn is_beyond_setup(&self, queue: &WorkQueue) -> bool {
         match self {
             Self::DeviceState(_) | Self::QueueState(_) => queue.is_configured(),

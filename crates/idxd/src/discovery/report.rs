@@ -5,19 +5,19 @@ use std::{fmt, fs, path::Path};
 use super::{Device, Problem, QueueName, Root, WorkQueue, entries, scan, setup_commands};
 use crate::{Kind, cpu::Features};
 
-/// What a person wants to know before using the devices of this host.
+/// The devices of this host, and the requirements for using them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     /// Instructions of the processor.
     pub cpu: Features,
-    /// Whether this process has CAP_SYS_RAWIO, without which kernels let it submit through write(2) alone where
-    /// the device is not safe (INTEL-SA-01084).
+    /// Whether this process has CAP_SYS_RAWIO. Without it, the kernel allows only write(2) for devices that are not safe
+    /// (INTEL-SA-01084).
     pub raw_io: bool,
-    /// Devices on the PCI bus, whether or not a driver has them.
+    /// Devices on the PCI bus, with or without a driver.
     pub hardware: Vec<Hardware>,
-    /// Devices that the driver shows.
+    /// Devices of the driver.
     pub devices: Vec<DeviceReport>,
-    /// What this host lacks altogether.
+    /// Descriptions of what this host lacks.
     pub missing: Vec<&'static str>,
 }
 
@@ -26,38 +26,38 @@ pub struct Report {
 pub struct Hardware {
     /// Its address, `0000:6a:01.0`.
     pub address: String,
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
     /// The processors that have it.
     pub model: &'static str,
 }
 
-/// A device and what can be done with it.
+/// A device, its queues, and the commands that set it up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceReport {
-    /// What sysfs reports.
+    /// Its attributes.
     pub device: Device,
     /// Its queues, in their order.
     pub queues: Vec<QueueReport>,
-    /// The commands, to be given as root, that make a queue for processes; empty if there is one, even if something
-    /// else keeps this process from using it.
+    /// The commands for root that set up a queue for processes; empty if there is one, even if this process cannot use
+    /// it.
     pub setup: Vec<String>,
-    /// Queues in use, which these commands would take away from their users.
+    /// Queues in use that these commands disable.
     pub disturbed: Vec<QueueName>,
 }
 
-/// A work queue and what is in its way.
+/// A work queue, and why it cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueReport {
     /// Its name.
     pub name: QueueName,
     /// Why it cannot be used; `None` if it can.
     pub problem: Option<Problem>,
-    /// The commands, to be given as root, that remove the problem without touching other queues.
+    /// The commands for root that solve the problem without touching other queues.
     pub remedy: Vec<String>,
 }
 
-/// Looks at all of it. Never fails: what cannot be seen is missing.
+/// Examines the host. Never fails: what cannot be read counts as missing.
 pub fn report(root: &Root) -> Report {
     let cpu = Features::of_host(&root.cpuinfo());
     let hardware = hardware(root);

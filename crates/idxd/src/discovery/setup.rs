@@ -1,25 +1,24 @@
 //! The accel-config commands that make a device ready.
 //!
-//! Source: accel-config's manual pages and the attributes of the driver's sysfs. Disabling a device makes its
-//! driver forget all of its groups and queues (assumed), so a device that is on gives all of its entries.
+//! Source: accel-config's manual pages and the attributes of the driver's sysfs. Disabling a device is assumed to reset all
+//! of its groups and queues, so the new queue of an enabled device gets all entries.
 
 use std::path::Path;
 
 use super::{Device, WorkQueue, name};
 use crate::Kind;
 
-/// Descriptors of a batch that a queue is set up for. The driver's default of 32 is little.
+/// Batch size of a new queue. The driver's default of 32 is small.
 const BATCH: u32 = 128;
-/// Bytes of one descriptor: the driver's default.
+/// Transfer size of a new queue: the driver's default.
 const TRANSFER: u64 = 2 << 20;
-/// What the kernel insists on; it means nothing.
+/// Name of a new queue. The kernel requires one; it has no meaning.
 const NAME: &str = "offload";
 
-/// The commands that give `device` one shared work queue for processes, to be given as root, in this order.
+/// The commands for root, in this order, that give `device` one shared work queue for processes.
 ///
-/// A device that is on is switched off first, which ends the work of all users of its queues
-/// ([`Device::clients`]). Of one that is off, the queues that are configured keep their entries as far as there are
-/// any left. Empty for a device without queues.
+/// An enabled device is disabled first, which ends the work of all users of its queues ([`Device::clients`]). On a disabled
+/// device, configured queues keep their entries as long as there are entries left. Empty for a device without queues.
 pub fn setup_commands(device: &Device) -> Vec<String> {
     let Some((queue, entries)) = place(device) else {
         return Vec::new();
@@ -69,7 +68,7 @@ pub fn setup_commands(device: &Device) -> Vec<String> {
     commands
 }
 
-/// The commands that switch a configured queue on.
+/// The commands that enable a configured queue.
 pub(super) fn enable(device: &Device, queue: &WorkQueue) -> Vec<String> {
     let mut commands = Vec::new();
     if device.state.as_deref() == Some("disabled") {
@@ -79,7 +78,7 @@ pub(super) fn enable(device: &Device, queue: &WorkQueue) -> Vec<String> {
     commands
 }
 
-/// The commands that switch a queue's address translation on. They end the work of its users.
+/// The commands that enable a queue's address translation. They end the work of its users.
 pub(super) fn enable_ats(queue: &WorkQueue) -> Vec<String> {
     let name = queue.name;
     vec![
@@ -89,7 +88,7 @@ pub(super) fn enable_ats(queue: &WorkQueue) -> Vec<String> {
     ]
 }
 
-/// The commands that let this process's group open `path`. Root needs none.
+/// The commands that allow this process's group to open `path`. Root needs none.
 pub(super) fn permit(path: &Path) -> Vec<String> {
     if rustix::process::geteuid().is_root() {
         return Vec::new();
@@ -98,7 +97,7 @@ pub(super) fn permit(path: &Path) -> Vec<String> {
     vec![format!("chgrp {group} {path}"), format!("chmod 660 {path}")]
 }
 
-/// Which queue is to be set up, and with how many entries.
+/// The queue to set up, and its number of entries.
 fn place(device: &Device) -> Option<(&WorkQueue, u32)> {
     let size = |queue: &WorkQueue| queue.size.unwrap_or(0);
     let total = device.max_work_queues_size.unwrap_or(1).max(1);

@@ -1,4 +1,4 @@
-//! What compression needs beside its descriptor, and what statistics return.
+//! The codes that compression reads from memory, and the counts that statistics write.
 //!
 //! ```text
 //!    0     4     8           28       32            288             1432      1440          1560
@@ -8,14 +8,14 @@
 //!   └─────┴─────┴───────────┴────────┴─────────────┴───────────────┴─────────┴─────────────┴─────────┘
 //!   code: bits 14:0 as a number, bits 18:15 its length
 //! ```
-//! A [`Histogram`] has the shape of the last four, with numbers of occurrences.
+//! A [`Histogram`] has the layout of the last four fields, with numbers of occurrences.
 //!
 //! Sources: `struct aecs_comp_table_record` of the kernel's `iaa_crypto`, and Intel's QPL.
 
 use super::huffman::{Code, Codes, DISTANCES, Header, LITERALS};
 
-/// Configuration and state of the engine for compression. The device reads it where it lies, so it must stay there
-/// unchanged while a descriptor names it. It is the same for every descriptor and may be shared by all.
+/// Configuration and state of the engine for compression. The device reads it in place, so it must not be moved or changed
+/// while a descriptor refers to it. Any number of descriptors can share it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[repr(C, align(32))]
 pub struct CompressAecs {
@@ -42,17 +42,17 @@ const _: () = {
 };
 
 impl CompressAecs {
-    /// Its bytes.
+    /// Size in bytes.
     pub const SIZE: u32 = 0x620;
 
-    /// For a stream of one block with the codes that every decoder knows.
+    /// For a stream of one block with the fixed codes of the format.
     pub fn fixed() -> Self {
         let codes = Codes::fixed();
         Self::with(&codes.header(true), &codes)
     }
 
-    /// For one block with the best codes for `histogram`, which is the stream's `last` or not: the data has to be the
-    /// one that was counted.
+    /// For one block with the best codes for `histogram`, which must count the data to be compressed. `last` marks the
+    /// stream's last block.
     pub fn dynamic(histogram: &Histogram, last: bool) -> Self {
         let codes = Codes::of(histogram);
         Self::with(&codes.header(last), &codes)
@@ -63,7 +63,7 @@ impl CompressAecs {
         std::ptr::from_ref(self) as u64
     }
 
-    /// As it stands in memory.
+    /// The bytes in memory.
     pub fn to_bytes(&self) -> [u8; Self::SIZE as usize] {
         let mut bytes = [0; Self::SIZE as usize];
         put(&mut bytes[0..], &[self.crc, self.xor]);
@@ -94,7 +94,7 @@ impl CompressAecs {
     }
 }
 
-/// How often each symbol of DEFLATE occurs: what [`statistics`](super::statistics) writes.
+/// Number of occurrences of each symbol of DEFLATE, as [`statistics`](super::statistics) writes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[repr(C, align(64))]
 pub struct Histogram {
@@ -107,10 +107,10 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// Its bytes.
+    /// Size in bytes.
     pub const SIZE: u32 = 1280;
 
-    /// With nothing counted, to be written by a device.
+    /// With all counts zero.
     pub const fn new() -> Self {
         Self {
             literals: [0; LITERALS],
@@ -120,7 +120,7 @@ impl Histogram {
         }
     }
 
-    /// As the device wrote it, from the bytes of its memory.
+    /// From the bytes that the device wrote.
     pub fn from_bytes(bytes: &[u8; Self::SIZE as usize]) -> Self {
         let mut histogram = Self::new();
         take(&mut histogram.literals, &bytes[0..]);
@@ -128,7 +128,7 @@ impl Histogram {
         histogram
     }
 
-    /// The same, with every symbol at least once: codes from it can compress any data.
+    /// The same, with every symbol counted at least once: codes from it can compress any data.
     #[must_use]
     pub fn covering(&self) -> Self {
         Self {

@@ -7,8 +7,8 @@
 //!   │ last? │ 10 │ literals - 257 │ distances - 1 │ codes' codes - 4 │ 3 bits each │ the lengths, coded …
 //!      1      2          5               5                 4
 //! ```
-//! Every code here is complete: all patterns of bits mean something. Where fewer than two symbols occur, symbols that
-//! do not are given codes, so that no decoder ever has to follow the RFC's rules for such cases, which not all do.
+//! Every code is complete: each pattern of bits has a meaning. If fewer than two symbols occur, unused symbols get codes as
+//! well, because not all decoders follow the RFC's rules for incomplete codes.
 
 use super::Histogram;
 
@@ -35,7 +35,7 @@ pub struct Codes {
 }
 
 impl Codes {
-    /// The codes that every decoder knows (RFC 1951, 3.2.6).
+    /// The fixed codes of the format (RFC 1951, 3.2.6).
     pub fn fixed() -> Self {
         // The alphabet has two more symbols than can occur; their codes are the last ones.
         let mut lengths = [8; 288];
@@ -50,8 +50,8 @@ impl Codes {
         }
     }
 
-    /// The best codes for `histogram`. The end of a block always has one. Data with symbols that the histogram lacks
-    /// cannot be compressed with them: see [`Histogram::covering`].
+    /// The best codes for `histogram`. The end of a block always has a code. Data with symbols that the histogram lacks
+    /// cannot be compressed with these codes: see [`Histogram::covering`].
     pub fn of(histogram: &Histogram) -> Self {
         let mut literals = histogram.literals;
         literals[END_OF_BLOCK] = literals[END_OF_BLOCK].max(1);
@@ -72,7 +72,7 @@ impl Codes {
         &self.distances
     }
 
-    /// Header of a block with these codes, which is the stream's `last` or not.
+    /// Header of a block with these codes. `last` marks the stream's last block.
     pub fn header(&self, last: bool) -> Header {
         let mut header = Header::default();
         header.push(u32::from(last), 1);
@@ -108,7 +108,7 @@ impl Codes {
     }
 }
 
-/// A block's header: what comes before its data, to the bit.
+/// The bits of a block before its data.
 ///
 /// It is 1654 bits at most, so that it fits the 256 bytes that an AECS has for it: 74 bits, and at most 316 lengths,
 /// for which the best code of 19 symbols is no worse than 5 bits each; and no run takes more than its lengths.
@@ -119,12 +119,12 @@ pub struct Header {
 }
 
 impl Header {
-    /// How many bits it has.
+    /// Number of bits.
     pub const fn bits(&self) -> u16 {
         self.bits
     }
 
-    /// Its bytes, the bits of which are used from the least significant on; what the last has left over is zero.
+    /// The bytes, whose bits are used from the least significant on; unused bits of the last byte are zero.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..usize::from(self.bits.div_ceil(8))]
     }

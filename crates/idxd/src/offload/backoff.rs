@@ -7,12 +7,12 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Occasions on which a queue is to be left alone.
+/// Number of occasions on which a queue is skipped.
 #[derive(Debug, Default)]
 pub(super) struct Backoff {
-    /// How often in a row it was of no use.
+    /// Consecutive failures.
     failures: AtomicU32,
-    /// Occasions that are left.
+    /// Remaining occasions.
     left: AtomicU32,
 }
 
@@ -20,7 +20,7 @@ pub(super) struct Backoff {
 const LONGEST: u32 = 10;
 
 impl Backoff {
-    /// Whether the queue may be asked on this occasion. Threads that race here may count two occasions as one.
+    /// Whether the queue may be used on this occasion. Threads that race here may count two occasions as one.
     pub(super) fn is_over(&self) -> bool {
         let left = self.left.load(Ordering::Relaxed);
         if left > 0 {
@@ -29,7 +29,7 @@ impl Backoff {
         left == 0
     }
 
-    /// The queue was of no use.
+    /// The queue accepted nothing, or answered too late.
     pub(super) fn record_failure(&self) {
         let failures = self.failures.load(Ordering::Relaxed);
         self.failures
@@ -37,7 +37,7 @@ impl Backoff {
         self.left.store(1 << failures, Ordering::Relaxed);
     }
 
-    /// The queue was of use.
+    /// The queue answered in time.
     pub(super) fn record_success(&self) {
         if self.failures.load(Ordering::Relaxed) > 0 {
             self.failures.store(0, Ordering::Relaxed);

@@ -23,11 +23,11 @@ use crate::{
 /// Which Huffman codes compression uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tables {
-    /// Those that are built into the format: no preparation, one operation a page.
+    /// The fixed codes of the format: one operation per page.
     #[default]
     Fixed,
-    /// Those that suit some of the pages best: a device counts their symbols first, and each page carries the codes'
-    /// description.
+    /// Codes for the symbols of a sample of the pages, which a device counts first. Each compressed page contains the
+    /// description of the codes.
     Learned,
 }
 
@@ -36,24 +36,24 @@ pub enum Tables {
 pub struct Compressor {
     page_bytes: usize,
     tables: Tables,
-    /// Codes that are built into the format, or those that were learned last. Devices read them at any time.
+    /// The fixed codes, or those learned last. Devices read them at any time.
     aecs: Box<CompressAecs>,
-    /// What the processor has done of the pages at the end: for each page its length, `None` for a raw one.
+    /// Streams of the pages that the processor has compressed, and their lengths: `None` for a raw page.
     side: Box<[u8]>,
     lengths: Vec<Option<usize>>,
     flights: Flights,
 }
 
-/// Compression by the processor: writes a page's stream to the buffer and returns its length, `None` if that is too
-/// small.
+/// Compression by the processor: writes a page's stream to the buffer and returns its length, or `None` if the stream does
+/// not fit.
 pub type ByProcessor<'a> = dyn FnMut(&[u8], &mut [u8]) -> Option<usize> + 'a;
 
-/// One page of so many is counted for learned codes.
+/// One in this number of pages is counted for learned codes.
 const SAMPLE: usize = 16;
 
 impl Compressor {
-    /// For up to `pages` pages of `page_bytes` bytes at once, by the IAAs of `devices`. Their slots' buffers need to
-    /// hold a page.
+    /// For up to `pages` pages of `page_bytes` bytes at once, with the IAAs of `devices`. The slots' buffers must hold a
+    /// page.
     pub fn new(devices: Arc<Devices>, page_bytes: usize, pages: usize, tables: Tables) -> Self {
         Self {
             page_bytes,
@@ -65,8 +65,8 @@ impl Compressor {
         }
     }
 
-    /// Compresses `pages` and emits their streams in order: `None` for a page that did not become shorter and is to be
-    /// sent as it is. Ignores pages beyond the number that this compressor was made for.
+    /// Compresses `pages` and emits their streams in order: `None` for a page that did not become shorter and must be sent
+    /// raw. Ignores pages beyond the number given to [`new`](Self::new).
     pub fn compress(
         &mut self,
         pages: &[u8],
@@ -123,7 +123,7 @@ impl Compressor {
         self.flights.devices.counters().add(done);
     }
 
-    /// Counts the symbols of some pages, by a device. `None` if not one could be counted.
+    /// Lets a device count the symbols of some pages. `None` if no page could be counted.
     fn learn<'a>(&mut self, count: usize, page: &dyn Fn(usize) -> &'a [u8]) -> Option<Histogram> {
         let size = u32::try_from(self.page_bytes).ok()?;
         let mut pending = 0;
@@ -169,7 +169,7 @@ impl Compressor {
                     source,
                     size,
                     destination: slot.buffer_address(),
-                    // What is not shorter goes as it is.
+                    // A page that does not become shorter is sent raw.
                     destination_size: size.saturating_sub(1),
                     aecs,
                 };
@@ -190,7 +190,7 @@ impl Compressor {
     }
 }
 
-/// What the device made of a page: a stream, or nothing shorter than the page. `None` if it failed.
+/// The device's stream of a page, or `Some(None)` if the stream is not shorter than the page. `None` if it failed.
 #[expect(
     clippy::option_option,
     reason = "two different things that may be missing"
@@ -205,22 +205,22 @@ fn stream(outcome: &Outcome, page_bytes: usize) -> Option<Option<&[u8]>> {
     (answer.status == SUCCESS && plausible).then(|| outcome.buffer(0..len).map(Some))?
 }
 
-/// Single operations that devices have, the oldest first.
+/// Single operations in flight, the oldest first.
 #[derive(Debug)]
 pub(super) struct Flights {
     pub(super) devices: Arc<Devices>,
     pending: VecDeque<Pending>,
-    /// How long the next one may take when there is nothing else to do: nothing any more after one was late.
+    /// Time to wait for the next operation if the processor has nothing else to do; zero after a late one.
     timeout: Duration,
 }
 
 /// Operations in flight for one caller: more than a device has engines, so that it never runs dry.
 const DEPTH: usize = 32;
 
-/// How long a page may take that is next to go out. Then the processor takes another one, for about ten times as long.
+/// Time to wait for the next page in order. Then the processor does another page, which takes about ten times as long.
 const TIMEOUT: Duration = Duration::from_micros(4);
 
-/// How long the last ones may take, all together, when the processor has nothing else to do but to do them itself.
+/// Time to wait for all of the last pages together, when the processor could only do the same pages.
 const LAST_PATIENCE: Duration = Duration::from_micros(100);
 
 impl Flights {
@@ -232,14 +232,14 @@ impl Flights {
         }
     }
 
-    /// With none.
+    /// Starts without operations.
     pub(super) fn begin(&mut self) {
-        // Those of a call that has ended with a panic or an error: their slots come back when the device is done.
+        // Operations of a call that ended with a panic or an error: their slots come back when the device is done.
         self.pending.clear();
         self.timeout = LAST_PATIENCE;
     }
 
-    /// Gives an operation to the next queue that takes it; whether one did.
+    /// Submits an operation to the next queue that accepts it. Returns whether one did.
     ///
     /// # Safety
     /// The operation writes to the slot's buffer only, and to no more than `capacity` bytes of it.
@@ -266,7 +266,7 @@ impl Flights {
         taken
     }
 
-    /// Whether the outcome of the oldest one is there, or comes soon.
+    /// Whether the oldest operation is done, or is done soon.
     pub(super) fn is_next_there(&mut self) -> bool {
         let Some(Pending { member, flight }) = self.pending.front_mut() else {
             return false;
@@ -274,8 +274,8 @@ impl Flights {
         flight.is_done() || flight.wait_a_little(self.devices.now(*member) + TIMEOUT)
     }
 
-    /// The outcome of the oldest one, unless it takes too long: then its slot comes back when the device is done with
-    /// it after all. What an administrator's command ended is submitted once more, and no more than once.
+    /// The outcome of the oldest operation, or `None` if it takes too long: then its slot comes back when the device is
+    /// done. An operation that an administrative command ended is submitted once more.
     pub(super) fn next(&mut self) -> Option<Outcome> {
         let Pending { member, flight } = self.pending.pop_front()?;
         let outcome = self.wait_for(member, flight)?;
@@ -301,7 +301,7 @@ impl Flights {
     }
 }
 
-/// Whether the operation has to be submitted again.
+/// Whether an administrative command ended the operation.
 fn is_interrupted(outcome: &Outcome) -> bool {
     let answer = outcome.image(0).as_ref().and_then(IaaOutcome::of);
     answer.is_some_and(|answer| answer.is_interrupted())

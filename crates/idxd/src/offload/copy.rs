@@ -1,14 +1,14 @@
 //! Copies pages, with a DSA and the processor in parallel.
 //!
 //! The device gets the last pages, about as many as it completed in the past while the processor copied the others. A
-//! device that may still write cannot be ignored: it would overwrite newer bytes with old ones. So the copier waits for
-//! it, and closes the work queue if the device does not answer, which ends everything that was submitted; from then on
-//! the processor copies. Other users of the queue lose what they have in flight, and do it on the processor too.
+//! late device cannot be ignored, because it would overwrite newer bytes with old ones. So the copier waits for the device,
+//! and closes the work queue if it does not answer, which ends everything that was submitted. From then on the processor
+//! copies. Other threads that use the queue lose their operations in flight, and repeat them on the processor.
 //!
-//! Pages that were never touched fault. Touching them first does not pay: then the kernel's zeros are in the processor's
-//! cache, where the processor copies faster than it submits. So a device that met only faults is left alone for a
-//! while, because the next pages are likely to be untouched as well. A copy that a fault ended is not continued: a move
-//! is one page, and so is a fault, so that nothing of it was done.
+//! A page that was never touched is a page fault for the device. Touching it first does not pay: then the page is in the
+//! processor's cache, and copying takes the processor less time than a submission. So a device that met only faults is
+//! skipped for a while, because the next pages are likely to be untouched as well. A copy that a fault ended is repeated
+//! by the processor: a move is one page, and a fault leaves nothing of it done.
 
 use std::{sync::Arc, time::Duration};
 
@@ -18,40 +18,40 @@ use crate::{InFlight, Outcome, Slot, dsa, status::SUCCESS};
 /// Bytes to be copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
-    /// Address that they are at.
+    /// Address of the source.
     pub source: u64,
-    /// Address that they are to be at. It overlaps with no source or destination, of this move or another.
+    /// Address of the destination, which must not overlap with any other source or destination.
     pub destination: u64,
-    /// How many; not zero.
+    /// Number of bytes, at least one.
     pub len: u32,
 }
 
-/// Copies, for one thread.
+/// Copies pages, for one thread.
 #[derive(Debug)]
 pub struct Copier {
     devices: Arc<Devices>,
-    /// Part of the moves that a device gets.
+    /// Fraction of the moves that a device gets.
     share: f32,
 }
 
-/// The device gets at least so much, and at most.
+/// Bounds of the device's fraction.
 const LEAST_SHARE: f32 = 1.0 / 16.0;
 const MOST_SHARE: f32 = 15.0 / 16.0;
 
-/// By how much the device's part changes.
+/// Change of the device's fraction.
 const STEP: f32 = 1.0 / 32.0;
 
-/// Fewer moves are not worth a submission.
+/// Fewest moves that are worth a submission.
 const FEWEST: usize = 8;
 
-/// After this the work queue is closed. Two milliseconds are what a device takes for all that fits a full queue.
+/// Time after which the work queue is closed. A device takes two milliseconds for everything in a full queue.
 const TIMEOUT: Duration = Duration::from_millis(100);
 
-/// A device that is waited for so long, and longer than the processor has worked meanwhile, is left alone for a while.
+/// A device is skipped for a while if the copier has waited for it longer than this, and longer than the processor worked.
 const TOO_LONG: Duration = Duration::from_micros(20);
 
 impl Copier {
-    /// By the DSAs of `devices`, and the processor.
+    /// Copies with the DSAs of `devices` and the processor.
     pub fn new(devices: Arc<Devices>) -> Self {
         Self {
             devices,
@@ -59,7 +59,7 @@ impl Copier {
         }
     }
 
-    /// Does all of `moves`, in any order. `by_processor` does one, by its index.
+    /// Does all `moves`, in any order. `by_processor` does the move with this index.
     ///
     /// # Safety
     /// The destinations are writable memory of this process to which no one has a reference until this returns.
@@ -133,7 +133,7 @@ unsafe fn give<'a>(devices: &'a Devices, moves: &[Move]) -> Option<Writing<'a>> 
     })
 }
 
-/// As many as fit, the last one first: what the queue does not take of them is next to the processor's.
+/// Writes as many moves as fit, the last one first: moves that the queue does not accept are then next to the processor's.
 fn fill(slot: &mut Slot, moves: &[Move]) -> usize {
     let list = slot.descriptors_mut();
     for (descriptor, of) in list.iter_mut().zip(moves.iter().rev()) {
@@ -142,11 +142,11 @@ fn fill(slot: &mut Slot, moves: &[Move]) -> usize {
     moves.len().min(list.len())
 }
 
-/// What a device writes to the caller's memory. It ends before the caller continues, also if that panics.
+/// Moves in flight, which write to the caller's memory. They end before the caller continues, even after a panic.
 struct Writing<'a> {
     devices: &'a Devices,
     member: usize,
-    /// There until it has ended.
+    /// Taken when the moves have ended.
     flight: Option<InFlight>,
 }
 
@@ -164,8 +164,7 @@ impl Writing<'_> {
         self.flight.as_ref().is_some_and(InFlight::is_done)
     }
 
-    /// The device's answer, if it is there, and whether it was late. The processor has worked from `beginning` until
-    /// now.
+    /// The device's answer, if there is one, and whether it was late. The processor has worked from `beginning` until now.
     fn finish(mut self, beginning: Duration) -> (Option<Outcome>, bool) {
         let waiting = self.now();
         let outcome = self.end();

@@ -1,8 +1,8 @@
 //! Decompresses raw DEFLATE streams to pages: on IAA, and on the processor where IAA is late.
 //!
-//! The device writes to the buffer of a slot, and the page is copied from there: a late device must not write to a page
-//! that is already in use. As with [compression](super::Compressor), the devices begin at the front and the processor at
-//! the end.
+//! The device writes to the buffer of a slot, and the page is copied from there, because a late device must not write to a
+//! page that is already in use. As with [compression](super::Compressor), the devices begin at the front and the processor
+//! at the end.
 //!
 //! A payload as long as a page is the page itself and is not sent to a device, which might take it for a stream. A device
 //! does not notice bytes after the last block of a stream; the page is correct nevertheless.
@@ -26,7 +26,7 @@ pub struct Decompressor {
 }
 
 impl Decompressor {
-    /// For pages of `page_bytes` bytes, by the IAAs of `devices`. Their slots' buffers need to hold a page.
+    /// For pages of `page_bytes` bytes, with the IAAs of `devices`. The slots' buffers must hold a page.
     pub fn new(devices: Arc<Devices>, page_bytes: usize) -> Self {
         Self {
             page_bytes,
@@ -34,8 +34,8 @@ impl Decompressor {
         }
     }
 
-    /// Fills `pages` from `streams`, of which there is one for each page. What no device does, or reports as wrong,
-    /// `by_processor` does: it gets the stream and the page.
+    /// Fills `pages` from `streams`, one stream for each page. `by_processor` decompresses a stream to a page that no device
+    /// has done, or that a device has rejected.
     ///
     /// # Errors
     /// The error of `by_processor`, of the first page for which it fails.
@@ -92,7 +92,7 @@ impl Decompressor {
             }
             next += 1;
         }
-        // After an error the rest is not needed.
+        // After an error the other pages are not needed.
         self.flights.begin();
         self.flights.devices.counters().add(done);
         result
@@ -119,8 +119,8 @@ impl Decompressor {
     }
 }
 
-/// A whole page, if that is what the device made of the stream. How much of the stream it took is not known: of an
-/// operation that is complete a record has 0 bytes completed (IAA 2.1, 6.2.4).
+/// The page, if the device has decompressed a whole one. How much of the stream was read is unknown: the record of a
+/// complete operation has 0 bytes completed (IAA 2.1, 6.2.4).
 fn decoded(outcome: &Outcome, page_bytes: usize) -> Option<&[u8]> {
     let answer = IaaOutcome::of(&outcome.image(0)?)?;
     let is_whole = usize::try_from(answer.output_size) == Ok(page_bytes);

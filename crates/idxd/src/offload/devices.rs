@@ -1,4 +1,4 @@
-//! The work queues that a process uses, all of the same kind of device, and which of them is next.
+//! The work queues that a process uses, all of one kind of device, in turn.
 
 use std::{
     sync::atomic::{AtomicU64, AtomicUsize, Ordering},
@@ -8,17 +8,17 @@ use std::{
 use super::backoff::Backoff;
 use crate::{InFlight, Queue, Slot, Statistics, shares::Share};
 
-/// Work queues to give work to, shared by all threads.
+/// Work queues, shared by all threads.
 #[derive(Debug)]
 pub struct Devices {
     members: Box<[Member]>,
-    /// So many of the members, the first ones, are near.
+    /// Number of near members, which come first.
     near: usize,
     turn: AtomicUsize,
     work: Counters,
 }
 
-/// What devices have done of a job, and the processor in their stead, in pages.
+/// Pages that devices have done, and that the processor has done instead.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(
     feature = "serde",
@@ -26,26 +26,26 @@ pub struct Devices {
     serde(rename_all = "kebab-case")
 )]
 pub struct OffloadCounters {
-    /// The devices are a model: how much they did, and how fast, does not apply to hardware.
+    /// The devices are a model: the counts do not apply to hardware.
     pub model: bool,
     /// Done by a device.
     pub by_device: u64,
-    /// Done by the processor because no work queue took them.
+    /// Done by the processor because no work queue accepted them.
     pub refused: u64,
-    /// Done by the processor because a device failed, most often at a page that is not there.
+    /// Done by the processor because a device failed, most often at a page that is not mapped.
     pub failed: u64,
-    /// Done by the processor because a device was slower, or never answered; also what it was not given because
-    /// it had been slower before.
+    /// Done by the processor because a device was slower or never answered, or was not used because it had been slower
+    /// before.
     pub overtaken: u64,
-    /// Of those done by a device, how many the processor did as well, to compare.
+    /// Pages done by a device that the processor did as well, to compare.
     pub checked: u64,
 }
 
-/// Operations that a device has.
+/// Operations in flight.
 #[derive(Debug)]
 #[must_use]
 pub(super) struct Pending {
-    /// Which of the queues has them.
+    /// Index of the queue.
     pub(super) member: usize,
     pub(super) flight: InFlight,
 }
@@ -69,8 +69,8 @@ pub(super) struct Counters {
 }
 
 impl Devices {
-    /// Uses `queues` in turn: first those of NUMA node `node`, if there are some, and the others when these take
-    /// nothing. With each comes this process's share of it, where several processes divide it among them.
+    /// Uses `queues` in turn: first those of NUMA node `node`, and the others when these accept nothing. Each queue comes
+    /// with this process's share of it, if several processes divide it.
     pub fn new(
         queues: impl IntoIterator<Item = (Queue, Option<Share>)>,
         node: Option<u32>,
@@ -93,7 +93,7 @@ impl Devices {
         }
     }
 
-    /// None: then the processor does everything.
+    /// No devices: the processor does everything.
     pub fn none() -> Self {
         Self::new([], None)
     }
@@ -103,12 +103,12 @@ impl Devices {
         self.members.iter().map(|member| &member.queue)
     }
 
-    /// Whether no queue takes work any more, or there never was one.
+    /// Whether there is no queue, or none that still accepts work.
     pub fn are_gone(&self) -> bool {
         self.queues().all(Queue::is_dead)
     }
 
-    /// What has been done so far, for all who use these devices.
+    /// Pages done so far, by all users of these devices.
     pub fn work(&self) -> OffloadCounters {
         OffloadCounters {
             model: self.queues().any(Queue::is_modelled),
@@ -116,13 +116,13 @@ impl Devices {
         }
     }
 
-    /// What the queues have counted, one after the other.
+    /// Counters of each queue.
     pub fn statistics(&self) -> Vec<Statistics> {
         self.queues().map(Queue::statistics).collect()
     }
 
-    /// Gives operations to the next queue that takes them. `fill` writes them to a slot and returns their number;
-    /// it may be asked again, for another slot. None end it.
+    /// Submits operations to the next queue that accepts them. `fill` writes the operations to a slot and returns their
+    /// number; it may be called again for another slot. Zero operations end the attempt.
     ///
     /// # Safety
     /// That of [`Slot::submit`], for what `fill` has written.
@@ -154,7 +154,7 @@ impl Devices {
         None
     }
 
-    /// A slot of this queue, if it has one.
+    /// A free slot of this queue, if there is one.
     pub(super) fn slot(&self, member: usize) -> Option<Slot> {
         let member = &self.members[member];
         if member.queue.is_dead() {
@@ -164,17 +164,17 @@ impl Devices {
         member.queue.slot()
     }
 
-    /// The queue's time; where the queue is of a model, this advances its time.
+    /// The queue's time. Reading it lets a modelled device proceed.
     pub(super) fn now(&self, member: usize) -> Duration {
         self.members[member].queue.now()
     }
 
-    /// The queue has answered in time: it is asked again.
+    /// The queue has answered in time, which ends its backoff.
     pub(super) fn record_success(&self, member: usize) {
         self.members[member].backoff.record_success();
     }
 
-    /// The queue took nothing, or did not answer in time: it is left alone for a while.
+    /// The queue accepted nothing, or did not answer in time: it is skipped for a while.
     pub(super) fn record_failure(&self, member: usize) {
         self.members[member].backoff.record_failure();
     }
@@ -184,12 +184,12 @@ impl Devices {
     }
 }
 
-/// `count` places from `first` on, beginning with another one each turn.
+/// `count` indices from `first` on, starting with another one each turn.
 fn rotated(first: usize, count: usize, turn: usize) -> impl Iterator<Item = usize> {
     (0..count).map(move |index| first + turn.wrapping_add(index) % count)
 }
 
-/// So many queues are asked for one submission: then it is cheaper to do the work.
+/// Queues that may refuse one submission. Then it is cheaper to do the work.
 const MOST_REFUSALS: u32 = 2;
 
 impl Member {
@@ -248,7 +248,7 @@ impl Counters {
 }
 
 impl OffloadCounters {
-    /// What has been done since it was `before`.
+    /// Difference to an earlier count.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
         Self {

@@ -4,7 +4,7 @@ use std::{fs, ops::RangeInclusive, path::Path};
 
 use crate::discovery::Root;
 
-/// The node to which all processors belong that this process may use; `None` if they are of several nodes.
+/// The node of all processors that this process may use; `None` if these belong to several nodes.
 pub(super) fn bound_node(root: &Root) -> Option<u32> {
     let status = fs::read_to_string(root.proc.join("self/status")).ok()?;
     let allowed = status
@@ -15,7 +15,7 @@ pub(super) fn bound_node(root: &Root) -> Option<u32> {
     nodes.flatten().find_map(|entry| {
         let number = entry.file_name().to_str()?.strip_prefix("node")?.parse();
         let processors = processors_of(&entry.path())?;
-        // Lists are of runs as long as they can be: what belongs to the node lies within one of its runs.
+        // The kernel's lists have runs of maximal length, so a run of the node contains each run that belongs to it.
         let has = |run: &RangeInclusive<u32>| {
             processors
                 .iter()
@@ -29,7 +29,7 @@ fn processors_of(node: &Path) -> Option<Vec<RangeInclusive<u32>>> {
     parse_list(&fs::read_to_string(node.join("cpulist")).ok()?)
 }
 
-/// A list as in `0-3,8,10-11`; none is empty.
+/// Parses a list such as `0-3,8,10-11`.
 fn parse_list(list: &str) -> Option<Vec<RangeInclusive<u32>>> {
     let run = |run: &str| {
         let (first, last) = run.split_once('-').unwrap_or((run, run));

@@ -1,4 +1,4 @@
-//! Which devices to use, as a user specifies it, and how they are opened.
+//! A user's choice of devices, and how they are opened.
 
 use std::{fmt, num::NonZeroU32, path::PathBuf, str::FromStr, sync::Arc};
 
@@ -15,7 +15,7 @@ use crate::{
 /// Which devices to use. As text: `auto`, or names as in `wq0.1,wq2.0`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Choice {
-    /// All work queues of the host that a process can use.
+    /// All work queues of the host that this process can use.
     #[default]
     Auto,
     /// These.
@@ -25,22 +25,22 @@ pub enum Choice {
 /// How to open them.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// What each slot has: for pages by the batch, or for single pages with a buffer.
+    /// Size of each slot: for batches of pages, or for single pages with a buffer.
     pub shape: Shape,
-    /// How the queues are driven.
+    /// Tuning of the queues.
     pub tuning: Tuning,
-    /// Where the host has its devices.
+    /// Location of the host's devices.
     pub root: Root,
-    /// NUMA node whose devices are used first; `None` means the one that all processors belong to on which this process
-    /// may run, if they are of one.
+    /// NUMA node whose devices are used first. `None` is the node of all processors that this process may use, if there is
+    /// one.
     pub node: Option<u32>,
-    /// Directory of the tables by which processes divide shared work queues among them, see [`shares`](crate::shares),
-    /// and this process's weight. Without it each takes what it can get.
+    /// Directory by which processes divide shared work queues, see [`shares`](crate::shares), and this process's weight.
+    /// Without it, queues are first come, first served.
     pub shares: Option<(PathBuf, Weight)>,
 }
 
 impl Options {
-    /// For pages by the batch, up to `pages` in one: zero pages, copies.
+    /// For batches of up to `pages` pages: zero pages, copies.
     pub fn batches(pages: u32) -> Self {
         Self::of(
             Shape {
@@ -51,7 +51,7 @@ impl Options {
         )
     }
 
-    /// For pages of `page_bytes` bytes one by one, with a buffer for each: compression, decompression.
+    /// For single pages of `page_bytes` bytes with a buffer for each: compression, decompression.
     pub fn pages(page_bytes: usize) -> Self {
         Self::of(
             Shape {
@@ -83,33 +83,33 @@ impl Options {
 /// Why there are no devices.
 #[derive(Debug, Error)]
 pub enum DevicesError {
-    /// Nothing that a process could use.
+    /// The host has no work queue that this process can use.
     #[error("no work queue of {} can be used on this host", name(*.0))]
     None(Kind),
-    /// The one that was named is not there.
+    /// The named work queue does not exist.
     #[error("this host has no work queue {0}")]
     Missing(QueueName),
-    /// It belongs to the other kind of device.
+    /// The named work queue belongs to the other kind of device.
     #[error("work queue {queue} is none of {}", name(*.wanted))]
     Kind {
         /// The queue.
         queue: QueueName,
-        /// What is needed.
+        /// The required kind.
         wanted: Kind,
     },
-    /// It cannot be opened.
+    /// A work queue cannot be opened.
     #[error(transparent)]
     Portal(#[from] portal::OpenError),
-    /// It cannot be driven.
+    /// A work queue cannot be driven.
     #[error("cannot drive work queue {queue}")]
     Queue {
-        /// The queue, by its name or its place in the model.
+        /// The queue.
         queue: String,
         /// Why.
         #[source]
         source: OpenQueueError,
     },
-    /// It cannot be divided with others.
+    /// This process cannot join the members of a work queue.
     #[error("work queue {queue} cannot be shared with others")]
     Shares {
         /// The queue.
@@ -120,18 +120,17 @@ pub enum DevicesError {
     },
 }
 
-/// Slots of a queue for batches: a few for each of many threads. Each takes one entry.
+/// Slots of a queue for batches: a few for each of many threads. Each slot uses one entry.
 const BATCHES: u32 = 64;
 
-/// Slots of a queue for single pages: as many as the queues in the field have entries.
+/// Slots of a queue for single pages: as many as usual work queues have entries.
 const PAGES: u32 = 128;
 
 impl Devices {
-    /// Opens what is chosen of one kind of device.
+    /// Opens the chosen work queues of one kind of device.
     ///
     /// # Errors
-    /// When something that was named cannot be opened, or nothing of everything. Of [`Choice::Auto`] what cannot be
-    /// opened is left out.
+    /// If a named work queue cannot be opened, or with [`Choice::Auto`] none at all.
     pub fn open(kind: Kind, choice: &Choice, options: &Options) -> Result<Self, DevicesError> {
         match choice {
             Choice::Auto => Self::open_usable(kind, options),

@@ -10,8 +10,8 @@
 //! there is none yet. So a batch never takes longer than without a device. If the caller had other work in the meantime,
 //! all verdicts are there, and the processor checks no page.
 //!
-//! The device's share of a batch follows from how far it came with earlier batches: pages that the processor overtook
-//! were submitted in vain.
+//! The device's share of a batch depends on its progress with earlier batches: submitting pages that the processor then
+//! overtakes is wasted work.
 
 use std::{num::NonZeroU32, sync::Arc, time::Duration};
 
@@ -20,39 +20,39 @@ use thiserror::Error;
 use super::{Devices, OffloadCounters, devices::Pending};
 use crate::{Slot, dsa, status::SUCCESS};
 
-/// Looks for zero pages, for one thread.
+/// Finds zero pages, for one thread.
 #[derive(Debug)]
 pub struct ZeroScanner {
     devices: Arc<Devices>,
     page_bytes: u32,
-    /// Part of a batch that goes to a device.
+    /// Fraction of a batch that goes to a device.
     share: f32,
-    /// By how much it is raised next.
+    /// Next increase of the fraction.
     raise: f32,
-    /// One of so many pages that a device calls zero is looked at.
+    /// One in this number of pages that a device calls zero is checked by the processor.
     check_one_in: Option<NonZeroU32>,
     until_check: u32,
-    /// Overtaken, but the device may still be writing the records.
+    /// Overtaken batches whose records the device may still write.
     late: Vec<Late>,
 }
 
-/// Pages that are being looked at; see [`ZeroScanner::start`].
+/// A batch in progress; see [`ZeroScanner::start`].
 #[derive(Debug, Default)]
 #[must_use]
 pub struct Batch {
     pending: Option<Pending>,
-    /// How many pages [`ZeroScanner::start`] was given.
+    /// Number of pages of the batch.
     pages: usize,
 }
 
-/// A device has reported a page as zero that is not, and reports it again.
+/// A device has repeatedly reported a page as zero that is not.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error(
     "a DSA reported a page as zero that is not, and {unchecked} more of its verdicts were not checked: \
      do not use it, and repeat what was done with its verdicts"
 )]
 pub struct WrongVerdict {
-    /// Pages that devices have judged so far, and that were not looked at again.
+    /// Verdicts of devices that the processor has not checked.
     pub unchecked: u64,
 }
 
@@ -62,34 +62,34 @@ struct Late {
     deadline: Duration,
 }
 
-/// A batch of fewer pages is not worth a submission.
+/// Fewest pages that are worth a submission.
 const FEWEST: usize = 8;
 
-/// By how much the device's share is raised after a batch that it had finished in time: by a page in a batch of 128, and
-/// after the next one by a page more. More would be given in vain where many processes share the devices, and where
-/// they only had a slow moment the share is soon what it was.
+/// Increase of the device's share after a batch that it finished in time: by one page of a batch of 128, and by one page
+/// more after each further batch. A larger step wastes work where many processes share the devices; after a short delay
+/// of the device, the share recovers fast enough.
 const RAISE: f32 = 1.0 / 128.0;
 
-/// After so long a batch counts as lost: devices take microseconds.
+/// Time after which a batch counts as lost. Devices take microseconds.
 const TIMEOUT: Duration = Duration::from_millis(500);
 
-/// So many batches may be late before no more are given to devices.
+/// Most late batches; with more, devices get no new ones.
 const MOST_LATE: usize = 4;
 
-/// How often page and device are asked before the device is called wrong. A guest that writes to the page all the time
-/// makes them differ each time with a chance of one in four at best.
+/// Number of times that device and processor check a page before the device is called wrong. If a guest writes to the page
+/// all the time, the two differ each time with a probability of a quarter at most.
 const CONFIRMATIONS: usize = 8;
 
-/// How long a device may take to confirm.
+/// Time for the device to confirm.
 const CONFIRMATION: Duration = Duration::from_millis(5);
 
-/// While the processor goes through pages of which there is no verdict yet, it lets the time of devices that are
-/// modelled advance every so many pages: these do nothing by themselves. It costs as much as looking at a page.
+/// Pages that the processor checks before it reads the queue's clock, which lets modelled devices proceed. Reading the clock
+/// costs as much as checking a page.
 const LOOKS: u64 = 16;
 
 impl ZeroScanner {
-    /// For pages of `page_bytes` bytes, by `devices`. One in `check_one_in` of the pages that a device calls zero is
-    /// looked at by the processor as well.
+    /// For pages of `page_bytes` bytes, with `devices`. The processor checks one in `check_one_in` of the pages that a
+    /// device calls zero.
     pub fn new(devices: Arc<Devices>, page_bytes: u32, check_one_in: Option<NonZeroU32>) -> Self {
         Self {
             devices,
@@ -102,10 +102,10 @@ impl ZeroScanner {
         }
     }
 
-    /// Lets devices begin with the pages at these addresses, and returns at once. Pages that are not there are better
-    /// left out: a device can only report a fault, and the processor has to check them anyway.
+    /// Submits the pages at these addresses to a device, and returns at once. Pages that are not mapped should be left out:
+    /// a device can only report a fault, and the processor has to check them anyway.
     ///
-    /// What is at the addresses may change, or go away: then the verdicts are worth nothing.
+    /// The memory may change or be unmapped meanwhile; then the verdicts are undefined.
     pub fn start(&mut self, pages: &[u64]) -> Batch {
         self.forget_late();
         #[expect(
@@ -124,11 +124,12 @@ impl ZeroScanner {
         Batch { pending, pages }
     }
 
-    /// The verdicts on a batch: whether each page, of those that [`start`](Self::start) was given, is zero. `is_zero`
-    /// is the processor's way to find out for a page, by its index. Pages beyond `verdicts` are not looked at.
+    /// Verdicts on the batch of [`start`](Self::start): whether each page is zero. `is_zero` lets the processor check the
+    /// page with this index. Pages beyond the length of `verdicts` are ignored.
     ///
     /// # Errors
-    /// When a device has certainly judged wrong. The verdicts are right even then, but earlier ones may not be.
+    /// If a device has certainly given a wrong verdict. The verdicts of this batch are right even then, but earlier ones may
+    /// be wrong.
     pub fn finish(
         &mut self,
         batch: Batch,
@@ -138,7 +139,7 @@ impl ZeroScanner {
     ) -> Result<(), WrongVerdict> {
         let most = verdicts.len().min(pages.len());
         let verdicts = &mut verdicts[..most];
-        // The device has no results for other pages.
+        // The results of the device do not belong to a batch of another length.
         let Some(pending) = batch.pending.filter(|_| batch.pages == pages.len()) else {
             look(verdicts, is_zero);
             self.devices.counters().add(OffloadCounters {
@@ -177,7 +178,7 @@ impl ZeroScanner {
                     }
                     done.overtaken += 1;
                 }
-                // Also what a batch that has failed left out.
+                // Includes members that a failed batch has left out.
                 _ => {
                     *verdict = is_zero(page);
                     done.failed += 1;
@@ -197,7 +198,7 @@ impl ZeroScanner {
         })
     }
 
-    /// Gives `pages` to a device, the last one first, or as many of them as it takes at once.
+    /// Submits `pages` to a device, the last one first, as many as it accepts at once.
     fn give(&self, pages: &[u64]) -> Option<Pending> {
         // SAFETY: comparisons write to nothing but their records, which are the slot's.
         unsafe { self.devices.give(&mut |slot| self.fill(slot, pages)) }
@@ -211,7 +212,7 @@ impl ZeroScanner {
         pages.len().min(list.len())
     }
 
-    /// Overtaken pages were given in vain; where there were none the device can have more.
+    /// Lowers the device's share if pages were overtaken, and raises it otherwise.
     fn adapt(&mut self, done: &OffloadCounters, member: usize, pages: usize) {
         if done.by_device > 0 {
             self.devices.record_success(member);
@@ -229,7 +230,7 @@ impl ZeroScanner {
         self.share = 0.75 * self.share + 0.25 * reached;
     }
 
-    /// The device may still be writing records: their slot stays in its hands until it is done, or lost.
+    /// Keeps a late batch: its slot belongs to the device until the batch is done, or counts as lost.
     fn keep_if_late(&mut self, pending: Pending) {
         let Pending { member, flight } = pending;
         if let Err(flight) = flight.poll() {
@@ -244,7 +245,7 @@ impl ZeroScanner {
         while let Some(Late { pending, deadline }) = self.late.get(index) {
             if pending.flight.is_done() || self.devices.now(pending.member) >= *deadline {
                 let late = self.late.swap_remove(index);
-                // Past its deadline it counts as a timeout; its result does not matter any more.
+                // After its deadline it counts as a timeout; its result is not needed any more.
                 drop(late.pending.flight.wait(late.deadline));
             } else {
                 index += 1;
@@ -261,8 +262,8 @@ impl ZeroScanner {
         due
     }
 
-    /// Whether the device insists that a page is zero that is not. A page that is written meanwhile may well have been
-    /// zero when the device looked.
+    /// Whether the device keeps reporting a page as zero that is not. A single difference proves nothing: the page may have
+    /// been zero when the device read it.
     fn is_wrong(
         &self,
         member: usize,
@@ -273,7 +274,7 @@ impl ZeroScanner {
         (0..CONFIRMATIONS).all(|_| self.says_zero(member, address) && !is_zero(page))
     }
 
-    /// Asks the same queue again.
+    /// Checks the page with the same queue again.
     fn says_zero(&self, member: usize, address: u64) -> bool {
         let Some(mut slot) = self.devices.slot(member) else {
             return false;
@@ -295,7 +296,7 @@ fn look(verdicts: &mut [bool], is_zero: &mut dyn FnMut(usize) -> bool) {
     }
 }
 
-/// Status of what is not done (DSA specification; `linux/idxd.h`).
+/// Status of an operation that is not done (`linux/idxd.h`).
 const PENDING: u8 = 0x00;
 /// Result of a comparison.
 const EQUAL: u8 = 0;

@@ -1,5 +1,5 @@
-//! The instructions that hand descriptors to a device and that wait for it. Nothing but their encodings; whether the
-//! processor has them is in [`Features`](crate::cpu::Features).
+//! The instructions that submit descriptors to a device and that wait for it. [`Features`](crate::cpu::Features) has whether
+//! the processor supports them.
 //!
 //! Source: Intel's instruction set reference.
 
@@ -7,8 +7,8 @@ use std::arch::asm;
 
 use crate::{Descriptor, Record};
 
-/// ENQCMD: hands `descriptor` to the shared work queue behind `portal`, with the PASID of this process. Whether the
-/// queue took it.
+/// ENQCMD: submits `descriptor` to the shared work queue behind `portal`, with the PASID of this process. Returns whether the
+/// queue accepted it.
 ///
 /// # Safety
 /// The processor has the instruction and the kernel has enabled it. `portal` is within a mapped portal and aligned
@@ -29,8 +29,8 @@ pub(super) unsafe fn enqcmd(portal: *mut u8, descriptor: &Descriptor) -> bool {
     refused == 0
 }
 
-/// MOVDIR64B: writes `descriptor` to the dedicated work queue behind `portal`, in one piece. What a full queue does
-/// with it is not reported.
+/// MOVDIR64B: writes `descriptor` to the dedicated work queue behind `portal`, atomically. A full queue drops it without a
+/// notice.
 ///
 /// # Safety
 /// The processor has the instruction. `portal` is within a mapped portal and aligned to 64 bytes. The device may do
@@ -47,14 +47,13 @@ pub(super) unsafe fn movdir64b(portal: *mut u8, descriptor: &Descriptor) {
     }
 }
 
-/// SFENCE: what was written before is seen before what is written after. Both instructions above write weakly
-/// ordered.
+/// SFENCE: earlier stores become visible before later ones. Both instructions above are weakly ordered stores.
 pub(super) fn sfence() {
     // SAFETY: SSE is part of x86-64.
     unsafe { std::arch::x86_64::_mm_sfence() }
 }
 
-/// UMONITOR: watches the cache line of `record` for the next [`umwait`].
+/// UMONITOR: monitors the cache line of `record` for the next [`umwait`].
 ///
 /// # Safety
 /// The processor has the instruction (WAITPKG).
@@ -65,8 +64,8 @@ pub(crate) unsafe fn umonitor(record: &Record) {
     }
 }
 
-/// UMWAIT: sleeps in the deeper of its two states until the watched line is written, the time stamp counter is at
-/// `deadline`, the kernel's limit is reached, or something else happens.
+/// UMWAIT: sleeps in the deeper of its two states until the monitored line is written, the time stamp counter reaches
+/// `deadline`, the kernel's limit is reached, or another event occurs.
 ///
 /// # Safety
 /// The processor has the instruction (WAITPKG).

@@ -1,4 +1,4 @@
-//! The portal as memory: each descriptor one ENQCMD or MOVDIR64B, no system call.
+//! The mapped portal: one ENQCMD or MOVDIR64B for each descriptor, no system call.
 
 use std::{
     fs::File,
@@ -25,7 +25,7 @@ const STEP: usize = size_of::<Descriptor>();
 pub(super) struct Mapped {
     page: NonNull<u8>,
     mode: Mode,
-    /// Where the next submission writes. Any place of the page will do, but writes to the same one would combine.
+    /// Index of the next address to write to. Any address of the page works, but writes to the same one might combine.
     next: AtomicUsize,
 }
 
@@ -35,8 +35,7 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
-    /// Maps the portal of `file`; `None` where the kernel forbids it. The mapping keeps the queue when the file is
-    /// closed.
+    /// Maps the portal of `file`; `None` if the kernel forbids it. The mapping keeps the queue open when the file is closed.
     pub(super) fn of(file: &File, mode: Mode) -> io::Result<Option<Self>> {
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
         // SAFETY: a new mapping, at an address of the kernel's choice.
@@ -53,7 +52,7 @@ impl Mapped {
         }))
     }
 
-    /// The next `count` places' first.
+    /// Reserves `count` addresses, and returns the index of the first one.
     fn places(&self, count: usize) -> usize {
         self.next.fetch_add(count, Ordering::Relaxed)
     }
@@ -67,7 +66,7 @@ impl Mapped {
 
 impl Transport for Mapped {
     unsafe fn submit(&self, descriptors: &[Descriptor]) -> Submitted {
-        // What the descriptors point to is written before they are.
+        // The memory that the descriptors refer to must be visible before the descriptors.
         instructions::sfence();
         let first = self.places(descriptors.len());
         for (index, descriptor) in descriptors.iter().enumerate() {
@@ -96,7 +95,7 @@ impl Transport for Mapped {
     }
 
     fn abandon(self: Box<Self>) {
-        // The kernel gave the child no copy of the mapping (VM_DONTCOPY): by now something else may be there.
+        // The child has no copy of the mapping (VM_DONTCOPY); another mapping may be at its address.
         std::mem::forget(self);
     }
 }
@@ -104,7 +103,7 @@ impl Transport for Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         // SAFETY: the page was mapped by `of`, and no one has a reference to it. An error would mean that it is
-        // not mapped, which is as well.
+        // not mapped, which does no harm.
         let _ = unsafe { munmap(self.page.as_ptr().cast(), PAGE) };
     }
 }

@@ -1,5 +1,5 @@
-//! The portal through write(2), where the kernel does not let processes map it: the buffer is an array of
-//! descriptors, and the return value is how many bytes of it the device has.
+//! Submission by write(2), where the kernel does not allow processes to map the portal: the buffer is an array of
+//! descriptors, and the return value is the number of bytes that the device accepted.
 
 use std::{
     fs::File,
@@ -35,7 +35,7 @@ impl Transport for Written {
     }
 }
 
-/// Writes all of `bytes`, or up to the descriptor that is refused.
+/// Writes `bytes` up to the first descriptor that is refused.
 fn push(bytes: &[u8], mut write: impl FnMut(&[u8]) -> io::Result<usize>) -> Submitted {
     let mut written = 0;
     let refusal = loop {
@@ -43,7 +43,7 @@ fn push(bytes: &[u8], mut write: impl FnMut(&[u8]) -> io::Result<usize>) -> Subm
         if rest.is_empty() {
             break None;
         }
-        // A short count means that the next descriptor was refused: another try returns the reason.
+        // A short count means that the next descriptor was refused; writing it again returns the reason.
         match write(rest) {
             Ok(0) => break Some(Refusal::System(ErrorKind::WriteZero.into())),
             Ok(count) if count % DESCRIPTOR == 0 => written += count.min(rest.len()),
@@ -63,14 +63,14 @@ fn push(bytes: &[u8], mut write: impl FnMut(&[u8]) -> io::Result<usize>) -> Subm
     }
 }
 
-/// What the driver's write means by its errors (`drivers/dma/idxd/cdev.c`).
+/// The meaning of errors of the driver's write (`drivers/dma/idxd/cdev.c`).
 fn refusal(error: io::Error) -> Refusal {
     use rustix::io::Errno;
 
     match Errno::from_io_error(&error) {
         Some(Errno::AGAIN) => Refusal::Full,
         Some(Errno::INVAL) => Refusal::Invalid,
-        // Another address space than the one that opened it.
+        // The address space is not the one that opened the file.
         Some(Errno::PERM) => Refusal::Forked,
         _ => Refusal::System(error),
     }

@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Entries in use, against a limit that may change at any time. Taking never exceeds the limit; lowering it takes
-/// effect as entries come back.
+/// Number of entries in use, with a limit that may change at any time. Taking entries never exceeds the limit; a lower limit
+/// takes effect as entries come back.
 #[derive(Debug)]
 pub(super) struct Credits {
     used: AtomicU32,
@@ -30,7 +30,7 @@ impl Credits {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// Takes up to `wanted`: how many, maybe none.
+    /// Takes up to `wanted` entries; returns how many.
     pub(super) fn take(&self, wanted: u32) -> u32 {
         let limit = self.limit();
         let mut used = self.used();
@@ -52,7 +52,7 @@ impl Credits {
         }
     }
 
-    /// Gives back `count` of those that were taken.
+    /// Gives back `count` taken entries.
     pub(super) fn give_back(&self, count: u32) {
         let before = self.used.fetch_sub(count, Ordering::Relaxed);
         debug_assert!(before >= count, "{count} given back of {before}");

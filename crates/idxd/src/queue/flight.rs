@@ -1,11 +1,11 @@
-//! Tracks what was submitted with a slot, and how much of it is complete.
+//! Tracks the submitted operations of a slot, and how many of them are complete.
 
 use std::ops::Range;
 
 use super::Unanswered;
 use crate::{Descriptor, Flags, Record, arena::Arena, dsa, status::SUCCESS};
 
-/// What of a slot has been submitted, and how much of that is known to be complete.
+/// The submitted operations of a slot, and how many of them are known to be complete.
 ///
 /// ```text
 ///   batch = 4      members (of those asked for)          batch = 1
@@ -15,25 +15,25 @@ use crate::{Descriptor, Flags, Record, arena::Arena, dsa, status::SUCCESS};
 /// ```
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Flight {
-    /// Operations that were to be submitted.
+    /// Operations that the caller wanted to submit.
     pub(super) asked: u32,
-    /// Those of them that were.
+    /// Operations that were submitted.
     pub(super) members: u32,
     /// Most members of an entry.
     pub(super) batch: u32,
     /// Descriptors that the device has.
     pub(super) entries: u32,
-    /// Entries that may be incomplete; all after them are complete. From the end, since the last one submitted is
-    /// likely to be the last one done: fewer are waited for.
+    /// Number of entries that may be incomplete; all after them are complete. Counted from the end, because the last entry
+    /// is likely to be the last one done, so that the caller waits for fewer records.
     left: u32,
-    /// Of what has been looked at, something is not plain success.
+    /// An examined operation has another status than success.
     pub(super) flawed: bool,
-    /// Of what has been looked at, something was done, but has no record.
+    /// An examined operation was done, but has no record.
     pub(super) lost: bool,
 }
 
 impl Flight {
-    /// As much of `asked` operations as goes into `entries` entries.
+    /// As many of `asked` operations as fit into `entries` entries.
     pub(super) fn new(asked: u32, batch: u32, entries: u32) -> Self {
         let mut flight = Self {
             asked,
@@ -45,14 +45,14 @@ impl Flight {
         flight
     }
 
-    /// Only the first `entries` are there.
+    /// Reduces the submission to its first `entries` entries.
     pub(super) fn keep(&mut self, entries: u32) {
         self.members = self.members.min(entries.saturating_mul(self.batch));
         self.entries = entries;
         self.left = entries;
     }
 
-    /// The same, with nothing known.
+    /// The same submission, with nothing known to be complete.
     pub(super) fn afresh(self) -> Self {
         Self {
             left: self.entries,
@@ -77,7 +77,7 @@ impl Flight {
         }
     }
 
-    /// What to submit for the operations in `list`.
+    /// The descriptors to submit for the operations in `list`.
     pub(super) fn prepare<'a>(
         &self,
         arena: &'a Arena,
@@ -103,11 +103,11 @@ impl Flight {
         &heads[..self.entries as usize]
     }
 
-    /// A record that is still to come, or `None` if there are no more.
+    /// A record that is still missing, or `None` if the submission is complete.
     ///
-    /// A batch whose record reports success has a record for each member, even if one may be seen a little later. Of
-    /// one that failed, those members have none that the device did not get to. If it got to a member and there
-    /// is no record, that is lost: or the kernel delivers it, at any later time.
+    /// If the record of a batch reports success, each member has a record, which may become visible a little later. In a
+    /// failed batch, members that the device did not process have no record. A processed member without a record has lost
+    /// it, or the kernel delivers the record at any later time.
     pub(super) fn look<'a>(
         &mut self,
         arena: &'a Arena,
@@ -151,7 +151,7 @@ impl Flight {
     }
 }
 
-/// The descriptor of a batch of what is in `list`.
+/// The descriptor of a batch of the operations in `list`.
 fn batch(list: &[Descriptor], record: &Record) -> Descriptor {
     // At most as many as the limits, which have 32 bits.
     let count = u32::try_from(list.len()).unwrap_or(u32::MAX);
@@ -159,5 +159,5 @@ fn batch(list: &[Descriptor], record: &Record) -> Descriptor {
     dsa::batch(list, count, record.address())
 }
 
-/// Every operation has a record, also if it succeeds.
+/// Every operation has a record, also for success.
 pub(super) const RECORD: Flags = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);

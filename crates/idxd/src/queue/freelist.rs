@@ -2,17 +2,17 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// A stack of slot numbers, without a lock. The one used last comes first: its lines are still in the cache.
+/// A lock-free stack of slot numbers. The slot used last comes first, as its memory is still in the cache.
 ///
-/// The head is the top slot and a tag that every change counts up. So a thread that has read the top and what is
-/// below it finds out if slots came and went before it swaps (the ABA problem).
+/// The head consists of the top slot and a tag that every change increments, by which a thread notices that the stack has
+/// changed between its read and its swap (the ABA problem).
 #[derive(Debug)]
 pub(super) struct FreeList {
     head: AtomicU64,
     below: Box<[AtomicU32]>,
 }
 
-/// What is below the lowest slot.
+/// Number below the lowest slot.
 const NONE: u32 = u32::MAX;
 
 impl FreeList {
@@ -30,7 +30,7 @@ impl FreeList {
         let mut seen = self.head.load(Ordering::Acquire);
         loop {
             let (tag, top) = parts(seen);
-            // May be stale by now; then the tag has changed.
+            // May be stale, but then the tag has changed.
             let below = self.below.get(top as usize)?.load(Ordering::Relaxed);
             let new = head(tag.wrapping_add(1), below);
             match self.swap(seen, new) {
@@ -40,7 +40,7 @@ impl FreeList {
         }
     }
 
-    /// Puts back a slot that was popped.
+    /// Puts back a popped slot.
     pub(super) fn push(&self, slot: u32) {
         let Some(below) = self.below.get(slot as usize) else {
             return;
@@ -56,7 +56,7 @@ impl FreeList {
         }
     }
 
-    /// A thread that pops sees what the thread that pushed has done to the slot.
+    /// A thread that pops a slot sees the changes of the thread that pushed it.
     fn swap(&self, seen: u64, new: u64) -> Result<(), u64> {
         self.head
             .compare_exchange_weak(seen, new, Ordering::AcqRel, Ordering::Acquire)

@@ -11,14 +11,14 @@ use crate::{
     status::{CODE, SUCCESS},
 };
 
-/// A list of descriptors, their records and a buffer, to be filled in. Dropping it gives it back.
+/// A list of descriptors, their records and a buffer, to be filled in. Dropping it frees the slot.
 #[derive(Debug)]
 pub struct Slot {
     lease: Lease,
 }
 
 impl Slot {
-    /// `slot` of `queue`, with `entries` credits, all of them the caller's to give.
+    /// `slot` of `queue` with `entries` credits, which the caller has taken.
     pub(super) fn new(queue: Arc<Inner>, slot: u32, entries: u32) -> Self {
         let lease = Lease {
             capacity: queue.capacity(entries),
@@ -30,19 +30,17 @@ impl Slot {
         Self { lease }
     }
 
-    /// Most operations that can be submitted with this slot: the shape's, or fewer where each needs an entry of
-    /// its own.
+    /// Most operations that can be submitted with this slot: the shape's, or fewer if each needs an entry of its own.
     pub fn capacity(&self) -> usize {
         self.lease.capacity as usize
     }
 
-    /// What the work queue takes.
+    /// Limits of the work queue.
     pub fn limits(&self) -> &Limits {
         self.lease.queue.device.limits()
     }
 
-    /// The list. It holds what the slot's user before has left in it: what does not change need not be
-    /// written again. The records are the queue's affair: their addresses and flags are set at submission.
+    /// The list, with the contents that the slot's previous user left. Addresses and flags of records are set at submission.
     /// Empty in a forked child.
     pub fn descriptors_mut(&mut self) -> &mut [Descriptor] {
         let capacity = self.capacity();
@@ -52,13 +50,13 @@ impl Slot {
         &mut list[..capacity]
     }
 
-    /// Where the record of operation `index` will be; `None` beyond the shape's operations and in a forked child.
+    /// Address of the record of operation `index`; `None` beyond the shape's operations and in a forked child.
     pub fn record_address(&self, index: usize) -> Option<u64> {
         let records = self.lease.queue.arena.member_records(self.lease.slot);
         records.get(index).map(Record::address)
     }
 
-    /// The buffer, for what operations read. It holds what was left in it. Empty in a forked child.
+    /// The buffer, with the contents that the slot's previous user left. Empty in a forked child.
     pub fn buffer_mut(&mut self) -> &mut [u8] {
         let mut buffer = self.lease.queue.arena.buffer(self.lease.slot);
         // SAFETY: mapped as long as the arena, and initialised by the kernel; the slot is this one's alone,
@@ -66,7 +64,7 @@ impl Slot {
         unsafe { buffer.as_mut() }
     }
 
-    /// Where the buffer is, for descriptors.
+    /// Address of the buffer, for descriptors.
     pub fn buffer_address(&self) -> u64 {
         self.lease
             .queue
@@ -77,13 +75,13 @@ impl Slot {
             .expose_provenance() as u64
     }
 
-    /// Submits the first `count` descriptors. What the work queue takes only in part is in flight in part; the
-    /// rest has no record in the end, as if the device had abandoned it. What it does not take at all comes back.
+    /// Submits the first `count` descriptors. If the work queue accepts only a part, that part is in flight, and the other
+    /// operations have no record in the end, as if the device had abandoned them. If it accepts nothing, the slot comes
+    /// back.
     ///
     /// # Safety
-    /// What the descriptors write to must be this slot's buffer, or writable memory of this process to which
-    /// no one has a reference until the [`Outcome`] is there or the queue has been closed: not only until a
-    /// deadline is over. What they read may be any address.
+    /// The descriptors write to this slot's buffer, or to writable memory of this process to which no one has a reference
+    /// until the [`Outcome`] exists or the queue is closed; a passed deadline is not enough. They may read any address.
     pub unsafe fn submit(mut self, count: usize) -> Result<InFlight, (Self, NotTaken)> {
         // SAFETY: as the caller promises.
         match unsafe { self.lease.submit(count) } {
@@ -93,15 +91,15 @@ impl Slot {
     }
 }
 
-/// What the device is working on. Dropping it does not wait: the slot then goes into quarantine.
+/// A submission in flight. Dropping it does not wait: the slot then goes into quarantine.
 #[derive(Debug)]
-#[must_use = "what is in flight when it is dropped keeps its slot in quarantine"]
+#[must_use = "a dropped submission in flight keeps its slot in quarantine"]
 pub struct InFlight {
     lease: Lease,
 }
 
 impl InFlight {
-    /// Whether the outcome is there. Looks at the records, and does nothing else.
+    /// Whether the outcome is there, by the records alone.
     pub fn is_done(&self) -> bool {
         let mut flight = self.lease.flight;
         matches!(
@@ -110,9 +108,9 @@ impl InFlight {
         )
     }
 
-    /// Status and result (error code, for IAA) of every operation that was submitted, in their order, as far as they
-    /// are complete: zeros while one is not. Each is read when the iterator comes to it. What the device has written
-    /// elsewhere belongs to it until the whole outcome is there. Nothing in a forked child.
+    /// Status and result (error code, for IAA) of every submitted operation in their order; zeros for an incomplete one.
+    /// Each record is read when the iterator gets to it. Output of the device must not be read before the outcome exists.
+    /// Empty in a forked child.
     pub fn statuses(&self) -> impl DoubleEndedIterator<Item = (u8, u8)> + ExactSizeIterator {
         let lease = &self.lease;
         let records = lease.queue.arena.member_records(lease.slot);
@@ -121,13 +119,12 @@ impl InFlight {
         records.iter().map(Record::status_and_result)
     }
 
-    /// Status and result of operation `index`, as [`statuses`](Self::statuses) has them; zeros if there is none.
+    /// Status and result of operation `index`, as in [`statuses`](Self::statuses); zeros if there is none.
     pub fn status_and_result(&self, index: usize) -> (u8, u8) {
         self.statuses().nth(index).unwrap_or_default()
     }
 
-    /// Waits until `deadline`, by [`Queue::now`](crate::Queue::now), and keeps what is still in flight then; returns
-    /// whether the outcome is there.
+    /// Waits until `deadline`, by [`Queue::now`](crate::Queue::now). Returns whether the outcome is there.
     pub fn wait_a_little(&mut self, deadline: Duration) -> bool {
         let Lease {
             queue,
@@ -163,9 +160,9 @@ impl InFlight {
         Ok(Outcome::of(self.lease))
     }
 
-    /// Waits for the outcome until `deadline`. Without one the queue is closed before this returns: from then on the
-    /// device does not write to the descriptors' destinations any more, and the caller may use them again. There
-    /// is no other way to be sure: a descriptor cannot be taken back.
+    /// Waits for the outcome until `deadline`. Without one, the queue is closed before this returns: then the device cannot
+    /// write to the descriptors' destinations any more, and the caller may use them again. There is no other way, as a
+    /// descriptor cannot be revoked.
     pub fn wait_or_close(mut self, deadline: Duration) -> Result<Outcome, Unanswered> {
         let Err(reason) = self.lease.wait(deadline) else {
             return Ok(Outcome::of(self.lease));
@@ -179,14 +176,14 @@ impl InFlight {
     }
 }
 
-/// The device's answers to a submission. Dropping it gives the slot back.
+/// The device's answers to a submission. Dropping it frees the slot.
 #[derive(Debug)]
 pub struct Outcome {
     lease: Lease,
 }
 
 impl Outcome {
-    /// Operations that were to be submitted.
+    /// Number of operations that the caller wanted to submit.
     pub fn len(&self) -> usize {
         self.lease.flight.asked as usize
     }
@@ -196,7 +193,7 @@ impl Outcome {
         self.len() == 0
     }
 
-    /// Whether every operation has status 0x01, and nothing else needs to be looked at but the results.
+    /// Whether every operation has status 0x01, so that only the results have to be examined.
     pub fn all_succeeded(&self) -> bool {
         let flight = &self.lease.flight;
         !flight.flawed && flight.members == flight.asked
@@ -214,8 +211,8 @@ impl Outcome {
         self.records().iter().map(Record::status_and_result)
     }
 
-    /// What the device has written for operation `index`. `None` if nothing: it was not submitted, or abandoned, or
-    /// its record is lost. The processor does it then; but it may have been done.
+    /// The record of operation `index`. `None` if there is none: the operation was not submitted, or abandoned, or its record
+    /// is lost. Then the processor has to do it, although the device may have done it.
     pub fn image(&self, index: usize) -> Option<RecordImage> {
         self.records().get(index)?.image()
     }
@@ -232,8 +229,8 @@ impl Outcome {
         unsafe { buffer.as_ref() }.get(range)
     }
 
-    /// The slot, as it was submitted: to submit it once more. `None` when a record is lost: then the device may not be
-    /// done with it.
+    /// The slot, to submit its operations once more. `None` if a record is lost: then the device may not be done with the
+    /// slot.
     pub fn into_slot(self) -> Option<Slot> {
         (!self.lease.flight.lost).then_some(Slot { lease: self.lease })
     }
@@ -259,16 +256,15 @@ impl Outcome {
     }
 }
 
-/// A slot and entries, while they are in use.
+/// A slot and its entries while they are in use.
 #[derive(Debug)]
 struct Lease {
     queue: Arc<Inner>,
     slot: u32,
     entries: u32,
-    /// Most operations that can be submitted. It stays, also if the queue now goes without batches: what is beyond
-    /// it in the list is another submission's.
+    /// Most operations that can be submitted. It does not change when the queue stops using batches.
     capacity: u32,
-    /// What was submitted with it; by default nothing.
+    /// The submitted operations; by default none.
     flight: Flight,
 }
 
@@ -349,7 +345,7 @@ impl Lease {
         }
     }
 
-    /// A record that the outcome waits for, or `None` if it is there.
+    /// A record that is still missing, or `None` if the outcome is there.
     fn look(&mut self) -> Result<Option<&Record>, Unanswered> {
         self.flight.look(&self.queue.arena, self.slot)
     }
@@ -369,7 +365,7 @@ impl Lease {
                 queue.count_timeout();
                 return Err(Unanswered::TimedOut);
             }
-            // Looks once more after the deadline: this thread may have slept through it, not the device.
+            // Checks the record once more after the deadline, because this thread may have been delayed.
             over = queue.device.now() >= deadline;
             if !over {
                 queue.device.pause(record, deadline);
@@ -394,5 +390,5 @@ impl Drop for Lease {
     }
 }
 
-/// Success too: the result is not the expected one.
+/// Success as well: the result is not the expected one.
 const PREDICATE_FALSE: u8 = 0x02;

@@ -2,30 +2,30 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The counters of a [`Queue`](crate::Queue) at one moment. They are read one after the other.
+/// The counters of a [`Queue`](crate::Queue), read one after the other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
-    /// Operations that the device has taken: members of batches, and single ones.
+    /// Operations that the device has accepted: members of batches, and single ones.
     pub operations: u64,
-    /// Batches that the device has taken.
+    /// Batches that the device has accepted.
     pub batches: u64,
-    /// Submissions of which the queue took nothing because it was full.
+    /// Submissions that a full queue refused.
     pub full: u64,
-    /// Operations that were not among those taken when a submission was taken in part.
+    /// Operations that were not submitted because the queue accepted only a part of a submission.
     pub left_out: u64,
-    /// Operations that ended with an error; page faults above all.
+    /// Operations that ended with an error, mostly page faults.
     pub faults: u64,
     /// Submissions that were not complete at their deadline.
     pub timed_out: u64,
-    /// Slots that ever went into quarantine: timed out, dropped before they were complete, or with a record lost.
+    /// Slots that went into quarantine: timed out, dropped before they were complete, or with a lost record.
     pub quarantined: u64,
-    /// Slots that came back from there.
+    /// Slots that came back from quarantine.
     pub late: u64,
-    /// Entries of the work queue in use now, those of slots in quarantine included.
+    /// Entries of the work queue in use now, including those of slots in quarantine.
     pub entries: u32,
 }
 
-/// As they are counted.
+/// The counters themselves.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub(super) operations: Counter,
@@ -58,7 +58,7 @@ impl Counters {
 pub(super) struct Counter(AtomicU64);
 
 impl Counter {
-    /// Counts up; the new count.
+    /// Adds to the counter; returns the new count.
     pub(super) fn add(&self, count: u32) -> u64 {
         let count = u64::from(count);
         self.0

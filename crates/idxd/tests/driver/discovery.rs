@@ -534,7 +534,11 @@ fn commands_that_take_queues_away_are_announced() {
     );
     let disturbed: Vec<String> = device.disturbed.iter().map(QueueName::to_string).collect();
     assert_eq!(disturbed, ["dsa0/wq0.1"]);
-    assert!(report.devices[0].to_string().contains("takes dsa0/wq0.1 away from"));
+    assert!(
+        report.devices[0]
+            .to_string()
+            .contains("takes dsa0/wq0.1 away from")
+    );
 }
 
 #[test]
