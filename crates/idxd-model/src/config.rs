@@ -1,22 +1,22 @@
-//! Which devices a model has.
+//! Configuration of a model.
 
 use std::{fmt, num::NonZeroU32, sync::Arc, time::Duration};
 
 use super::faults::Faults;
 use idxd::{Capabilities, Kind, Limits, Mode, Operations, opcode};
 
-/// What a [`Model`](super::Model) is made of.
+/// Configuration of a [`Model`](super::Model).
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// The devices; they are named by their place.
+    /// The devices, which are identified by their index.
     pub devices: Vec<DeviceConfig>,
-    /// How fast they are.
+    /// Speed of the devices.
     pub speeds: Speeds,
-    /// What goes wrong by itself.
+    /// Random faults.
     pub faults: Faults,
     /// Random seed.
     pub seed: u64,
-    /// How much of the work is really done.
+    /// How COMPARE_PATTERN is executed.
     pub work: Work,
 }
 
@@ -51,7 +51,7 @@ impl Config {
         }
     }
 
-    /// The limits of one work queue, to change them.
+    /// Mutable limits of one work queue.
     pub fn limits_mut(&mut self, device: usize, queue: usize) -> Option<&mut Limits> {
         self.devices.get_mut(device)?.queues.get_mut(queue)
     }
@@ -60,7 +60,7 @@ impl Config {
 /// One device.
 #[derive(Clone, Debug)]
 pub struct DeviceConfig {
-    /// Which device.
+    /// DSA or IAA.
     pub kind: Kind,
     /// Number of engines, which serve all work queues.
     pub engines: usize,
@@ -109,14 +109,14 @@ pub(super) fn typical(kind: Kind) -> Limits {
     }
 }
 
-/// How fast a device is. All its engines together share its throughput.
+/// Speed of a device, which all its engines share.
 ///
 /// The defaults are orders of magnitude from publications about Sapphire Rapids ("A Quantitative Analysis and
-/// Guidelines of Data Streaming Accelerator", ASPLOS 2024; QEMU's commit f6fe9fea99 for compression): what is
-/// measured with a model is a statement about the model.
+/// Guidelines of Data Streaming Accelerator", ASPLOS 2024; QEMU's commit f6fe9fea99 for compression): measurements
+/// with a model are statements about the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Speeds {
-    /// From the end of the transfer to the record.
+    /// Time from the end of the transfer to the record.
     pub latency: Duration,
     /// Bytes per second that DSA copies or compares.
     pub transfer: u64,
@@ -138,7 +138,7 @@ impl Default for Speeds {
 }
 
 impl Speeds {
-    /// The same, `factor` times slower in everything.
+    /// The same, slower by `factor`.
     #[must_use]
     pub fn slower(mut self, factor: u32) -> Self {
         self.latency = self.latency.saturating_mul(factor);
@@ -149,12 +149,12 @@ impl Speeds {
     }
 }
 
-/// How much of the work is really done: the processor that does it is the one whose relief is to be measured.
+/// How COMPARE_PATTERN is executed. Benchmarks measure the processor, which should not do the device's work as well.
 #[derive(Clone)]
 pub enum Work {
-    /// All of it.
+    /// By reading the memory.
     All,
-    /// COMPARE_PATTERN asks, with address and length, whether the bytes are the pattern.
+    /// By a function of address and length that returns whether the bytes are the pattern.
     Oracle(Arc<dyn Fn(u64, u32) -> bool + Send + Sync>),
 }
 

@@ -1,4 +1,4 @@
-//! Modelled devices, as the offloads use them.
+//! Modelled devices for the offloads.
 
 use idxd::{
     Kind, OpenQueueError, Queue,
@@ -7,11 +7,10 @@ use idxd::{
 
 use crate::{Config, Faults, Model, PortalKind};
 
-/// The first work queue of each of `count` typical devices, in real time. `root` and `shares` of `options` do not
-/// apply. What such devices take is the model's time, and no hardware's.
+/// The first work queue of each of `count` typical devices, in real time. `root` and `shares` of `options` do not apply.
 ///
 /// With cargo feature `fault-injection`, and the environment variable `VAMOOSE_MODEL_FAULTS` set to a random seed,
-/// everything goes wrong that can ([`Faults::everything`]).
+/// the devices have all kinds of faults ([`Faults::everything`]).
 ///
 /// # Errors
 /// As [`Queue::new`].

@@ -1,6 +1,6 @@
-//! What the operations of DSA do: functions of a descriptor and of memory.
+//! The operations of DSA, as functions of a descriptor and of memory.
 //!
-//! A page that is missing ends an operation. What lies before it is done, and the record counts it.
+//! A missing page ends an operation. The bytes before it are done, and the record counts them.
 
 #[cfg(test)]
 mod tests;
@@ -12,15 +12,15 @@ use super::{
 };
 use idxd::{Descriptor, RecordImage, opcode};
 
-/// What an operation came to.
+/// Result of an operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Outcome {
     pub(super) status: u8,
     pub(super) result: u8,
-    /// Bytes, where they are defined.
+    /// Bytes completed, if defined.
     pub(super) completed: Option<u32>,
     pub(super) fault: Option<u64>,
-    /// The flags that were invalid.
+    /// Invalid flags.
     pub(super) flags: u32,
 }
 
@@ -40,7 +40,7 @@ impl Outcome {
         }
     }
 
-    /// What was `done` of the operation when it faulted.
+    /// A page fault after `done` bytes.
     fn fault(fault: Fault, done: usize) -> Self {
         let write = if fault.write { status::ON_WRITE } else { 0 };
         Self {
@@ -51,7 +51,7 @@ impl Outcome {
         }
     }
 
-    /// The record of it, zeros in the fields that it does not set.
+    /// The record, with zeros in undefined fields.
     pub(super) fn image(&self) -> RecordImage {
         let mut image = RecordImage::default();
         image.words[0] = u64::from(self.status)
@@ -72,10 +72,10 @@ pub(super) fn execute(descriptor: &Descriptor, memory: &mut dyn Memory, work: &W
     }
 }
 
-/// Bytes that are worked on at once: never beyond a page, so that a fault counts what lies before it.
+/// Bytes of one step: at most a page, so that a fault counts the bytes before it.
 const PIECE: usize = 4096;
 
-/// The pieces of `size` bytes: offset and length.
+/// Offset and length of each piece of `size` bytes.
 fn pieces(size: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..size)
         .step_by(PIECE)
@@ -137,7 +137,7 @@ fn look(
     }
 }
 
-/// What a comparison reports: the first byte that differs, 0 if none does.
+/// Result of a comparison: the offset of the first difference, 0 if there is none.
 fn compared(differs: Option<usize>) -> Outcome {
     Outcome {
         completed: Some(count(differs.unwrap_or(0))),

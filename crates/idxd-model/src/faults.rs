@@ -1,25 +1,25 @@
-//! Fault injection: at random, or exactly where a test wants it.
+//! Fault injection, at random or into chosen descriptors.
 
 use std::time::Duration;
 
 use idxd::opcode;
 
-/// What goes wrong by itself in a [`Model`](super::Model); by default nothing does. For faults at an exact place
-/// see [`Model::inject`](super::Model::inject), for whole queues and devices the other methods of the model, for
-/// pages [`Model::pages`](super::Model::pages).
+/// Random faults of a [`Model`](super::Model); none by default. For faults of chosen descriptors see
+/// [`Model::inject`](super::Model::inject), for pages [`Model::pages`](super::Model::pages), for whole queues and devices the
+/// other methods of the model.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
-    /// What happens to descriptors at random, each chance tried in turn, when an engine takes the descriptor.
+    /// Faults of descriptors, each tried in turn when an engine fetches the descriptor.
     pub chances: Vec<Chance>,
-    /// Another client takes up to so many entries of every shared queue: how many it is changes with each try.
+    /// Most entries of every shared queue that another client has; the number changes with each submission.
     pub competitor: u32,
-    /// How often, per mille, a shared queue reports that it is full though it is not.
+    /// Probability, per mille, that a shared queue reports that it is full although it is not.
     pub full_per_mille: u16,
 }
 
 impl Faults {
-    /// Everything that a driver has to handle unnoticed, each now and then. Nothing that makes a
-    /// result wrong ([`InjectedFault::Corrupt`]), and nothing that takes an engine away for good.
+    /// All faults that a driver has to handle, each with a low probability, but no wrong results
+    /// ([`InjectedFault::Corrupt`]) and no stuck engines.
     pub fn everything() -> Self {
         let fault = |write, refused| InjectedFault::PageFault {
             at: At::Anywhere,
@@ -59,25 +59,25 @@ impl Faults {
     }
 }
 
-/// Something that happens with a probability.
+/// A fault with a probability.
 #[derive(Clone, Debug)]
 pub struct Chance {
-    /// How often, out of 1000.
+    /// Probability per mille.
     pub per_mille: u16,
-    /// To which descriptors.
+    /// Descriptors that it applies to.
     pub on: On,
-    /// What.
+    /// The fault.
     pub fault: InjectedFault,
 }
 
-/// Which descriptors are meant. Everything that is `None` fits all.
+/// A selection of descriptors. `None` matches all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct On {
-    /// Those of this device.
+    /// Descriptors of this device.
     pub device: Option<usize>,
-    /// Those with this operation code.
+    /// Descriptors with this operation code.
     pub opcode: Option<u8>,
-    /// Members of batches with this place, counted from 0.
+    /// Members of batches with this index.
     pub member: Option<u32>,
 }
 
@@ -91,7 +91,7 @@ impl On {
         }
     }
 
-    /// Those with this operation code.
+    /// Descriptors with this operation code.
     pub const fn opcode(opcode: u8) -> Self {
         Self {
             opcode: Some(opcode),
@@ -99,7 +99,7 @@ impl On {
         }
     }
 
-    /// The member of a batch at this place, counted from 0.
+    /// Members of batches with this index.
     pub const fn member(index: u32) -> Self {
         Self {
             member: Some(index),
@@ -119,51 +119,50 @@ impl On {
     }
 }
 
-/// What can happen to a descriptor.
+/// A fault of a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InjectedFault {
-    /// A page fault that is not waited for: status 0x03, of a write 0x83. What comes before it has been done.
+    /// A page fault: status 0x03, of a write 0x83. The bytes before it are done.
     PageFault {
-        /// Where: offset in source or destination, whichever is accessed.
+        /// Offset in source or destination.
         at: At,
-        /// On the destination rather than on the source, where there is one. (Without a source it always is.)
+        /// In the destination rather than in the source, if there is a destination.
         write: bool,
         /// The page request was refused: status 0x04 or 0x84.
         refused: bool,
     },
-    /// Done, but so much later; the engine is kept meanwhile. A straggler, a slow device, a page request.
+    /// The operation takes longer, and occupies its engine meanwhile: a straggler, a slow device.
     Slow(Duration),
-    /// Work and record come so much later, while the engine does others: the write into buffers that
-    /// the driver gave up too early.
+    /// Work and record come later, while the engine does other work: late writes into buffers.
     Late(Duration),
-    /// Never completes. The engine does others.
+    /// The operation never completes. Its engine does other work.
     Stuck,
-    /// Never completes, and its engine does nothing else any more.
+    /// The operation never completes, and its engine does nothing else any more.
     StuckEngine,
-    /// Nothing is done, and this is the status: 0x20 and 0x22 are errors of the hardware, 0x24 is IAA's watchdog.
+    /// Nothing is done, with this status: 0x20 and 0x22 are hardware errors, 0x24 is IAA's watchdog.
     Status(u8),
-    /// The work is done; the record faults and comes so much later (the kernel writes it from the event log).
+    /// The work is done, but the record faults and comes later (the kernel writes it from the event log).
     RecordLate(Duration),
-    /// The work is done; the record faults and never comes. A batch reports it: status 0x05, result 1.
+    /// The work is done, but the record faults and never comes. A batch reports status 0x05, result 1.
     RecordLost,
-    /// The work is done and reported as well done, but one byte that was written is wrong.
+    /// The work is done and reported as success, but one byte of the output is wrong.
     Corrupt,
     /// For batches: the list faults at this member (status 0x06).
     ListFault(u32),
-    /// For batches: the record of the batch is there before that of the member that is done last.
+    /// For batches: the record of the batch is written before that of its last member.
     BatchFirst,
 }
 
-/// A place in what a descriptor works on.
+/// An offset in a descriptor's source or destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum At {
     /// This byte.
     Byte(u32),
-    /// Anywhere, as the random numbers want it.
+    /// A random byte.
     Anywhere,
 }
 
-/// A fault that waits for its descriptor.
+/// An injected fault that has not happened yet.
 #[derive(Clone, Debug)]
 pub(super) struct Scripted {
     pub(super) on: On,

@@ -1,4 +1,4 @@
-//! What IAA's operations do, in software: COMPRESS and DECOMPRESS of one valid descriptor.
+//! The operations of IAA: COMPRESS and DECOMPRESS of one valid descriptor.
 //!
 //! ```text
 //!  descriptor ─► flags, AECS ─► source ─┬─► deflate ─┬─► destination ─► record
@@ -10,7 +10,8 @@
 //! with the codes of an AECS, statistics, and whole streams. It answers other flags of (de)compression with status 0x30,
 //! also those that a device has.
 //!
-//! Assumed, because the specification does not state it: a destination holds what fits when an operation fails.
+//! Assumed, because the specification does not state it: when an operation fails, the destination has as much of the
+//! output as fits.
 
 mod aecs;
 mod deflate;
@@ -29,7 +30,7 @@ use super::{
 };
 use idxd::{Descriptor, RecordImage, opcode};
 
-/// Executes `descriptor`, and returns what the device writes into its completion record.
+/// Executes `descriptor`, and returns the contents of its completion record.
 pub(crate) fn execute(descriptor: &Descriptor, memory: &mut dyn Memory) -> RecordImage {
     let outcome = match descriptor.opcode() {
         opcode::COMPRESS => compress(descriptor, memory),
@@ -125,11 +126,11 @@ fn record(status: u8, error: u8, output: usize) -> RecordImage {
     RecordImage { words }
 }
 
-/// Why an operation was not done, or not to its end.
+/// Why an operation was not done, or not completely.
 enum Failure {
-    /// The descriptor is wrong, with the status for the violation.
+    /// The descriptor is invalid, with this status.
     Refused(u8),
-    /// A page is missing, and so many bytes of output have been written.
+    /// A page is missing. The number is that of the bytes of output written before.
     Fault(Fault, u32),
     /// An error code, and bytes of output.
     Analytics(u8, usize),
@@ -173,7 +174,7 @@ fn limit(descriptor: &Descriptor) -> usize {
     descriptor.low(1) as usize
 }
 
-/// Reads in parts, so that a size that was made up costs no more memory than there is to read.
+/// Reads in parts, so that an invalid size does not allocate more memory than can be read.
 fn read(memory: &mut dyn Memory, address: u64, size: u32) -> Result<Vec<u8>, Fault> {
     const PART: usize = 1 << 20;
     let size = size as usize;

@@ -1,9 +1,9 @@
-//! Devices in software that misbehave in every way hardware can, for tests of what drives them.
+//! DSA and IAA devices in software that misbehave in every way hardware can, for tests of the driver.
 //!
 //! A [`Model`] has DSA and IAA devices with groups, engines and work queues. [`Model::queue`] opens one, as
-//! [`Submit`]: from there on nothing knows that no hardware is behind it. Descriptors are copied at submission,
-//! validated field by field, executed on this process's memory, and answered in completion records, in which
-//! everything that has no meaning is noise.
+//! [`Submit`]: its users cannot tell it from hardware. Descriptors are copied at submission,
+//! validated field by field, executed on this process's memory, and answered by completion records, in which all
+//! undefined fields are noise.
 //!
 //! ```text
 //!             virtual time                      real time
@@ -14,8 +14,8 @@
 //!   property tests, replay            benchmarks, threads
 //! ```
 //!
-//! What goes wrong is in [`Faults`] (by chance), in [`Model::inject`] (exactly there), in [`Model::pages`] (page
-//! faults), and in the methods of [`Model`] for whole queues and devices.
+//! Faults happen at random ([`Faults`]), to chosen descriptors ([`Model::inject`]), at chosen pages ([`Model::pages`]), and
+//! to whole queues and devices (other methods of [`Model`]).
 //!
 //! The model follows Intel's specifications: DSA, 341204-006, revision 3.0, and IAA, revision 2.1. It has what the driver
 //! uses and rejects everything else, even what a device has: fences, predicates, fills, blocking on page faults, and the
@@ -85,10 +85,10 @@ use handle::Handle;
 use idxd::{Kind, Submit};
 use machine::Machine;
 
-/// Version of the model: grows when its devices behave differently.
+/// Version of the model. It is incremented when the devices behave differently.
 pub const VERSION: u32 = 5;
 
-/// Devices, and the time in which they live.
+/// Devices and their clock.
 #[derive(Debug)]
 pub struct Model {
     driver: Arc<Driver>,
@@ -105,24 +105,24 @@ pub enum PortalKind {
     Write,
 }
 
-/// What a model has seen. Members of batches do not count.
+/// Counters of a model, without the members of batches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
-    /// Descriptors that were accepted, without those that were dropped.
+    /// Descriptors that were accepted and not dropped.
     pub accepted: u64,
-    /// Those that completed, with a record if they wanted one.
+    /// Descriptors that completed, with a record if they requested one.
     pub completed: u64,
-    /// Those that were done, but whose record could not be written.
+    /// Descriptors that were done, but whose record could not be written.
     pub unrecorded: u64,
-    /// Those that never completed, as their device was reset or their queue closed.
+    /// Descriptors that never completed, because their device was reset or their queue closed.
     pub aborted: u64,
-    /// Descriptors that were lost without a refusal: a dedicated queue was full or dead, a shared one got a MOVDIR64B.
+    /// Descriptors that were lost without a refusal: a dedicated queue was full or dead, or a shared one got a MOVDIR64B.
     pub dropped: u64,
 }
 
 impl Model {
-    /// Virtual time, and one order of everything for each seed: submissions and pauses of one thread give the same
-    /// [`trace`](Self::trace) each time. Time advances in [`Submit::pause`], to what happens next but not beyond
+    /// Virtual time, with one order of events for each seed: the same submissions and pauses of one thread give the same
+    /// [`trace`](Self::trace). Time advances in [`Submit::pause`], to what happens next but not beyond
     /// its deadline, and a little (100 ns) with each descriptor in [`Submit::submit`]; [`Submit::now`] only reads it.
     pub fn deterministic(config: &Config) -> Self {
         Self::new(config, Time::Virtual)
@@ -156,13 +156,13 @@ impl Model {
         })
     }
 
-    /// What devices find in this process's memory.
+    /// Pages of this process's memory, as devices see them.
     pub fn pages(&self) -> &Pages {
         self.driver.pages()
     }
 
-    /// Lets `fault` happen to descriptors that fit `on`: not to the first `skip`, but to the `times` after them.
-    /// Counted when an engine takes the descriptor; what was injected first comes first.
+    /// Injects `fault` into descriptors that match `on`: not into the first `skip`, but into the `times` after them, counted
+    /// when an engine fetches them. Faults that were injected first come first.
     pub fn inject(&self, on: On, skip: u32, times: u32, fault: InjectedFault) {
         self.driver.lock().script(on, skip, times, fault);
     }
@@ -177,15 +177,14 @@ impl Model {
         }
     }
 
-    /// Disables a device as an administrator does, and returns when what is outstanding is done; what is stuck is
-    /// dropped. Handles from before are dead for ever: shared queues are full, through a portal and by `write`, and
-    /// dedicated ones lose everything in silence.
+    /// Disables a device as an administrator does. Returns when the outstanding descriptors are done; stuck ones are
+    /// dropped. Earlier handles stay dead: shared queues look full, and dedicated ones drop every descriptor.
     pub fn disable(&self, device: usize) {
         self.driver.disable(device);
     }
 
-    /// Resets a device in mid-run, as an error that halts it makes necessary: as [`disable`](Self::disable), but what
-    /// is outstanding is dropped, and its records are never written.
+    /// Resets a device, as after an error that halts it: as [`disable`](Self::disable), but outstanding descriptors are
+    /// dropped, and their records are never written.
     pub fn reset(&self, device: usize) {
         let mut machine = self.driver.lock();
         if let Some(here) = machine.devices.get_mut(device) {
@@ -194,14 +193,14 @@ impl Model {
         }
     }
 
-    /// Enables a device again, after either. Its work queues can be opened again.
+    /// Enables a device again, whose work queues can then be opened again.
     pub fn enable(&self, device: usize) {
         if let Some(here) = self.driver.lock().devices.get_mut(device) {
             here.enabled = true;
         }
     }
 
-    /// Takes the device away: it answers nothing any more and can never be opened again. Submissions end with
+    /// Removes the device: it answers nothing any more and can never be opened again. Submissions end with
     /// [`Refusal::System`](idxd::Refusal::System) (ENODEV).
     pub fn unplug(&self, device: usize) {
         let mut machine = self.driver.lock();
@@ -211,7 +210,7 @@ impl Model {
         }
     }
 
-    /// Makes this process the child of a fork, as far as the queues go that are open now: they are
+    /// Makes this process a forked child with regard to all open queues: their submissions end with
     /// [`Refusal::Forked`](idxd::Refusal::Forked).
     pub fn fork(&self) {
         for client in &mut self.driver.lock().clients {
@@ -219,8 +218,8 @@ impl Model {
         }
     }
 
-    /// Whether the device's register of software errors has something: a dedicated queue was full, a record could
-    /// not be written. A real device's file becomes readable then.
+    /// Whether the device's software error register has an entry: a dedicated queue was full, or a record could not be
+    /// written.
     pub fn error_latched(&self, device: usize) -> bool {
         self.driver
             .lock()
@@ -229,13 +228,13 @@ impl Model {
             .is_some_and(|device| device.latched)
     }
 
-    /// What happened so far.
+    /// Counters.
     pub fn statistics(&self) -> Statistics {
         self.driver.lock().statistics
     }
 
-    /// A hash of everything that happened in its order: the same for the same configuration and the same calls, if
-    /// the model is [`deterministic`](Self::deterministic).
+    /// A hash of all events in their order: the same for the same configuration and the same calls, if the model is
+    /// [`deterministic`](Self::deterministic).
     pub fn trace(&self) -> u64 {
         self.driver.lock().trace.0
     }
@@ -246,7 +245,7 @@ impl Model {
     }
 }
 
-/// A time in the machine's unit; what is longer than 584 years is that.
+/// A time in nanoseconds, at most 584 years.
 fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }

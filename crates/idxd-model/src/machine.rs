@@ -64,12 +64,12 @@ pub(super) struct Device {
     pub(super) kind: Kind,
     pub(super) enabled: bool,
     pub(super) unplugged: bool,
-    /// The software error register has something.
+    /// The software error register has an entry.
     pub(super) latched: bool,
     pub(super) queues: Vec<Queue>,
     /// What each engine runs.
     pub(super) engines: Vec<Option<Running>>,
-    /// When the transfer that the engines share is free again.
+    /// Time at which the throughput that the engines share is free again.
     pipe: u64,
 }
 
@@ -77,12 +77,12 @@ pub(super) struct Device {
 pub(super) struct Queue {
     pub(super) limits: Limits,
     pub(super) opened: u32,
-    /// Grows when the device is disabled: handles of before are dead.
+    /// Incremented when the device is disabled, which invalidates earlier handles.
     pub(super) generation: u32,
-    /// So many times it will report that it is full.
+    /// Number of times that it will report that it is full.
     pub(super) full: u32,
     entries: VecDeque<Unit>,
-    /// What was submitted, by which client, and is not complete.
+    /// Sequence numbers of incomplete submissions, and their clients.
     outstanding: BTreeMap<u64, usize>,
 }
 
@@ -106,9 +106,9 @@ pub(super) struct Unit {
     device: usize,
     queue: usize,
     descriptor: Descriptor,
-    /// Which batch it belongs to, and its place there.
+    /// Its batch, and its index in the batch.
     member: Option<(u64, u32)>,
-    /// What happens to it.
+    /// Its fault.
     fault: Option<InjectedFault>,
 }
 
@@ -118,7 +118,7 @@ pub(super) struct Running {
     pub(super) due: u64,
 }
 
-/// One thing that the devices can do next.
+/// A possible next action of the devices.
 #[derive(Clone, Copy, Debug)]
 enum Action {
     Start(usize, usize),
@@ -154,7 +154,7 @@ impl Machine {
         Arc::clone(&self.workshop)
     }
 
-    /// Lets a descriptor of `on` meet with a fault; see `Model::inject`.
+    /// Injects a fault; see `Model::inject`.
     pub(super) fn script(&mut self, on: On, skip: u32, times: u32, fault: InjectedFault) {
         if times > 0 {
             self.scripted.push(Scripted {
@@ -166,7 +166,7 @@ impl Machine {
         }
     }
 
-    /// Does one thing that can be done at the present time, as the random numbers choose. Whether there was one.
+    /// Does one random action of those possible at the present time. Returns whether there was one.
     pub(super) fn step(&mut self) -> bool {
         let mut actions = self.possible();
         if actions.is_empty() {
@@ -177,7 +177,7 @@ impl Machine {
         true
     }
 
-    /// When something happens next, if nothing can be done now.
+    /// Time of the next action, if none is possible now.
     pub(super) fn next_due(&self) -> Option<u64> {
         let engines = self.devices.iter().flat_map(|device| &device.engines);
         let running = engines.flatten().map(|running| running.due);
@@ -185,7 +185,7 @@ impl Machine {
         running.chain(deliveries).filter(|due| *due != NEVER).min()
     }
 
-    /// Does everything that happens up to time `to`, in the order of time.
+    /// Does all actions up to time `to`, in the order of time.
     pub(super) fn advance(&mut self, to: u64) {
         loop {
             self.start_all();
@@ -201,7 +201,7 @@ impl Machine {
         self.clock = self.clock.max(to);
     }
 
-    /// Gives every engine that is idle something to do, while there is something.
+    /// Gives work to idle engines as long as there is work.
     pub(super) fn start_all(&mut self) {
         for device in 0..self.devices.len() {
             for engine in 0..self.devices[device].engines.len() {
@@ -221,7 +221,7 @@ impl Machine {
         }
     }
 
-    /// Gives an idle engine something to do, if there is. Whether it got something.
+    /// Gives work to an idle engine. Returns whether there was work.
     fn start(&mut self, device: usize, engine: usize) -> bool {
         if self.devices[device].engines[engine].is_some() {
             return false;
@@ -277,7 +277,7 @@ impl Machine {
                 let took = self.workshop.duration(&unit.descriptor);
                 let pipe = &mut self.devices[device].pipe;
                 *pipe = self.clock.max(*pipe).saturating_add(took);
-                // Just before never, which is for what has no end.
+                // At most just before `NEVER`, which means that it does not end.
                 let due = pipe.saturating_add(slow).min(NEVER - 1);
                 self.devices[device].engines[engine] = Some(Running { unit, due });
             }
@@ -324,7 +324,7 @@ impl Machine {
         Some((self.clients.len() - 1, there.limits.clone()))
     }
 
-    /// Gives up the client's descriptors that can never complete: its queue is being closed.
+    /// Drops the client's descriptors that can never complete, as its queue is being closed.
     pub(super) fn abandon(&mut self, client: usize) {
         let given = self.remove(|unit| unit.client == client);
         self.statistics.aborted += given;
@@ -345,13 +345,13 @@ impl Machine {
         }
     }
 
-    /// Whether something that was submitted to a device is not done.
+    /// Whether a device has incomplete submissions.
     pub(super) fn has_work(&self, device: usize) -> bool {
         let mut clients = self.clients.iter();
         clients.any(|client| client.device == device && client.in_flight > 0)
     }
 
-    /// Ends all that clients have with a device: nothing that they submit gets in any more.
+    /// Invalidates all handles of a device.
     pub(super) fn revoke(&mut self, device: usize) {
         for queue in &mut self.devices[device].queues {
             queue.generation += 1;
@@ -359,7 +359,7 @@ impl Machine {
         }
     }
 
-    /// Forgets everything that a device has: no record of it is ever written.
+    /// Drops all descriptors of a device; their records are never written.
     pub(super) fn reset(&mut self, device: usize) {
         let given = self.remove(|unit| unit.device == device);
         self.statistics.aborted += given;
@@ -375,7 +375,7 @@ impl Machine {
         self.trace.note([4, self.clock, device as u64]);
     }
 
-    /// Removes the descriptors that `which` names from everywhere; how many of them had been submitted by clients.
+    /// Removes the descriptors that `which` selects. Returns how many of them clients had submitted.
     fn remove(&mut self, which: impl Fn(&Unit) -> bool) -> u64 {
         let mut gone = BTreeSet::new();
         let mut note = |unit: &Unit| {
@@ -399,7 +399,7 @@ impl Machine {
         self.deliveries.retain(|delivery| note(&delivery.unit));
         let mut count = 0;
         for (device, queue, sequence) in gone {
-            // Of what was complete but for its record, nothing is outstanding.
+            // A descriptor that only lacks its record is not outstanding.
             if self.devices[device].queues[queue]
                 .outstanding
                 .remove(&sequence)
@@ -417,7 +417,7 @@ impl Machine {
         self.sequence
     }
 
-    /// Everything that can be done at the present time.
+    /// All actions that are possible at the present time.
     fn possible(&self) -> Vec<Action> {
         let mut actions = Vec::new();
         for (d, device) in self.devices.iter().enumerate() {
@@ -457,7 +457,7 @@ impl Machine {
         }
     }
 
-    /// What the engines of a device could begin next.
+    /// Work that the engines of a device could begin next.
     fn choices(&self, device: usize) -> impl Iterator<Item = Choice> {
         let here = &self.devices[device];
         let batches = self
@@ -480,7 +480,7 @@ impl Machine {
         self.choices(device).nth(index)
     }
 
-    /// What happens to a descriptor: what was asked for first, else by chance.
+    /// The fault of a descriptor: an injected one, or else a random one.
     fn fault(&mut self, unit: &Unit) -> Option<InjectedFault> {
         let (code, member) = (
             unit.descriptor.opcode(),
@@ -539,7 +539,7 @@ impl Device {
     }
 }
 
-/// A hash of everything that happened, in its order (after FNV). No addresses: they differ from run to run.
+/// A hash of all events in their order (after FNV), without addresses, which differ from run to run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Trace(pub(super) u64);
 

@@ -1,8 +1,7 @@
 //! This process's memory, as a device sees it: by address, and with page faults.
 //!
-//! A device does not crash at a bad address, it reports a fault. So the model reaches memory through
-//! `process_vm_readv` and `process_vm_writev` on its own process, which answer EFAULT where a load would be a
-//! SIGSEGV. On top of it lies a map of [`Pages`] by which a test makes single pages absent or read-only.
+//! A device reports a fault at a bad address. So the model accesses memory by `process_vm_readv` and `process_vm_writev` on
+//! its own process, which return EFAULT where a load would be a SIGSEGV. On top of it lies a map of [`Pages`] by which a test makes single pages absent or read-only.
 
 use std::{
     collections::BTreeMap,
@@ -13,21 +12,21 @@ use std::{
     },
 };
 
-/// Bytes of a page, in which translations come and go.
+/// Bytes of a page.
 pub const PAGE: u64 = 4096;
 
-/// What a device reads from and writes to.
+/// Memory that a device reads and writes.
 pub(crate) trait Memory {
     /// Fills `buffer` from `address` on.
     ///
     /// # Errors
-    /// A page that is not there; what lies before it has been read.
+    /// A page is not mapped; the bytes before it have been read.
     fn read(&mut self, address: u64, buffer: &mut [u8]) -> Result<(), Fault>;
 
     /// Writes `bytes` to `address`.
     ///
     /// # Errors
-    /// A page that is not there or may not be written; what lies before it has been written.
+    /// A page is not mapped or read-only; the bytes before it have been written.
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), Fault>;
 }
 
@@ -36,13 +35,13 @@ pub(crate) trait Memory {
 pub(crate) struct Fault {
     /// Bytes that were read or written before it.
     pub(crate) done: usize,
-    /// Address that is missing.
+    /// Address of the fault.
     pub(crate) address: u64,
-    /// Whether it was to be written.
+    /// Whether it was a write.
     pub(crate) write: bool,
 }
 
-/// What devices find at one page of this process.
+/// Access of devices to one page of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Page {
     /// The process's own memory: if that is not mapped, the access faults all the same.

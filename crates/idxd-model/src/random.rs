@@ -28,7 +28,7 @@ impl Random {
         usize::try_from(self.below(length as u64)).unwrap_or(0)
     }
 
-    /// Whether something of this probability happens.
+    /// True with this probability.
     pub(crate) fn per_mille(&mut self, chance: u16) -> bool {
         chance > 0 && self.below(1000) < u64::from(chance)
     }

@@ -1,5 +1,5 @@
-//! How a device checks a descriptor before it does anything: written from the specification, independently of the
-//! driver's builders, so that the two check each other.
+//! Validation of a descriptor before its execution: written from the specification, independently of the driver's builders,
+//! so that the two check each other.
 //!
 //! Sources: DSA 3.0, 5.4 and 5.5 (tables 5-3 to 5-5), 5.8.1, 8.1.3 and 8.3; IAA 2.1, 4.1, 4.2 and 6.1. A device checks
 //! in any order (DSA 3.0, 5.4): of a descriptor with two mistakes either may be reported. What the documents leave open
@@ -40,7 +40,7 @@ pub(super) struct Invalid {
     pub(super) flags: u32,
 }
 
-/// Checks everything that can be checked without memory. IAA's own flags and its AECS are checked where they are used.
+/// Checks everything that does not need memory. IAA's own flags and its AECS are checked where they are used.
 pub(super) fn validate(
     descriptor: &Descriptor,
     limits: &Limits,
@@ -76,13 +76,13 @@ pub(super) fn validate(
     check_sizes(descriptor, limits, &rules)
 }
 
-/// What one operation allows.
+/// Rules of one operation.
 struct Rules {
     flags: u32,
-    /// Flags that have to be set.
+    /// Required flags.
     required: u32,
     size: Size,
-    /// How many of the two addresses are used.
+    /// Number of used addresses, 0 to 2.
     addresses: usize,
     /// Bytes of the operands that may be set: bit N is byte N of 24.
     operands: u32,
@@ -90,7 +90,7 @@ struct Rules {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Size {
-    /// None; it has to be zero.
+    /// Has to be zero.
     None,
     Bytes,
     Members,
@@ -144,7 +144,7 @@ fn when(condition: bool, bits: u32) -> u32 {
     if condition { bits } else { 0 }
 }
 
-/// Whether a field is set that has to be zero.
+/// Whether a reserved field is not zero.
 fn has_reserved(descriptor: &Descriptor, kind: Kind, rules: &Rules) -> bool {
     let operands = descriptor
         .operands

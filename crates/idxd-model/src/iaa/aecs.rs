@@ -1,4 +1,4 @@
-//! What compression reads its codes from.
+//! The codes of a compression, as it reads them from memory.
 //!
 //! ```text
 //!  0     4     8          28              32            288              1440        1560
@@ -7,7 +7,7 @@
 //! │     │     │          │ accumulated   │ (256 bytes) │ lengths' codes │ codes     │     │
 //! └─────┴─────┴──────────┴───────────────┴─────────────┴────────────────┴───────────┴─────┘
 //! ```
-//! The model starts both checksums at zero, whatever the AECS has.
+//! The model has no checksums.
 
 use super::deflate::Codes;
 
@@ -15,14 +15,14 @@ use super::deflate::Codes;
 pub(super) struct Aecs(pub(super) Vec<u8>);
 
 impl Aecs {
-    /// Bytes that it has to have.
+    /// Size in bytes.
     pub(super) const SIZE: u32 = 1568;
     const BITS: usize = 28;
     const ACCUMULATOR: std::ops::Range<usize> = 32..288;
     const LITERALS: usize = 288;
     const DISTANCES: usize = 1440;
 
-    /// What comes before the data, and how many bits of it; `None` if those are more than fit.
+    /// The bits before the data, and their number; `None` if the number is too large.
     pub(super) fn accumulator(&self) -> Option<(&[u8], u32)> {
         let bits = self.word(Self::BITS);
         let accumulator = &self.0[Self::ACCUMULATOR];

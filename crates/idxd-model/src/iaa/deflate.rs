@@ -1,7 +1,7 @@
-//! The compressor's two halves: a match finder that turns bytes into literals and copies, and what takes those,
-//! which either counts them (the statistics for a Huffman code) or writes them as bits.
+//! The compressor's two halves: a match finder that turns bytes into literals and copies, and their consumers: a histogram
+//! for a Huffman code, and an encoder.
 //!
-//! What runs for every token is `inline(always)`: tests are built with few optimisations, which leave it out.
+//! Functions that run for every token are `inline(always)`, because tests are built with few optimisations.
 
 use super::symbols::{
     DISTANCE_RANGES, DISTANCES, END_OF_BLOCK, FIRST_LENGTH, LENGTH_RANGES, LITERALS, LONGEST,
@@ -17,7 +17,7 @@ pub(super) enum Failure {
     TooLong,
 }
 
-/// What takes literals and copies.
+/// A consumer of literals and copies.
 pub(super) trait Tokens {
     fn literal(&mut self, byte: u8) -> Result<(), Failure>;
     /// `length` is 3 to 258, `distance` 1 to 4096.
@@ -62,7 +62,7 @@ fn hash(ahead: &[u8]) -> Option<usize> {
     Some((word.wrapping_mul(0x9e37_79b1) >> (32 - HASH_BITS)) as usize)
 }
 
-/// How many bytes are the same at the beginning of both.
+/// Length of the common prefix.
 fn common(one: &[u8], other: &[u8]) -> usize {
     let same = one.iter().zip(other);
     same.take_while(|(one, other)| one == other).count()
@@ -85,7 +85,7 @@ impl Histogram {
         }
     }
 
-    /// As it is in memory.
+    /// The bytes in memory.
     pub(super) fn bytes(&self) -> Vec<u8> {
         let padding = [0; 2];
         [&self.literals[..], &padding, &self.distances, &padding]
@@ -195,7 +195,7 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    /// What there is, as far as it fits.
+    /// The output as far as it fits.
     pub(super) fn output(&self) -> &[u8] {
         &self.output[..self.output.len().min(self.limit)]
     }

@@ -18,7 +18,7 @@ pub(crate) enum Denied {
 const WRITE_RETRIES: u32 = 32;
 
 impl Machine {
-    /// Takes one descriptor, or not.
+    /// Admits or denies one descriptor.
     pub(crate) fn admit(
         &mut self,
         client: usize,
@@ -69,7 +69,7 @@ impl Machine {
                     return Err(Denied::Full);
                 }
             }
-            // Posted writes: what is not for the queue is ignored, and only a full one is an error (0x53).
+            // Posted writes: the device ignores those that are not for the queue; only a full queue is an error (0x53).
             (PortalKind::Movdir, Mode::Shared) => return self.lose(),
             (_, Mode::Dedicated) if dead => return self.lose(),
             (_, Mode::Dedicated) => {

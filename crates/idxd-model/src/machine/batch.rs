@@ -111,7 +111,7 @@ impl Batch {
         self.running == 0 && !self.has_next()
     }
 
-    /// Whether the member that is being completed is the last one, and the parent's record is to come before.
+    /// Whether the last member is being completed, and the parent's record has to be written before its record.
     pub(super) fn is_last_and_told_first(&self) -> bool {
         self.parent.fault == Some(InjectedFault::BatchFirst)
             && !self.reported
@@ -130,7 +130,7 @@ impl Batch {
             ..Outcome::status(code)
         };
         Outcome {
-            // What the kernel makes of a member's record that was lost.
+            // The kernel's report of a member's lost record.
             result: u8::from(self.lost),
             ..self.stopped.unwrap_or(done)
         }

@@ -1,10 +1,10 @@
-//! Completes descriptors: writes their records, also late or lost ones, and updates the accounts.
+//! Completes descriptors: writes their records, which may be late or lost, and updates the counters.
 
 use super::{Machine, NEVER, Unit, batch::Batch};
 use crate::{dsa::Outcome, faults::InjectedFault, memory::PAGE, nanoseconds, validate::status};
 use idxd::{Flags, Kind, Mode, RecordImage, opcode};
 
-/// What happens to a descriptor once its engine is done with it.
+/// A pending completion.
 #[derive(Debug)]
 pub(super) struct Delivery {
     pub(super) due: u64,
@@ -14,16 +14,16 @@ pub(super) struct Delivery {
 
 #[derive(Debug)]
 pub(super) enum What {
-    /// The record is written, the descriptor complete.
+    /// Write the record, which completes the descriptor.
     Complete(RecordImage),
-    /// Everything else happened before: only the record is missing.
+    /// Write the record of a descriptor that is otherwise complete.
     Record(RecordImage),
-    /// The work is to be done now.
+    /// Do the work, and write the record.
     Work,
 }
 
 impl Machine {
-    /// The work of a descriptor is done: brings the record on its way.
+    /// Schedules the record of a descriptor whose work is done.
     pub(super) fn conclude(&mut self, unit: Unit, image: RecordImage) {
         let latency = nanoseconds(self.workshop.speeds.latency);
         let due = self.clock.saturating_add(latency);
@@ -104,7 +104,7 @@ impl Machine {
         self.account(&unit, image.status(), lost);
     }
 
-    /// Books a descriptor as done.
+    /// Counts a descriptor as done.
     pub(super) fn account(&mut self, unit: &Unit, code: u8, lost: bool) {
         match unit.member {
             Some((id, _)) => {
@@ -126,7 +126,7 @@ impl Machine {
         }
     }
 
-    /// Completes the drains before which nothing is outstanding: in a shared queue, of the same process.
+    /// Completes drains without outstanding earlier descriptors (in a shared queue, of the same process).
     pub(super) fn check_drains(&mut self) {
         while let Some(index) = self.drains.iter().position(|drain| {
             let queue = &self.devices[drain.device].queues[drain.queue];
@@ -144,7 +144,7 @@ impl Machine {
         }
     }
 
-    /// Writes a record, if one is wanted. Whether it is there, or was not wanted.
+    /// Writes a record, if one is requested. Returns false if it could not be written.
     fn write(&mut self, unit: &Unit, image: RecordImage) -> bool {
         let kind = self.devices[unit.device].kind;
         if !wants_record(unit, image) {
@@ -167,7 +167,7 @@ impl Machine {
         written
     }
 
-    /// The record with noise in every byte that has no meaning there.
+    /// The record with noise in every undefined byte.
     fn poisoned(&mut self, kind: Kind, unit: &Unit, mut image: RecordImage) -> RecordImage {
         let code = image.status() & !status::ON_WRITE;
         let fault = matches!(
@@ -175,7 +175,7 @@ impl Machine {
             status::PAGE_FAULT | status::PAGE_REQUEST_REFUSED | status::BATCH_LIST_FAULT
         );
         let operation = unit.descriptor.opcode();
-        // As many random numbers whatever the status, which may depend on memory that was given up too early.
+        // The number of random numbers must not depend on the status, which may depend on reused memory.
         let is_page_only = self.random.next() & 1 == 0;
         if fault && is_page_only {
             image.words[1] &= !(PAGE - 1);
@@ -211,8 +211,8 @@ impl Machine {
     }
 }
 
-/// Whether a record of DSA has a number of bytes, or of descriptors, that means something (DSA 3.0, 5.4, 8.2.4, 8.3): 0
-/// where all was done and where a check failed.
+/// Whether the field for completed bytes or descriptors of DSA's record is defined (DSA 3.0, 5.4, 8.2.4, 8.3). It is 0 for
+/// success and for a failed validation.
 fn is_counted(operation: u8, code: u8) -> bool {
     match operation {
         opcode::NOOP | opcode::DRAIN => is_refused(code),
@@ -220,19 +220,19 @@ fn is_counted(operation: u8, code: u8) -> bool {
     }
 }
 
-/// Whether it is the status of a descriptor that did not pass its checks.
+/// Whether it is the status of a failed validation.
 fn is_refused(code: u8) -> bool {
     (status::OPCODE..=status::ADDRESS_ALIGNMENT).contains(&code)
 }
 
-/// Whether a record is to be written.
+/// Whether a record has to be written.
 fn wants_record(unit: &Unit, image: RecordImage) -> bool {
     let flags = unit.descriptor.flags();
     flags.has(Flags::RECORD_VALID)
         && (is_error(image.status()) || flags.has(Flags::RECORD_REQUESTED))
 }
 
-/// Whether a status is reported without being asked for (DSA 3.0, 5.8.1 and 8.1.3: bit 3).
+/// Whether a status is recorded even without a request (DSA 3.0, 5.8.1 and 8.1.3: bit 3).
 fn is_error(code: u8) -> bool {
     !matches!(code, status::SUCCESS | status::BATCH_FAILED)
 }

@@ -60,7 +60,7 @@ impl Workshop {
         image
     }
 
-    /// How long the transfer takes, in nanoseconds.
+    /// Duration of the transfer in nanoseconds.
     pub(super) fn duration(&self, descriptor: &Descriptor) -> u64 {
         let size = u64::from(descriptor.size);
         let (bytes, rate) = match descriptor.opcode() {
@@ -101,7 +101,7 @@ impl Workshop {
     }
 }
 
-/// Address of a fault at `at` in what `descriptor` works on, and whether of a write.
+/// Address of an injected page fault, and whether it is on a write.
 fn place(descriptor: &Descriptor, at: At, write: bool, random: u64) -> Option<(u64, bool)> {
     let size = u64::from(descriptor.size);
     let writes = match descriptor.opcode() {

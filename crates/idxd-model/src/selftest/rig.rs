@@ -1,4 +1,4 @@
-//! Tools for checks: memory that outlives whatever a device may still do to it, and questions with a deadline.
+//! Tools for checks: memory that stays mapped while a device may access it, and submissions with a deadline.
 
 use std::{
     cell::{Cell, RefCell},
@@ -20,8 +20,8 @@ use idxd::{Descriptor, Limits, Record, RecordImage, Refusal, Submit, dsa, opcode
 /// Bytes of a page.
 pub(super) const PAGE: usize = 4096;
 
-/// A work queue under test. Everything whose address a device has is kept until the queue is closed, which is
-/// when this is dropped: an answer that comes too late then does no harm.
+/// A work queue under test. All memory that a device may access is kept until the queue is closed, when the rig is dropped,
+/// so that a late answer does no harm.
 pub(super) struct Rig {
     submit: Arc<dyn Submit>,
     timeout: Duration,
@@ -34,33 +34,33 @@ pub(super) struct Rig {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
     Alive,
-    /// A question was not answered since the queue was last seen alive.
+    /// A submission was not answered since the queue last answered a NOOP.
     Doubtful,
-    /// Nor was a NOOP after it: nothing more is asked.
+    /// A NOOP was not answered either: nothing more is submitted.
     Dead,
 }
 
-/// What became of a descriptor.
+/// Answer to a descriptor.
 #[derive(Debug)]
 pub(super) enum Answer {
     Done(RecordImage),
     Refused(Refusal),
-    /// It was accepted, and that was all.
+    /// It was accepted, but there is no record.
     None,
 }
 
-/// What became of a batch.
+/// Answer to a batch.
 #[derive(Debug)]
 pub(super) struct BatchAnswer {
     pub(super) parent: Answer,
-    /// What the members' records held when the batch's was seen.
+    /// The members' records at the time when that of the batch was read.
     members: Vec<Option<RecordImage>>,
 }
 
 /// Longest real time beyond the timeout by the queue's own clock, which may stand still.
 const REAL: Duration = Duration::from_secs(5);
 
-/// How long a full queue is left alone between two tries.
+/// Time between two submissions to a full queue.
 const BETWEEN_TRIES: Duration = Duration::from_micros(10);
 
 impl Rig {
@@ -79,7 +79,7 @@ impl Rig {
         self.submit.limits()
     }
 
-    /// The last record that was waited for and came since [`forget_records`](Self::forget_records).
+    /// The last record that was read since [`forget_records`](Self::forget_records).
     pub(super) fn last_record(&self) -> Option<RecordImage> {
         self.last_record.get()
     }
@@ -88,13 +88,13 @@ impl Rig {
         self.last_record.set(None);
     }
 
-    /// Whether the queue still does something, as far as one can know.
+    /// Whether the queue still answers; checked with a NOOP if in doubt.
     pub(super) fn is_alive(&self) -> bool {
         if self.state.get() == State::Doubtful {
             let alive = self.ask(plain(opcode::NOOP)).is_ok_and(
                 |answer| matches!(answer, Answer::Done(image) if image.status() == SUCCESS),
             );
-            // It is no answer to a check.
+            // The NOOP's record belongs to no check.
             self.forget_records();
             self.state.set(match alive {
                 true => State::Alive,
@@ -136,7 +136,7 @@ impl Rig {
         Ok(area)
     }
 
-    /// A record of its own, until the end.
+    /// A new record, valid until the rig is dropped.
     pub(super) fn record(&self) -> Result<&Record, Verdict> {
         let mut records = self.records.borrow_mut();
         if records.is_empty() {
@@ -166,7 +166,7 @@ impl Rig {
         })
     }
 
-    /// Submits a descriptor, again and again while the queue is full.
+    /// Submits a descriptor, repeatedly while the queue is full.
     pub(super) fn offer(&self, descriptor: &Descriptor) -> Result<(), Refusal> {
         let idle = Record::default();
         let limit = self.limit();
@@ -181,7 +181,7 @@ impl Rig {
         }
     }
 
-    /// Submits a descriptor, if the queue takes it.
+    /// Submits a descriptor once.
     pub(super) fn try_once(&self, descriptor: &Descriptor) -> Result<(), Refusal> {
         // SAFETY: descriptors of checks name areas and records of this rig, to which there are no references (but to
         // records, as `Record`), and which stay mapped until the queue is closed; or addresses that a device may not
@@ -242,7 +242,7 @@ impl Rig {
         })
     }
 
-    /// Time by the queue's clock and by the real one.
+    /// A deadline by the queue's clock and by the real one.
     fn limit(&self) -> Limit {
         Limit {
             deadline: self.submit.now().saturating_add(self.timeout),
@@ -253,7 +253,7 @@ impl Rig {
 
 impl Drop for Rig {
     fn drop(&mut self) {
-        // Before any area goes.
+        // Before any area is unmapped.
         self.submit.close();
         for area in self.areas.take() {
             if let Some(mut area) = Rc::into_inner(area) {
@@ -274,7 +274,7 @@ impl Limit {
     }
 }
 
-/// What a page that ends an area is.
+/// Protection of the page that ends an area.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Hole {
     /// Neither to be read nor to be written.
@@ -283,7 +283,7 @@ pub(super) enum Hole {
     ReadOnly,
 }
 
-/// Anonymous memory. It stays mapped unless its rig unmaps it: while a device may write to it, nothing else may have it.
+/// Anonymous memory. It stays mapped unless its rig unmaps it, as long as a device may write to it.
 pub(super) struct Area {
     start: NonNull<u8>,
     bytes: usize,
@@ -303,7 +303,7 @@ impl Area {
                 MapFlags::PRIVATE | flags,
             )
         }?;
-        // For the device, which will come back with it as a number.
+        // The device uses the address as a number.
         start.expose_provenance();
         Ok(Self {
             start: NonNull::new(start.cast()).ok_or(Errno::NOMEM)?,
@@ -322,12 +322,12 @@ impl Area {
         unsafe { mprotect(self.start.as_ptr().add(PAGE).cast(), PAGE, flags) }
     }
 
-    /// The number that a descriptor has for a byte; it may be beyond the usable ones.
+    /// Address of a byte for a descriptor; it may be beyond the usable part.
     pub(super) fn address(&self, offset: usize) -> u64 {
         self.start.as_ptr().addr() as u64 + offset as u64
     }
 
-    /// Writes what of `bytes` falls on the usable part.
+    /// Writes `bytes` as far as they lie in the usable part.
     pub(super) fn write(&self, offset: usize, bytes: &[u8]) {
         for (at, byte) in (offset..).zip(bytes) {
             if at < self.usable {
@@ -338,7 +338,7 @@ impl Area {
         }
     }
 
-    /// Bytes as they are now; zeros beyond the usable part.
+    /// Reads bytes; zeros beyond the usable part.
     pub(super) fn read(&self, offset: usize, length: usize) -> Vec<u8> {
         (offset..offset + length)
             .map(|at| match at < self.usable {
@@ -378,7 +378,7 @@ impl fmt::Debug for Area {
 /// A status: success.
 pub(super) const SUCCESS: u8 = 1;
 
-/// A descriptor that has nothing but its operation, and wants a record.
+/// A descriptor with an operation code only, which requests a record.
 pub(super) fn plain(opcode: u8) -> Descriptor {
     Descriptor::new(opcode, 0)
 }
@@ -392,7 +392,7 @@ impl BatchAnswer {
 }
 
 impl Answer {
-    /// The record, or a verdict: that it is `expected`, and what was there instead.
+    /// The record, or a verdict that something else was found than what is `expected`.
     pub(super) fn image(&self, expected: &str) -> Result<RecordImage, Verdict> {
         match self {
             Self::Done(image) => Ok(*image),

@@ -1,4 +1,4 @@
-//! The machine of a report: what decides how its devices answer, and nothing that names it or its users.
+//! The machine of a report: everything that determines its devices' answers, but no names of the host or its users.
 
 use std::{collections::BTreeMap, fs, path::Path};
 

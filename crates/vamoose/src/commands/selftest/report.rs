@@ -1,4 +1,4 @@
-//! What the checks found, for people and for programs.
+//! The results of the checks, as text and as JSON.
 
 use idxd::{Kind, RecordImage};
 use idxd_model::selftest::{Finding, Verdict};
@@ -10,7 +10,7 @@ use super::host::Host;
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Report {
-    /// Grows when a key changes its meaning or goes; new ones may come without that.
+    /// Incremented when a key changes its meaning or is removed.
     report_version: u32,
     program_version: &'static str,
     model_version: u32,
@@ -19,7 +19,7 @@ pub(super) struct Report {
     pub(super) host: Option<Host>,
     seed: u64,
     passed: bool,
-    /// What makes the run a failure.
+    /// Reasons why the run is a failure.
     pub(super) failures: Vec<String>,
     pub(super) queues: Vec<Tested>,
     /// Work queues of the machine that were not tested.
@@ -28,18 +28,18 @@ pub(super) struct Report {
     differences: Vec<Difference>,
 }
 
-/// One work queue and what was found.
+/// One work queue and its results.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Tested {
     queue: String,
-    /// How descriptors got to the device: `mapped` or `written`; of models their names say it.
+    /// How descriptors got to the device: `mapped` or `written`; null for models, whose names contain it.
     portal: Option<&'static str>,
     kind: &'static str,
     checks: Vec<Checked>,
 }
 
-/// A check and what was found.
+/// A check and its result.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Checked {
@@ -67,7 +67,7 @@ pub(super) struct Untested {
     pub(super) is_failure: bool,
 }
 
-/// A check that came out otherwise with hardware than with a model.
+/// A check with another result on hardware than on a model.
 #[derive(Debug, Serialize)]
 struct Difference {
     queue: String,
@@ -77,7 +77,7 @@ struct Difference {
 }
 
 impl Report {
-    /// Of `queues`, and where they are hardware the same checks of models, and the machine.
+    /// Report about `queues`. For hardware also the results of models, and the machine.
     pub(super) fn new(
         seed: u64,
         queues: Vec<Tested>,
