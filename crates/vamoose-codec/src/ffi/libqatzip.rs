@@ -15,16 +15,12 @@
 //!    memory, and a running guest changes its pages meanwhile.
 
 #[cfg(test)]
-pub(crate) mod real;
-#[cfg(test)]
-pub(crate) mod stand_in;
-#[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::{
     ffi::{CStr, OsStr, c_int, c_uint, c_void},
     fmt, fs,
-    mem::{ManuallyDrop, MaybeUninit, offset_of},
+    mem::{ManuallyDrop, MaybeUninit},
     ops::RangeInclusive,
     os::unix::ffi::OsStrExt as _,
     path::{Path, PathBuf},
@@ -45,8 +41,9 @@ pub(crate) struct Library {
     file: PathBuf,
     /// Whether it reaches devices through Intel's qatlib, as distributions build it.
     is_on_qatlib: bool,
-    provider: Provider,
-    init: Init,
+    /// `sw_backup`: 0, devices or nothing. Tests of this module set it to 1: the library's software, where it has no device.
+    sw_backup: u8,
+    init: unsafe extern "C" fn(*mut QzSession, u8) -> c_int,
     defaults: unsafe extern "C" fn(*mut QzSessionParamsDeflate) -> c_int,
     set_up: unsafe extern "C" fn(*mut QzSession, *mut QzSessionParamsDeflate) -> c_int,
     bound: unsafe extern "C" fn(c_uint, *mut QzSession) -> c_uint,
@@ -80,12 +77,13 @@ impl Library {
         let library = ManuallyDrop::new(library);
         // SAFETY: the fields' types are those of the functions (rule 1).
         let library = unsafe {
-            let init = symbol(&library, &name, c"qzInit")?;
+            let init: unsafe extern "C" fn(*mut QzSession, u8) -> c_int =
+                symbol(&library, &name, c"qzInit")?;
             silence(&library, &name);
             Self {
                 file: file_of(init as *const c_void).unwrap_or_else(|| PathBuf::from(&*name)),
                 is_on_qatlib: is_on_qatlib(&library, &name),
-                provider: Provider::Hardware,
+                sw_backup: 0,
                 init,
                 defaults: symbol(&library, &name, c"qzGetDefaultsDeflate")?,
                 set_up: symbol(&library, &name, c"qzSetupSessionDeflate")?,
@@ -147,38 +145,6 @@ fn file_of(at: *const c_void) -> Option<PathBuf> {
         (found && !name.is_null()).then(|| CStr::from_ptr(name))?
     };
     fs::canonicalize(OsStr::from_bytes(name.to_bytes())).ok()
-}
-
-type Init = unsafe extern "C" fn(*mut QzSession, u8) -> c_int;
-
-/// What does the work of a library's sessions.
-#[derive(Clone, Copy, Debug)]
-enum Provider {
-    /// Devices, or nothing.
-    Hardware,
-    /// The library's own software, where there are no devices: for tests of what is written here.
-    #[cfg(test)]
-    Software,
-}
-
-impl Provider {
-    /// `sw_backup`.
-    fn sw_backup(self) -> u8 {
-        match self {
-            Self::Hardware => 0,
-            #[cfg(test)]
-            Self::Software => 1,
-        }
-    }
-
-    /// Whether a session with this `hw_session_stat` is one of its own.
-    fn takes(self, status: Status) -> bool {
-        match self {
-            Self::Hardware => status == Status(0),
-            #[cfg(test)]
-            Self::Software => [0, 11].map(Status).contains(&status),
-        }
-    }
 }
 
 /// Whether the library finds hardware, and if not, why. Opens the devices and closes them again.
@@ -319,51 +285,21 @@ pub(crate) enum Failure {
 pub(crate) struct Code(pub(crate) i32);
 
 impl Code {
-    /// The devices are open already: as good as success where they are opened.
+    /// The devices are open already: success, where they are opened.
     pub(crate) const DUPLICATE: Self = Self(1);
-    /// The library fell back to software, which was disabled.
-    pub(crate) const FORCED_SOFTWARE: Self = Self(2);
-    /// Something is wrong with the input.
-    pub(crate) const DATA: Self = Self(-4);
+    const FAILED: Self = Self(-2);
     /// The device did not answer in time.
     pub(crate) const TIMEOUT: Self = Self(-5);
-
-    /// There is hardware, but no free instance of it, and software is not wanted.
+    /// There is hardware, but no free instance of it, and software is not allowed.
     pub(crate) const NO_INSTANCE: Self = Self(-103);
 
-    /// What it means.
-    pub(crate) fn meaning(self) -> &'static str {
-        match self {
-            Self::DUPLICATE => "done before",
-            Self::FORCED_SOFTWARE => "done in software",
-            Self(-1) => "invalid parameters",
-            Self(-2) => "failed",
-            Self(-3) => "output too small",
-            Self::DATA => "invalid data",
-            Self::TIMEOUT => "timed out",
-            Self(-100) => "integrity check failed",
-            Self(-101) => "no hardware, and no software either",
-            Self(-102) => "no driver, and no software either",
-            Self::NO_INSTANCE => "no free instance, and no software either",
-            Self(-104) => "too little memory, and no software either",
-            Self(-105) => "not for hardware, and no software either",
-            Self(-116) => "a format that the device does not have, and no software either",
-            Self(-117) => "failed after the device was done",
-            Self(-118) => "too little memory for metadata",
-            Self(-119) => "metadata of a block that there is not",
-            Self(-200) => "not supported",
-            Self(status @ (11..=16 | 100)) => Status(status.into()).meaning(),
-            _ => "unknown code",
-        }
+    fn meaning(self) -> &'static str {
+        meaning(self.0.into()).unwrap_or("unknown code")
     }
 
-    /// Whether the library knows what became of the request. If not, the device may still be at it.
+    /// Whether the library knows what became of the request. If not, the device may still work on it.
     fn is_settled(self) -> bool {
-        matches!(
-            self.0,
-            // All of the known ones but -2 and -5.
-            1 | 2 | 11..=16 | 100 | -1 | -3 | -4 | -100 | -105..=-101 | -119..=-116 | -200
-        )
+        !matches!(self, Self::FAILED | Self::TIMEOUT) && meaning(self.0.into()).is_some()
     }
 }
 
@@ -382,24 +318,46 @@ impl Status {
     /// Others have all instances of the devices.
     pub(crate) const NO_INSTANCE: Self = Self(13);
 
-    fn meaning(self) -> &'static str {
-        match self.0 {
-            11 => "no device",
-            12 => "no driver",
-            13 => "no free instance",
-            14 => "too little memory",
-            15 => "too little memory for results",
-            16 => "a format that the device does not have",
-            100 => "not opened",
-            _ => "unknown status",
-        }
-    }
+    const NO_DEVICE: Self = Self(11);
 }
 
 impl fmt::Display for Status {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} (hw_session_stat {})", self.meaning(), self.0)
+        let meaning = meaning(self.0).unwrap_or("unknown status");
+        write!(f, "{meaning} (hw_session_stat {})", self.0)
     }
+}
+
+/// The meaning of a return code or of a hardware state; QATzip numbers both together.
+fn meaning(value: i64) -> Option<&'static str> {
+    Some(match value {
+        1 => "done before",
+        2 => "done in software",
+        11 => "no device",
+        12 => "no driver",
+        13 => "no free instance",
+        14 => "too little memory",
+        15 => "too little memory for results",
+        16 => "a format that the device does not have",
+        100 => "not opened",
+        -1 => "invalid parameters",
+        -2 => "failed",
+        -3 => "output too small",
+        -4 => "invalid data",
+        -5 => "timed out",
+        -100 => "integrity check failed",
+        -101 => "no hardware, and no software either",
+        -102 => "no driver, and no software either",
+        -103 => "no free instance, and no software either",
+        -104 => "too little memory, and no software either",
+        -105 => "not for hardware, and no software either",
+        -116 => "a format that the device does not have, and no software either",
+        -117 => "failed after the device was done",
+        -118 => "too little memory for metadata",
+        -119 => "metadata of a missing block",
+        -200 => "not supported",
+        _ => return None,
+    })
 }
 
 /// Access to the hardware for one thread: both directions, one packet at a time, nothing carried
@@ -428,10 +386,9 @@ enum State {
     Lost,
 }
 
-// SAFETY: nothing behind the pointers in here is reached from any thread but the one that opened
-// the session, wherever the session itself is (rule 3): `compress` and `decompress` begin by asking
-// `Handle::check`, and the drops of `Memory` and `Handle` ask for the thread too. `Session` has no
-// other functions than these, and ids of threads are not reused. The rest of it is `Send`.
+// SAFETY: only the thread that opened the session reaches what these pointers lead to, wherever the session itself is
+// (rule 3): `compress` and `decompress` begin with `Handle::check`, and so do the drops of `Session` (for `Memory`) and
+// `Handle`. `Session` has no other functions, and ids of threads are not reused. The rest of it is `Send`.
 unsafe impl Send for Session {}
 
 impl Session {
@@ -484,8 +441,7 @@ impl Session {
                 LAST,
             )
         };
-        let answer = Answer { code, taken, made };
-        let made = self.checked_len("qzCompress", answer, given, 1..=room)?;
+        let made = self.checked_len("qzCompress", code, (taken, given), (made, 1..=room))?;
         let most = out.len();
         let Some(out) = out.get_mut(..made) else {
             return Err(Failure::OutputFull {
@@ -514,8 +470,8 @@ impl Session {
                 &raw mut made,
             )
         };
-        let answer = Answer { code, taken, made };
-        self.checked_len("qzDecompress", answer, given, wanted..=wanted)?;
+        let exactly = wanted..=wanted;
+        self.checked_len("qzDecompress", code, (taken, given), (made, exactly))?;
         self.plain.copy_to(pages)
     }
 
@@ -537,60 +493,47 @@ impl Session {
         }
     }
 
-    /// How many bytes a call has made, if it took all that was `given` and made as many as
-    /// `allowed`.
+    /// How many bytes a call has made, if it `took` all that was `given` and made as many as `allowed`.
     fn checked_len(
         &mut self,
         call: &'static str,
-        answer: Answer,
-        given: u32,
-        allowed: RangeInclusive<u32>,
+        code: c_int,
+        (taken, given): (u32, u32),
+        (made, allowed): (u32, RangeInclusive<u32>),
     ) -> Result<usize, Failure> {
-        let code = Code(answer.code);
-        let (taken, made) = (answer.taken, answer.made);
-        if code == Code::NO_INSTANCE {
-            // Nothing has begun, and the library tries again at the next call.
-        } else if answer.code != 0 && !code.is_settled() {
-            self.state = State::Lost;
-        } else if answer.code != 0 || taken != given || !allowed.contains(&made) {
-            self.state = State::Spent;
-        }
-        if answer.code != 0 {
-            return Err(Failure::Code { call, code });
-        }
-        if taken != given {
-            return Err(Failure::Taken {
+        let code = Code(code);
+        let failure = match code {
+            Code(0) if taken != given => Failure::Taken {
                 call,
                 claimed: taken,
                 given,
-            });
-        }
-        if !allowed.contains(&made) {
-            return Err(Failure::Made {
+            },
+            Code(0) if !allowed.contains(&made) => Failure::Made {
                 call,
                 claimed: made,
                 allowed,
-            });
-        }
-        Ok(made as usize)
+            },
+            Code(0) => return Ok(made as usize),
+            code => Failure::Code { call, code },
+        };
+        self.state = match code {
+            // Nothing has begun, and the library tries again at the next call.
+            Code::NO_INSTANCE => State::Ready,
+            code if code == Code(0) || code.is_settled() => State::Spent,
+            _ => State::Lost,
+        };
+        Err(failure)
     }
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
-        if self.state == State::Lost {
-            // The device may yet write there: memory that is freed could change under its next owner.
-            self.plain.abandoned = true;
-            self.packed.abandoned = true;
-        }
+        // The device of a lost session may still write there: freed memory could change under its next owner. On another
+        // thread the library must not be called (rule 3).
+        let leaks = self.leaks();
+        self.plain.abandoned = leaks;
+        self.packed.abandoned = leaks;
     }
-}
-
-/// The library's answer to a call.
-struct Answer {
-    code: c_int,
-    taken: u32,
-    made: u32,
 }
 
 /// An opened session, at a place of its own where the library may point to.
@@ -611,9 +554,7 @@ impl Handle {
             is_set_up: false,
         };
         // SAFETY: `at` is a session in its initial state, which belongs to this thread from now on.
-        let code = unsafe {
-            (handle.library.init)(handle.at.as_ptr(), handle.library.provider.sw_backup())
-        };
+        let code = unsafe { (handle.library.init)(handle.at.as_ptr(), handle.library.sw_backup) };
         match Code(code) {
             Code(0) | Code::DUPLICATE => Ok(handle),
             code => Err(Absent::Refused {
@@ -630,7 +571,7 @@ impl Handle {
         let code = unsafe { (self.library.defaults)(&raw mut params) };
         succeeded("qzGetDefaultsDeflate", code)?;
         params.level = level;
-        params.sw_backup = self.library.provider.sw_backup();
+        params.sw_backup = self.library.sw_backup;
         params.hw_buff_sz = MEMBER;
         params.data_format = GZIP_WITH_EXTRA_FIELD;
         self.is_set_up = true;
@@ -640,10 +581,10 @@ impl Handle {
         // SAFETY: the session is there for as long as its handle, and the library, which may write
         // to it, does so only when this thread calls it.
         let status = Status(unsafe { (*self.at.as_ptr()).hw_session_stat });
-        if self.library.provider.takes(status) {
-            Ok(())
-        } else {
-            Err(Absent::Hardware(status))
+        match status {
+            Status(0) => Ok(()),
+            Status::NO_DEVICE if self.library.sw_backup == 1 => Ok(()),
+            status => Err(Absent::Hardware(status)),
         }
     }
 
@@ -680,8 +621,7 @@ struct Memory {
     library: Arc<Library>,
     at: NonNull<u8>,
     len: u32,
-    thread: ThreadId,
-    /// Whether it must not be freed.
+    /// Whether it must not be freed: see [`Session`]'s drop.
     abandoned: bool,
 }
 
@@ -699,7 +639,6 @@ impl Memory {
             library,
             at,
             len,
-            thread: thread::current().id(),
             abandoned: false,
         })
     }
@@ -737,11 +676,10 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if self.abandoned || thread::current().id() != self.thread {
-            return;
+        if !self.abandoned {
+            // SAFETY: from the library's `malloc`, freed only here, on the thread that allocated it: `Session` sees to that.
+            unsafe { (self.library.free)(self.at.as_ptr().cast()) };
         }
-        // SAFETY: from the library's `malloc`, freed only here, on the thread that got it.
-        unsafe { (self.library.free)(self.at.as_ptr().cast()) };
     }
 }
 
@@ -809,16 +747,6 @@ impl QzSession {
     };
 }
 
-const _: () = assert!(
-    size_of::<QzSession>() == 40
-        && align_of::<QzSession>() == 8
-        && offset_of!(QzSession, hw_session_stat) == 0
-        && offset_of!(QzSession, thread_state) == 8
-        && offset_of!(QzSession, internal) == 16
-        && offset_of!(QzSession, total_in) == 24
-        && offset_of!(QzSession, total_out) == 32
-);
-
 /// The library's parameters of a session.
 #[repr(C)]
 #[derive(Default)]
@@ -838,22 +766,3 @@ struct QzSessionParamsDeflate {
     huffman_header: u32,
     data_format: u32,
 }
-
-const _: () = assert!(
-    size_of::<QzSessionParamsDeflate>() == 56
-        && align_of::<QzSessionParamsDeflate>() == 4
-        && offset_of!(QzSessionParamsDeflate, direction) == 0
-        && offset_of!(QzSessionParamsDeflate, level) == 4
-        && offset_of!(QzSessionParamsDeflate, algorithm) == 8
-        && offset_of!(QzSessionParamsDeflate, max_forks) == 12
-        && offset_of!(QzSessionParamsDeflate, sw_backup) == 16
-        && offset_of!(QzSessionParamsDeflate, hw_buff_sz) == 20
-        && offset_of!(QzSessionParamsDeflate, strm_buff_sz) == 24
-        && offset_of!(QzSessionParamsDeflate, input_threshold) == 28
-        && offset_of!(QzSessionParamsDeflate, request_threshold) == 32
-        && offset_of!(QzSessionParamsDeflate, wait_threshold) == 36
-        && offset_of!(QzSessionParamsDeflate, polling) == 40
-        && offset_of!(QzSessionParamsDeflate, sensitive_mode) == 44
-        && offset_of!(QzSessionParamsDeflate, huffman_header) == 48
-        && offset_of!(QzSessionParamsDeflate, data_format) == 52
-);

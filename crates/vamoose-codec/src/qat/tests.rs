@@ -6,7 +6,7 @@ use std::{ffi::OsStr, thread};
 use super::*;
 use crate::{
     Accel, Decoder, Engines, Health, Registry, Settings, Tally, Verify,
-    ffi::libqatzip::real::{
+    ffi::libqatzip::tests::real::{
         Real,
         pages::{self, Kind},
     },

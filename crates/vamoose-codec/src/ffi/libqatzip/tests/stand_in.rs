@@ -5,7 +5,7 @@ use std::{
     path::PathBuf,
 };
 
-use super::*;
+use super::super::*;
 
 /// A stand-in of this test's own; `crates/lab/stand_in/libqatzip.c` lists its switches.
 pub(crate) struct StandIn {

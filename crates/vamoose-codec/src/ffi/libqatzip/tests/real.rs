@@ -6,10 +6,10 @@ use std::{io::Read as _, ops::Deref, sync::Once};
 
 use multifd::{Layout, Method};
 
-use super::*;
+use super::super::*;
 use crate::{Decoder, Settings, encoder};
 
-#[path = "../../../tests/all/common/pages.rs"]
+#[path = "../../../../tests/all/common/pages.rs"]
 pub(crate) mod pages;
 
 use pages::Kind;
@@ -34,7 +34,7 @@ impl Real {
     /// The same, which does the work itself where there is no device.
     pub(crate) fn in_software(self) -> Arc<Library> {
         Arc::new(Library {
-            provider: Provider::Software,
+            sw_backup: 1,
             ..self.0
         })
     }
