@@ -90,7 +90,8 @@ fn by_device(corpus: &Corpus, level: i32, rounds: usize) {
     };
     let queue = Queue::new(playback.clone(), shape, tuning).expect("a queue");
     let devices = Arc::new(Devices::new([(queue, None)], None));
-    let registry = Arc::new(Registry::with_iaa_devices(devices.clone()));
+    let opened = devices.clone();
+    let registry = Arc::new(Registry::with_iaa(move || Ok(opened.clone())));
     let engines = registry
         .choose(settings(level), Accel::Iaa, Verify::Sample)
         .expect("an engine");

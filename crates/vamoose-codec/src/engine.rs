@@ -62,32 +62,33 @@ pub(crate) fn most_worth_sending(pages_len: usize) -> usize {
     pages_len - pages_len / 32
 }
 
-/// Decodes one stream.
-pub(crate) trait Decompress: Send {
-    /// Decodes some of `input` into some of `output`, at least one byte of one of them if that is
-    /// possible at all. An error is the library's description of what is wrong with the input.
-    fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<Step, &'static str>;
-}
-
-/// What one [`Decompress::step`] has done.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Step {
-    /// Bytes taken from the start of the input.
-    pub(crate) consumed: usize,
-    /// Bytes written to the start of the output.
-    pub(crate) produced: usize,
-    /// Whether the stream ended here.
-    pub(crate) ended: bool,
-}
-
-/// Decodes packets, each by itself.
+/// Decodes packets: those of one stream, or each by itself.
 pub(crate) trait Unpack: Send {
     /// Fills all of `pages`, which are not empty, from a payload that must hold nothing else.
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError>;
 
-    /// Whether `payload` can be a packet with `pages_len` bytes of pages, as far as that shows without
-    /// decoding it.
-    fn has_shape(&self, payload: &[u8], pages_len: usize) -> bool;
+    /// As [`unpack`](Unpack::unpack), of `len` bytes of pages, which become a part of the decoder's
+    /// [`history`](Unpack::history). `None` if the decoder keeps no history.
+    fn unpack_into_history(
+        &mut self,
+        payload: &[u8],
+        len: usize,
+    ) -> Option<Result<(), DecodeError>> {
+        let _ = (payload, len);
+        None
+    }
+
+    /// The pages of the last packet in the history.
+    fn history(&self) -> &[u8] {
+        &[]
+    }
+
+    /// Whether `payload` can be a packet with `pages_len` bytes of pages, without decoding it. Only devices' packets are
+    /// asked about, and no device does streams.
+    fn has_shape(&self, payload: &[u8], pages_len: usize) -> bool {
+        let _ = pages_len;
+        !payload.is_empty()
+    }
 }
 
 /// Hardware that encodes and decodes the packets of a method, present on this host.

@@ -40,10 +40,13 @@ pub struct Faults {
     honest: u64,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Rule {
     fault: Fault,
-    when: When,
+    /// For the first packets of each device only.
+    first: u64,
+    /// For this share of them, at random.
+    percent: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,71 +63,63 @@ enum Fault {
     Beyond,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum When {
-    Always,
-    First(u64),
-    Percent(u64),
-}
-
 impl FromStr for Faults {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let mut faults = Self::default();
         for item in text.split(',').map(str::trim) {
-            let (what, when) = match item.split_once('@') {
-                Some((what, when)) => (what, condition(when)),
-                None => (item, Some(When::Always)),
-            };
-            let (name, value) = match what.split_once('=') {
-                Some((name, value)) => (name, Some(value)),
-                None => (what, None),
-            };
-            let problem = || format!("`{item}` is no fault");
-            let setting = match name {
-                "seed" => Some(&mut faults.seed),
-                "honest" => Some(&mut faults.honest),
-                _ => None,
-            };
-            if let Some(setting) = setting {
-                *setting = value.and_then(|v| v.parse().ok()).ok_or_else(problem)?;
-                continue;
-            }
-            let fault = match (name, value) {
-                ("refuse", None) => Some(Fault::Refuse),
-                ("fail", None) => Some(Fault::Fail),
-                ("timeout", Some(value)) => time(value).map(Fault::TimeOut),
-                ("delay", Some(value)) => time(value).map(Fault::Delay),
-                ("wrong", None) => Some(Fault::Wrong),
-                ("corrupt", None) => Some(Fault::Corrupt),
-                ("short", None) => Some(Fault::Short),
-                ("long", None) => Some(Fault::Long),
-                ("nothing", None) => Some(Fault::Nothing),
-                ("beyond", None) => Some(Fault::Beyond),
-                _ => None,
-            };
-            let (fault, when) = fault.zip(when).ok_or_else(problem)?;
-            faults.rules.push(Rule { fault, when });
+            let added = faults.add(item);
+            added.ok_or_else(|| format!("`{item}` is not a fault"))?;
         }
         Ok(faults)
     }
 }
 
-fn condition(text: &str) -> Option<When> {
-    match text.strip_suffix('%') {
-        Some(percent) => percent.parse().ok().map(When::Percent),
-        None => text.parse().ok().map(When::First),
+impl Faults {
+    /// Adds an item of the text; `None` if it is not one.
+    fn add(&mut self, item: &str) -> Option<()> {
+        let (fault, condition) = item.split_once('@').unwrap_or((item, "100%"));
+        let (first, percent) = match condition.strip_suffix('%') {
+            Some(percent) => (u64::MAX, percent.parse().ok()?),
+            None => (condition.parse().ok()?, 100),
+        };
+        let fault = match fault.split_once('=').unwrap_or((fault, "")) {
+            ("seed", seed) => {
+                self.seed = seed.parse().ok()?;
+                return Some(());
+            }
+            ("honest", packets) => {
+                self.honest = packets.parse().ok()?;
+                return Some(());
+            }
+            ("timeout", value) => Fault::TimeOut(time(value)?),
+            ("delay", value) => Fault::Delay(time(value)?),
+            ("refuse", "") => Fault::Refuse,
+            ("fail", "") => Fault::Fail,
+            ("wrong", "") => Fault::Wrong,
+            ("corrupt", "") => Fault::Corrupt,
+            ("short", "") => Fault::Short,
+            ("long", "") => Fault::Long,
+            ("nothing", "") => Fault::Nothing,
+            ("beyond", "") => Fault::Beyond,
+            _ => return None,
+        };
+        self.rules.push(Rule {
+            fault,
+            first,
+            percent,
+        });
+        Some(())
     }
 }
 
 fn time(text: &str) -> Option<Duration> {
-    let (number, unit): (_, fn(u64) -> Duration) = if let Some(number) = text.strip_suffix("us") {
-        (number, Duration::from_micros)
-    } else {
-        (text.strip_suffix("ms")?, Duration::from_millis)
-    };
-    number.parse().ok().map(unit)
+    if let Some(number) = text.strip_suffix("us") {
+        return number.parse().ok().map(Duration::from_micros);
+    }
+    let number = text.strip_suffix("ms")?;
+    number.parse().ok().map(Duration::from_millis)
 }
 
 /// The accelerator whose devices have `faults`.
@@ -185,13 +180,9 @@ impl FaultyDevice {
         }
         let mut picked = None;
         for rule in &self.faults.rules {
-            let applies = match rule.when {
-                When::Always => true,
-                When::First(most) => number < most,
-                When::Percent(percent) => self.random.next() % 100 < percent,
-            };
+            let is_drawn = rule.percent == 100 || self.random.next() % 100 < rule.percent;
             match rule.fault {
-                _ if !applies => {}
+                _ if number >= rule.first || !is_drawn => {}
                 Fault::Delay(time) => thread::sleep(time),
                 fault if picked.is_none() => picked = Some(fault),
                 _ => {}
@@ -277,14 +268,18 @@ mod tests {
 
     #[test]
     fn faults_are_read_as_they_are_documented() {
-        let rule = |fault, when| Rule { fault, when };
+        let rule = |fault, first, percent| Rule {
+            fault,
+            first,
+            percent,
+        };
         assert_eq!(
             "delay=100us,refuse@3, wrong@5%,seed=7".parse(),
             Ok(Faults {
                 rules: vec![
-                    rule(Fault::Delay(Duration::from_micros(100)), When::Always),
-                    rule(Fault::Refuse, When::First(3)),
-                    rule(Fault::Wrong, When::Percent(5)),
+                    rule(Fault::Delay(Duration::from_micros(100)), u64::MAX, 100),
+                    rule(Fault::Refuse, 3, 100),
+                    rule(Fault::Wrong, u64::MAX, 5),
                 ],
                 seed: 7,
                 honest: 0,

@@ -35,10 +35,8 @@ use idxd::offload::{Compressor, Decompressor, Devices, OffloadCounters, Tables};
 use multifd::{Layout, Method};
 
 use crate::{
-    decode::existing_or,
     engine::{Accelerator, CompressError, Device, DeviceError},
     ffi::libdeflate::Inflate,
-    libdeflate,
     qpl::{self, Deflate, Encoded, PAGE_SIZE, Payload},
 };
 
@@ -117,8 +115,10 @@ impl IaaDevice {
 impl Device for IaaDevice {
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, DeviceError> {
         self.check()?;
-        let create = || Encoding::new(&self.devices, self.level, self.pages);
-        let encoding = existing_or(&mut self.encoding, create)?;
+        let encoding = match &mut self.encoding {
+            Some(encoding) => encoding,
+            slot => slot.insert(Encoding::new(&self.devices, self.level, self.pages)?),
+        };
         encoding.compress(pages, out).map_err(|fault| {
             failed(&format_args!(
                 "its pages did not become a packet: {fault:?}"
@@ -128,8 +128,11 @@ impl Device for IaaDevice {
 
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DeviceError> {
         self.check()?;
-        let create = || Decoding::new(&self.devices, self.pages);
-        existing_or(&mut self.decoding, create)?.unpack(payload, pages)
+        let decoding = match &mut self.decoding {
+            Some(decoding) => decoding,
+            slot => slot.insert(Decoding::new(&self.devices, self.pages)?),
+        };
+        decoding.unpack(payload, pages)
     }
 }
 
@@ -186,7 +189,7 @@ impl Decoding {
     fn new(devices: &Arc<Devices>, pages: usize) -> Result<Self, DeviceError> {
         Ok(Self {
             decompressor: Decompressor::new(devices.clone(), PAGE_SIZE),
-            software: libdeflate::inflate(Method::Qpl).map_err(|error| failed(&error))?,
+            software: Inflate::new(Method::Qpl).map_err(|error| failed(&error))?,
             starts: Vec::with_capacity(pages + 1),
         })
     }

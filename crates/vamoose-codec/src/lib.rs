@@ -49,7 +49,6 @@ mod faulty;
 mod ffi;
 mod health;
 mod iaa;
-mod libdeflate;
 mod lz4;
 mod methods;
 mod qat;

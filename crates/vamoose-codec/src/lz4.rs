@@ -59,11 +59,6 @@ impl Unpack for Unpacker {
             })?;
         DecodeError::check_len(method, payload.len(), found, expected)
     }
-
-    /// Any bytes may be an LZ4 block.
-    fn has_shape(&self, payload: &[u8], _pages_len: usize) -> bool {
-        !payload.is_empty()
-    }
 }
 
 #[cfg(test)]

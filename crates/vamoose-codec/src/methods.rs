@@ -21,12 +21,15 @@ pub struct MethodInfo {
     pub levels: Option<Levels>,
     /// The far sides that decode it.
     pub decoded_by: DecodedBy,
-    /// The engines, the better one first. None for method none, which copies.
+    /// The engines, the better one first; none for method none.
     pub(crate) software: &'static [Software],
-    /// Whether ISA-L is one of them in builds with the feature `isal`.
-    pub(crate) uses_isal: bool,
-    pub(crate) decoding: Decoding,
+    /// How the packets of a channel depend on each other.
+    pub(crate) framing: Framing,
+    /// The decoder of a new channel. `None` for method none.
+    pub(crate) unpacker: Option<NewUnpacker>,
 }
+
+type NewUnpacker = fn(Layout) -> Result<Box<dyn Unpack>, DecodeError>;
 
 /// The far sides that decode a method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,15 +64,6 @@ pub enum Framing {
     Packet,
 }
 
-/// How packets are decoded.
-#[derive(Clone, Copy)]
-pub(crate) enum Decoding {
-    Copy,
-    ZlibStream,
-    ZstdStream,
-    Packets(fn(Layout) -> Result<Box<dyn Unpack>, DecodeError>),
-}
-
 /// The method's row; `None` where QEMU has a method that this crate has not.
 pub fn info(method: Method) -> Option<MethodInfo> {
     let info = match method {
@@ -78,32 +72,32 @@ pub fn info(method: Method) -> Option<MethodInfo> {
             decoded_by: DecodedBy::AnyQemu,
             levels: None,
             software: &[],
-            uses_isal: false,
-            decoding: Decoding::Copy,
+            framing: Framing::Packet,
+            unpacker: None,
         },
         Method::Zlib => MethodInfo {
             packets: "one zlib stream per channel",
             decoded_by: DecodedBy::AnyQemu,
             levels: Some(Levels::of(zlib::LEVELS)),
             software: zlib::ENGINES,
-            uses_isal: true,
-            decoding: Decoding::ZlibStream,
+            framing: Framing::Stream,
+            unpacker: Some(|_| Ok(Box::new(zlib::Unpacker::new()))),
         },
         Method::Zstd => MethodInfo {
             packets: "one zstd frame per channel",
             decoded_by: DecodedBy::AnyQemu,
             levels: Some(Levels::of_zstd()),
             software: zstd::ENGINES,
-            uses_isal: false,
-            decoding: Decoding::ZstdStream,
+            framing: Framing::Stream,
+            unpacker: Some(|layout| Ok(Box::new(zstd::decompressor(layout)?))),
         },
         Method::Qpl => MethodInfo {
             packets: "deflate per page, as Intel's IAA does it",
             decoded_by: DecodedBy::SomeQemu,
             levels: Some(Levels::of(qpl::LEVELS)),
             software: qpl::ENGINES,
-            uses_isal: true,
-            decoding: Decoding::Packets(|layout| Ok(Box::new(qpl::Unpacker::new(layout)))),
+            framing: Framing::Packet,
+            unpacker: Some(|layout| Ok(Box::new(qpl::Unpacker::new(layout)?))),
         },
         // No host here has UADK's library; delta wraps another method, see `delta`.
         Method::Uadk | Method::Delta => return None,
@@ -112,8 +106,8 @@ pub fn info(method: Method) -> Option<MethodInfo> {
             decoded_by: DecodedBy::SomeQemu,
             levels: Some(Levels::of(qatzip::LEVELS)),
             software: qatzip::ENGINES,
-            uses_isal: true,
-            decoding: Decoding::Packets(|_| Ok(Box::<qatzip::Unpacker>::default())),
+            framing: Framing::Packet,
+            unpacker: Some(|_| Ok(Box::new(qatzip::Unpacker::new()?))),
         },
         Method::Lz4 => MethodInfo {
             packets: "one LZ4 block per packet",
@@ -123,16 +117,16 @@ pub fn info(method: Method) -> Option<MethodInfo> {
                 ..Levels::of(lz4::LEVELS)
             }),
             software: lz4::ENGINES,
-            uses_isal: false,
-            decoding: Decoding::Packets(|_| Ok(Box::new(lz4::Unpacker))),
+            framing: Framing::Packet,
+            unpacker: Some(|_| Ok(Box::new(lz4::Unpacker))),
         },
         Method::ZstdFrames => MethodInfo {
             packets: "one zstd frame per packet",
             decoded_by: DecodedBy::Vamoose,
             levels: Some(Levels::of_zstd()),
             software: zstd_frames::ENGINES,
-            uses_isal: false,
-            decoding: Decoding::Packets(|_| Ok(Box::new(zstd_frames::Unpacker::new()?))),
+            framing: Framing::Packet,
+            unpacker: Some(|_| Ok(Box::new(zstd_frames::Unpacker::new()?))),
         },
     };
     Some(info)
@@ -141,10 +135,7 @@ pub fn info(method: Method) -> Option<MethodInfo> {
 impl MethodInfo {
     /// How the packets of a channel depend on each other.
     pub fn framing(&self) -> Framing {
-        match self.decoding {
-            Decoding::ZlibStream | Decoding::ZstdStream => Framing::Stream,
-            Decoding::Copy | Decoding::Packets(_) => Framing::Packet,
-        }
+        self.framing
     }
 
     /// Its engines in software and the levels that each serves, the better one first.

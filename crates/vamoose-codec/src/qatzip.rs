@@ -43,10 +43,8 @@ use self::member::{Header, LEAST_SOURCE, MOST_SOURCE};
 use crate::ffi::isal;
 use crate::{
     DecodeError,
-    decode::existing_or,
     engine::{Compress, CompressError, Software, Unpack},
-    ffi::libdeflate::{Failure, Inflate, Inflated},
-    libdeflate,
+    ffi::libdeflate::{self, Failure, Inflate, Inflated},
 };
 
 mod member;
@@ -109,16 +107,17 @@ impl<E: Compress> Members<E> {
     }
 }
 
-#[derive(Default)]
-pub(crate) struct Unpacker {
-    /// Created by the first packet: to check shapes needs none.
-    inflate: Option<Inflate>,
+pub(crate) struct Unpacker(Inflate);
+
+impl Unpacker {
+    pub(crate) fn new() -> Result<Self, DecodeError> {
+        Inflate::new(Method::Qatzip).map(Self)
+    }
 }
 
 impl Unpack for Unpacker {
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
         let (method, expected) = (Method::Qatzip, pages.len());
-        let inflate = existing_or(&mut self.inflate, || libdeflate::inflate(method))?;
         let (mut rest, mut found) = (payload, 0);
         while !rest.is_empty() {
             if found == expected && !member::begins(rest) {
@@ -129,14 +128,15 @@ impl Unpack for Unpacker {
                     expected,
                 });
             }
-            let member = read(inflate, rest, &mut pages[found..]).map_err(|wrong| match wrong {
-                Wrong::TooLong => DecodeError::TooLong {
-                    method,
-                    payload: payload.len(),
-                    expected,
-                },
-                Wrong::Corrupt(reason) => DecodeError::Corrupt { method, reason },
-            })?;
+            let member =
+                read(&mut self.0, rest, &mut pages[found..]).map_err(|wrong| match wrong {
+                    Wrong::TooLong => DecodeError::TooLong {
+                        method,
+                        payload: payload.len(),
+                        expected,
+                    },
+                    Wrong::Corrupt(reason) => DecodeError::Corrupt { method, reason },
+                })?;
             rest = &rest[member.consumed..];
             found += member.produced;
         }
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn shapes_are_those_that_hardware_writes() {
-        let unpacker = Unpacker::default();
+        let unpacker = Unpacker::new().unwrap();
         let len = 2 * MOST_SOURCE + 4096;
         let good = payload(1, &pages(len));
         assert!(unpacker.has_shape(&good, len));
@@ -307,7 +307,7 @@ mod tests {
         let page = pages(4096);
         let nothing = [&member::header(0, 2)[..], &[3, 0], &member::trailer(0, 0)].concat();
         let good = payload(1, &page);
-        let mut unpacker = Unpacker::default();
+        let mut unpacker = Unpacker::new().unwrap();
         for payload in [
             [&nothing[..], &good].concat(),
             [&good[..], &nothing, &nothing].concat(),

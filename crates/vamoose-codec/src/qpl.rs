@@ -51,10 +51,8 @@ use multifd::{Layout, Method};
 use crate::ffi::isal;
 use crate::{
     DecodeError,
-    decode::existing_or,
     engine::{Compress, CompressError, Software, Unpack},
-    ffi::libdeflate::{Failure, Inflate, Inflated},
-    libdeflate,
+    ffi::libdeflate::{self, Failure, Inflate, Inflated},
 };
 
 pub(crate) const LEVELS: RangeInclusive<i32> = 0..=12;
@@ -199,16 +197,15 @@ impl Deflate for libdeflate::Deflate {}
 
 pub(crate) struct Unpacker {
     page_size: usize,
-    /// Created by the first packet: to check shapes needs none.
-    inflate: Option<Inflate>,
+    inflate: Inflate,
 }
 
 impl Unpacker {
-    pub(crate) fn new(layout: Layout) -> Self {
-        Self {
+    pub(crate) fn new(layout: Layout) -> Result<Self, DecodeError> {
+        Ok(Self {
             page_size: layout.page_size(),
-            inflate: None,
-        }
+            inflate: Inflate::new(Method::Qpl)?,
+        })
     }
 }
 
@@ -216,12 +213,11 @@ impl Unpack for Unpacker {
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
         let method = Method::Qpl;
         let Encoded { lengths, streams } = Encoded::parse(payload, pages.len(), self.page_size)?;
-        let inflate = existing_or(&mut self.inflate, || libdeflate::inflate(method))?;
         let mut rest = streams;
         for (page, length) in pages.chunks_exact_mut(self.page_size).zip(lengths) {
             let stream;
             (stream, rest) = split(rest, *length)?;
-            read(inflate, stream, page)
+            read(&mut self.inflate, stream, page)
                 .map_err(|reason| DecodeError::Corrupt { method, reason })?;
         }
         Ok(())
@@ -347,7 +343,7 @@ mod tests {
     }
 
     fn unpack(payload: &[u8], pages_len: usize) -> Result<Vec<u8>, DecodeError> {
-        let mut unpacker = Unpacker::new(Layout::X86);
+        let mut unpacker = Unpacker::new(Layout::X86).unwrap();
         let mut pages = vec![0xee; pages_len];
         let result = unpacker.unpack(payload, &mut pages);
         let shaped = unpacker.has_shape(payload, pages_len);
@@ -494,7 +490,7 @@ mod tests {
         let length = u32::try_from(len).unwrap().to_be_bytes();
         let payload = [&length[..], &stream[..len]].concat();
         let mut pages = vec![0; page.len()];
-        let mut unpacker = Unpacker::new(layout);
+        let mut unpacker = Unpacker::new(layout).unwrap();
         assert_eq!(unpacker.unpack(&payload, &mut pages), Ok(()));
         assert!(pages == page);
     }

@@ -106,8 +106,8 @@ pub struct Engines {
 struct Hardware {
     name: &'static str,
     methods: &'static [Method],
-    /// The choices that allow it.
-    chosen_by: &'static [Accel],
+    /// The choice that makes it mandatory.
+    named_by: Option<Accel>,
     open: Box<dyn Fn() -> Opened + Send + Sync>,
     opened: OnceLock<Opened>,
 }
@@ -121,7 +121,7 @@ impl Registry {
         Self::with_iaa(|| {
             let options = Options::pages(qpl::PAGE_SIZE);
             let opened = Devices::open(Kind::Iaa, &Choice::Auto, &options);
-            opened.map_err(|error| {
+            opened.map(Arc::new).map_err(|error| {
                 let causes = iter::successors(Some(&error as &dyn Error), |&error| error.source());
                 let causes: Vec<_> = causes.map(ToString::to_string).collect();
                 causes.join(": ")
@@ -129,78 +129,71 @@ impl Registry {
         })
     }
 
-    /// The registry of this host, with the IAAs that `open` opens once they are asked for, by [`Options::pages`] of
-    /// 4096 bytes, or the reason why there are none.
-    pub fn with_iaa(open: impl Fn() -> Result<Devices, String> + Send + Sync + 'static) -> Self {
-        Self {
-            hardware: vec![
-                Self::qat(Qat::of_host),
-                Self::iaa(move || Ok(Iaa::new(Arc::new(open()?)))),
-            ],
-        }
+    /// The registry of this host, with the IAAs that `open` returns when they are first requested, or the reason why there
+    /// are none. Their slots have a buffer of 4096 bytes ([`Options::pages`]).
+    pub fn with_iaa(
+        open: impl Fn() -> Result<Arc<Devices>, String> + Send + Sync + 'static,
+    ) -> Self {
+        let iaa = Hardware {
+            name: Iaa::NAME,
+            methods: Iaa::METHODS,
+            named_by: Some(Accel::Iaa),
+            open: Box::new(move || Ok(Arc::new(Iaa::new(open()?)))),
+            opened: OnceLock::new(),
+        };
+        let mut registry = Self::with_qat(Qat::of_host);
+        registry.hardware.push(iaa);
+        registry
     }
 
-    /// Nothing but IAAs by these devices, whose slots have a buffer for 4096 bytes, and software.
-    pub fn with_iaa_devices(devices: Arc<Devices>) -> Self {
-        Self {
-            hardware: vec![Self::iaa(move || Ok(Iaa::new(devices.clone())))],
-        }
-    }
-
-    fn iaa(open: impl Fn() -> Result<Iaa, String> + Send + Sync + 'static) -> Hardware {
-        let chosen_by = &[Accel::Auto, Accel::Iaa];
-        Hardware::new(Iaa::NAME, Iaa::METHODS, chosen_by, move || {
-            Ok(Arc::new(open()?))
-        })
-    }
-
-    /// Nothing but QAT, through the libqatzip in `file`, and software.
+    /// Only software, and QAT through the libqatzip in `file`.
     pub fn with_libqatzip(file: &Path) -> Self {
         let file = file.to_owned();
         Self::with_qat(move || Qat::open(file.as_os_str()))
     }
 
-    /// Nothing but QAT, and software.
+    /// Only software and QAT.
     pub(crate) fn with_qat(
         open: impl Fn() -> Result<Qat, Missing> + Send + Sync + 'static,
     ) -> Self {
+        let qat = Hardware {
+            name: Qat::NAME,
+            methods: Qat::METHODS,
+            named_by: Some(Accel::Qat),
+            open: Box::new(move || Ok(Arc::new(open()?))),
+            opened: OnceLock::new(),
+        };
         Self {
-            hardware: vec![Self::qat(open)],
+            hardware: vec![qat],
         }
     }
 
-    fn qat(open: impl Fn() -> Result<Qat, Missing> + Send + Sync + 'static) -> Hardware {
-        let chosen_by = &[Accel::Auto, Accel::Qat];
-        Hardware::new(Qat::NAME, Qat::METHODS, chosen_by, move || {
-            Ok(Arc::new(open()?))
-        })
-    }
-
-    /// Nothing but an engine with `faults`, and software.
+    /// Only software, and an engine with `faults`.
     #[cfg(feature = "fault-injection")]
     pub fn with_faults(faults: &Faults) -> Self {
+        let faults = faults.clone();
+        let faulty = Hardware {
+            name: Faulty::NAME,
+            methods: Faulty::METHODS,
+            named_by: None,
+            open: Box::new(move || Ok(Arc::new(Faulty::new(faults.clone())))),
+            opened: OnceLock::new(),
+        };
         Self {
-            hardware: vec![Self::faulty(faults.clone())],
+            hardware: vec![faulty],
         }
     }
 
-    /// In builds for tests, an engine with the faults that `text` describes comes first. In others that is
-    /// ignored.
+    /// In test builds, puts an engine with the faults that `text` describes before all others. Ignored in other builds.
     ///
     /// # Errors
     /// When `text` describes no faults.
     pub fn inject(mut self, text: &str) -> Result<Self, String> {
         #[cfg(feature = "fault-injection")]
-        self.hardware.insert(0, Self::faulty(text.parse()?));
+        self.hardware
+            .splice(0..0, Self::with_faults(&text.parse()?).hardware);
         let _ = (&mut self.hardware, text);
         Ok(self)
-    }
-
-    #[cfg(feature = "fault-injection")]
-    fn faulty(faults: Faults) -> Hardware {
-        Hardware::new(Faulty::NAME, Faulty::METHODS, &[Accel::Auto], move || {
-            Ok(Arc::new(Faulty::new(faults.clone())))
-        })
     }
 
     /// Every engine, method by method, the preferred one first. Looks for all hardware.
@@ -236,10 +229,6 @@ impl Registry {
             if info.software.is_empty() {
                 add(COPY, None, None);
             }
-            if info.uses_isal && cfg!(not(feature = "isal")) {
-                let reason = "built without the feature `isal`";
-                add("isa-l", None, Some(reason.to_owned()));
-            }
         }
         engines
     }
@@ -254,9 +243,7 @@ impl Registry {
         accel: Accel,
         verify: Verify,
     ) -> Result<Engines, SettingsError> {
-        if matches!(accel, Accel::Qat | Accel::Iaa) {
-            self.demand(accel, settings.method())?;
-        }
+        self.check_named(accel, settings.method())?;
         Ok(Engines {
             registry: self.clone(),
             settings,
@@ -265,10 +252,10 @@ impl Registry {
         })
     }
 
-    /// Method none is no contradiction: what comes in may still be decoded by the hardware.
-    fn demand(&self, accel: Accel, method: Method) -> Result<(), SettingsError> {
+    /// Checks the hardware that `accel` names. Method none is no contradiction: the hardware may decode what is received.
+    fn check_named(&self, accel: Accel, method: Method) -> Result<(), SettingsError> {
         let mut hardware = self.hardware.iter();
-        let Some(hardware) = hardware.find(|h| h.chosen_by.contains(&accel)) else {
+        let Some(hardware) = hardware.find(|hardware| hardware.named_by == Some(accel)) else {
             return Ok(());
         };
         let engine = hardware.name;
@@ -292,7 +279,7 @@ impl Registry {
     fn accelerator(&self, method: Method, accel: Accel) -> Option<&Arc<dyn Accelerator>> {
         self.hardware
             .iter()
-            .filter(|hardware| hardware.chosen_by.contains(&accel) && hardware.serves(method))
+            .filter(|hardware| hardware.is_allowed(accel) && hardware.serves(method))
             .find_map(|hardware| hardware.opened().as_ref().ok())
     }
 }
@@ -331,7 +318,7 @@ impl Engines {
     /// without such devices.
     pub fn device_work(&self) -> Option<OffloadCounters> {
         let hardware = self.registry.hardware.iter();
-        let mut chosen = hardware.filter(|hardware| hardware.chosen_by.contains(&self.accel));
+        let mut chosen = hardware.filter(|hardware| hardware.is_allowed(self.accel));
         chosen.find_map(|hardware| hardware.opened.get()?.as_ref().ok()?.work())
     }
 
@@ -384,19 +371,8 @@ impl Engines {
 }
 
 impl Hardware {
-    fn new(
-        name: &'static str,
-        methods: &'static [Method],
-        chosen_by: &'static [Accel],
-        open: impl Fn() -> Opened + Send + Sync + 'static,
-    ) -> Self {
-        Self {
-            name,
-            methods,
-            chosen_by,
-            open: Box::new(open),
-            opened: OnceLock::new(),
-        }
+    fn is_allowed(&self, accel: Accel) -> bool {
+        accel == Accel::Auto || self.named_by == Some(accel)
     }
 
     fn serves(&self, method: Method) -> bool {

@@ -35,7 +35,12 @@
 
 use std::ops::RangeInclusive;
 
-use crate::engine::{Compress, CompressError, Decompress, Software, Step};
+use multifd::Method;
+
+use crate::{
+    DecodeError,
+    engine::{Compress, CompressError, Software, Unpack},
+};
 
 mod pure;
 
@@ -62,29 +67,21 @@ pub(crate) const ENGINES: &[Software] = &[
     },
 ];
 
-/// The decoding side of a new channel.
-pub(crate) fn decompressor() -> Box<dyn Decompress> {
-    #[cfg(feature = "isal")]
-    return Box::new(WithHeader::new(isal::Inflate::new()));
-    #[cfg(not(feature = "isal"))]
-    return Box::new(WithHeader::new(pure::Inflate::new()));
-}
-
 /// Deflate, 32 KiB window, no dictionary. The two bits about the level are informative only; they
 /// mean "fastest", as zlib's level 1 does.
 const HEADER: [u8; 2] = [0x78, 0x01];
 
-/// Puts the zlib header before, or takes it from, a raw deflate stream.
+/// Puts the zlib header before a raw deflate stream.
 struct WithHeader<E> {
     engine: E,
-    seen: bool,
+    written: bool,
 }
 
 impl<E> WithHeader<E> {
     fn new(engine: E) -> Self {
         Self {
             engine,
-            seen: false,
+            written: false,
         }
     }
 }
@@ -95,32 +92,128 @@ impl<E: Compress> Compress for WithHeader<E> {
     }
 
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
-        if self.seen {
+        if self.written {
             return self.engine.compress(pages, out);
         }
         let (header, rest) = out
             .split_first_chunk_mut()
             .ok_or(CompressError::OutputFull)?;
         *header = HEADER;
-        self.seen = true;
+        self.written = true;
         Ok(HEADER.len() + self.engine.compress(pages, rest)?)
     }
 }
 
-impl<E: Decompress> Decompress for WithHeader<E> {
-    fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<Step, &'static str> {
-        if self.seen {
-            return self.engine.step(input, output);
+/// Inflates one raw deflate stream.
+pub(crate) trait Inflate: Send {
+    /// Inflates some of `input` into some of `output`, at least one byte of one of them if that is
+    /// possible at all. An error is the library's description of what is wrong with the input.
+    fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<Step, &'static str>;
+}
+
+/// What one [`Inflate::step`] has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Step {
+    /// Bytes taken from the start of the input.
+    pub(crate) consumed: usize,
+    /// Bytes written to the start of the output.
+    pub(crate) produced: usize,
+    /// Whether the stream ended here.
+    pub(crate) ended: bool,
+}
+
+#[cfg(feature = "isal")]
+type Engine = isal::Inflate;
+#[cfg(not(feature = "isal"))]
+type Engine = pure::Inflate;
+
+/// The decoding side of a channel.
+pub(crate) struct Unpacker<I = Engine> {
+    inflate: I,
+    header_read: bool,
+}
+
+impl Unpacker {
+    pub(crate) fn new() -> Self {
+        Self::by(Engine::new())
+    }
+}
+
+impl<I: Inflate> Unpacker<I> {
+    fn by(inflate: I) -> Self {
+        Self {
+            inflate,
+            header_read: false,
+        }
+    }
+
+    /// The raw deflate data in `payload`.
+    fn data<'a>(&mut self, payload: &'a [u8]) -> Result<&'a [u8], &'static str> {
+        if self.header_read {
+            return Ok(payload);
         }
         // The first packet has pages, so it holds the whole header and more.
-        let (header, rest) = input.split_first_chunk().ok_or("the header is cut short")?;
+        let (header, data) = payload
+            .split_first_chunk()
+            .ok_or("the header is cut short")?;
         check_header(*header)?;
-        self.seen = true;
-        let step = self.engine.step(rest, output)?;
-        Ok(Step {
-            consumed: header.len() + step.consumed,
-            ..step
-        })
+        self.header_read = true;
+        Ok(data)
+    }
+}
+
+impl<I: Inflate> Unpack for Unpacker<I> {
+    /// When the pages are full there is input left in a correct packet: the end of the last block and the flush. It has to be
+    /// fed to the stream too, so that the next packet starts where this one stopped, and must not decode to anything. One
+    /// spare byte of room shows whether it would.
+    fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
+        let method = Method::Zlib;
+        let corrupt = |reason| DecodeError::Corrupt { method, reason };
+        let expected = pages.len();
+        let (mut input, mut found) = (self.data(payload).map_err(corrupt)?, 0);
+        loop {
+            let full = found == expected;
+            let mut spare = [0];
+            let output = if full {
+                &mut spare[..]
+            } else {
+                &mut pages[found..]
+            };
+            let step = self.inflate.step(input, output).map_err(corrupt)?;
+            if step.ended {
+                return Err(DecodeError::Ended { method });
+            }
+            if full && step.produced > 0 {
+                return Err(DecodeError::TooLong {
+                    method,
+                    payload: payload.len(),
+                    expected,
+                });
+            }
+            input = &input[step.consumed.min(input.len())..];
+            found += step.produced;
+            if full && input.is_empty() {
+                return Ok(());
+            }
+            // Libraries report "no progress" each in their own way, some as success: the counts decide.
+            if step.consumed == 0 && step.produced == 0 {
+                let left = input.len();
+                return Err(match (full, left) {
+                    (true, _) => DecodeError::TrailingInput {
+                        method,
+                        left,
+                        expected,
+                    },
+                    (false, 0) => DecodeError::TooShort {
+                        method,
+                        payload: payload.len(),
+                        found,
+                        expected,
+                    },
+                    (false, _) => corrupt("decoding makes no progress"),
+                });
+            }
+        }
     }
 }
 
@@ -176,12 +269,14 @@ mod tests {
                 .filter(|engine| engine.levels.contains(&level))
             {
                 let mut writer = (engine.compressor)(level).unwrap();
-                let mut readers = [decompressor(), pure_decompressor()];
+                let mut readers: [Box<dyn Inflate>; 2] =
+                    [Box::new(Engine::new()), Box::new(pure::Inflate::new())];
                 for number in 0..40 {
                     let packet = page(number);
                     let mut out = vec![0; 1 << 20];
                     let len = writer.compress(&packet, &mut out).unwrap();
-                    let payload = &out[..len];
+                    let header = if number == 0 { HEADER.len() } else { 0 };
+                    let payload = &out[header..len];
                     for (index, reader) in readers.iter_mut().enumerate() {
                         let mut pages = vec![0xee; packet.len()];
                         read(reader.as_mut(), payload, &mut pages);
@@ -196,15 +291,10 @@ mod tests {
         }
     }
 
-    fn pure_decompressor() -> Box<dyn Decompress> {
-        Box::new(WithHeader::new(pure::Inflate::new()))
-    }
-
     /// Steps of every size, until the payload is used up.
-    fn read(reader: &mut dyn Decompress, payload: &[u8], pages: &mut [u8]) {
+    fn read(reader: &mut dyn Inflate, payload: &[u8], pages: &mut [u8]) {
         let (mut input, mut found, mut size) = (payload, 0, 1);
         while !input.is_empty() {
-            // The header needs its two bytes at once.
             let given = &input[..input.len().min(size + 1)];
             let room = (pages.len() - found).min(size);
             let mut spare = [0];
@@ -224,6 +314,97 @@ mod tests {
             let step = reader.step(&[], &mut pages[found..]).unwrap();
             assert!(step.produced > 0, "pages missing");
             found += step.produced;
+        }
+    }
+
+    /// A stream whose steps are given.
+    struct Scripted(Vec<Result<Step, &'static str>>);
+
+    impl Inflate for Scripted {
+        fn step(&mut self, _input: &[u8], _output: &mut [u8]) -> Result<Step, &'static str> {
+            self.0.remove(0)
+        }
+    }
+
+    fn step(consumed: usize, produced: usize) -> Result<Step, &'static str> {
+        Ok(Step {
+            consumed,
+            produced,
+            ended: false,
+        })
+    }
+
+    fn run(steps: &[Result<Step, &'static str>]) -> Result<(), DecodeError> {
+        let mut unpacker = Unpacker {
+            inflate: Scripted(steps.to_vec()),
+            header_read: true,
+        };
+        let result = unpacker.unpack(&[0; 10], &mut [0; 4096]);
+        let left = unpacker.inflate.0.len();
+        assert!(left == 0, "{left} steps left");
+        result
+    }
+
+    #[test]
+    fn the_flush_after_the_last_page_is_fed_to_the_stream() {
+        assert_eq!(
+            run(&[step(3, 96), step(2, 4000), step(4, 0), step(1, 0)]),
+            Ok(())
+        );
+        assert_eq!(run(&[step(10, 4096), step(0, 0)]), Ok(()));
+    }
+
+    #[test]
+    fn every_other_outcome_has_its_own_error() {
+        let (method, payload, expected) = (Method::Zlib, 10, 4096);
+        let ended = Ok(Step {
+            consumed: 10,
+            produced: 4096,
+            ended: true,
+        });
+        for (steps, error) in [
+            (
+                &[step(10, 4095), step(0, 0)][..],
+                DecodeError::TooShort {
+                    method,
+                    payload,
+                    found: 4095,
+                    expected,
+                },
+            ),
+            (
+                &[step(5, 4096), step(5, 1)],
+                DecodeError::TooLong {
+                    method,
+                    payload,
+                    expected,
+                },
+            ),
+            (
+                &[step(5, 4096), step(1, 0), step(0, 0)],
+                DecodeError::TrailingInput {
+                    method,
+                    left: 4,
+                    expected,
+                },
+            ),
+            (
+                &[step(5, 1), step(0, 0)],
+                DecodeError::Corrupt {
+                    method,
+                    reason: "decoding makes no progress",
+                },
+            ),
+            (&[ended], DecodeError::Ended { method }),
+            (
+                &[Err("bad block")],
+                DecodeError::Corrupt {
+                    method,
+                    reason: "bad block",
+                },
+            ),
+        ] {
+            assert_eq!(run(steps), Err(error));
         }
     }
 }

@@ -272,7 +272,7 @@ impl Hardware {
         let path = self.iaa_path.clone();
         let mut registry = Registry::with_iaa(move || {
             let opened = path.open(Kind::Iaa, &options);
-            opened.map_err(|error| format!("{error:#}"))
+            opened.map(Arc::new).map_err(|error| format!("{error:#}"))
         });
         if let Ok(faults) = env::var(FAULTS) {
             registry = registry.inject(&faults).map_err(Error::msg)?;

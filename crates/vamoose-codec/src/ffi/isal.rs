@@ -18,7 +18,10 @@ use std::{alloc, ptr, ptr::NonNull};
 
 use isal_sys::igzip_lib as c;
 
-use crate::engine::{Compress, CompressError, Decompress, Step};
+use crate::{
+    engine::{Compress, CompressError},
+    zlib::{self, Step},
+};
 
 pub(crate) mod learned;
 pub(crate) mod one_shot;
@@ -196,7 +199,7 @@ impl Inflate {
     }
 }
 
-impl Decompress for Inflate {
+impl zlib::Inflate for Inflate {
     /// ISA-L reports success even when it got nowhere, be it for want of input or of room; the
     /// caller sees that from the counts.
     fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<Step, &'static str> {
@@ -289,6 +292,7 @@ const _: () = assert!(RAW as u32 == c::IGZIP_DEFLATE && SYNC_FLUSH as u32 == c::
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::zlib::Inflate as _;
 
     /// Bytes that compress a little.
     fn pages(len: usize) -> Vec<u8> {

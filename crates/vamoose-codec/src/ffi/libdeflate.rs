@@ -1,7 +1,7 @@
-//! Raw deflate of unknown length, inflated by libdeflate.
+//! Raw deflate by libdeflate, a whole stream per call, as qpl and qatzip need it.
 //!
-//! The crate libdeflater, which does everything else for us, does not return where the data ended, and
-//! a gzip member's trailer stands right there.
+//! The crate libdeflater deflates. It does not inflate: it does not return where the data ended, which is where a gzip member's
+//! trailer begins.
 //!
 //! Two rules make the blocks below sound:
 //! 1. **The decompressor is ours alone**: allocated by `new`, freed by `drop`, used through
@@ -12,6 +12,38 @@
 use std::ptr::NonNull;
 
 use libdeflate_sys as c;
+use libdeflater::{CompressionLvl, Compressor};
+use multifd::Method;
+
+use crate::{
+    DecodeError,
+    engine::{Compress, CompressError},
+};
+
+pub(crate) const NAME: &str = "libdeflate";
+
+/// Writes streams that are independent of each other.
+pub(crate) struct Deflate(Compressor);
+
+impl Deflate {
+    /// At one of libdeflate's levels, 0 to 12.
+    pub(crate) fn new(level: i32) -> Result<Self, &'static str> {
+        let level = CompressionLvl::new(level).map_err(|_| "not a level of libdeflate")?;
+        Ok(Self(Compressor::new(level)))
+    }
+}
+
+impl Compress for Deflate {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
+        // There is no other error.
+        let result = self.0.deflate_compress(pages, out);
+        result.map_err(|_| CompressError::OutputFull)
+    }
+}
 
 /// Inflates one whole stream per call.
 pub(crate) struct Inflate(NonNull<c::libdeflate_decompressor>);
@@ -39,10 +71,13 @@ pub(crate) enum Failure {
 unsafe impl Send for Inflate {}
 
 impl Inflate {
-    /// `None` when there is no memory.
-    pub(crate) fn new() -> Option<Self> {
+    /// For the streams of `method`.
+    pub(crate) fn new(method: Method) -> Result<Self, DecodeError> {
         // SAFETY: takes nothing; returns memory of its own, or null.
-        NonNull::new(unsafe { c::libdeflate_alloc_decompressor() }).map(Self)
+        let decompressor = NonNull::new(unsafe { c::libdeflate_alloc_decompressor() });
+        let reason = "no memory";
+        let decompressor = decompressor.ok_or(DecodeError::Engine { method, reason })?;
+        Ok(Self(decompressor))
     }
 
     /// Inflates the stream at the start of `input` to the start of `out`.
@@ -83,7 +118,7 @@ mod tests {
 
     #[test]
     fn it_stops_where_the_stream_ends() {
-        let mut inflate = Inflate::new().unwrap();
+        let mut inflate = Inflate::new(Method::Qpl).unwrap();
         let stored = [1, 3, 0, 0xfc, 0xff, b'a', b'b', b'c', 9, 9, 9];
         let mut out = [0; 8];
         let inflated = inflate.inflate(&stored, &mut out);

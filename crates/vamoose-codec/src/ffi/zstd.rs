@@ -20,13 +20,17 @@
 
 use std::{
     ffi::c_void,
+    ops::Range,
     ptr::{self, NonNull},
 };
 
 use multifd::Method;
 use zstd_safe::{get_error_name, zstd_sys as c};
 
-use crate::{DecodeError, engine::CompressError};
+use crate::{
+    DecodeError,
+    engine::{CompressError, Unpack},
+};
 
 /// What a frame is encoded with.
 pub(crate) type Parameters = c::ZSTD_compressionParameters;
@@ -117,6 +121,8 @@ pub(crate) struct Decompress {
     context: NonNull<c::ZSTD_DCtx>,
     /// Made when the frame's header has shown how much history it takes.
     ring: Option<Ring>,
+    /// Where in it the pages of the last packet are.
+    last: Range<usize>,
     longest_packet: usize,
     longest_window: u64,
 }
@@ -133,6 +139,7 @@ impl Decompress {
         let this = Self {
             context,
             ring: None,
+            last: 0..0,
             longest_packet,
             longest_window,
         };
@@ -141,15 +148,11 @@ impl Decompress {
         Ok(this)
     }
 
-    /// The `expected` bytes of pages in `payload`, which must hold just these, in whole blocks.
-    pub(crate) fn decompress(
-        &mut self,
-        payload: &[u8],
-        expected: usize,
-    ) -> Result<&[u8], DecodeError> {
+    /// Decodes the `expected` bytes of pages in `payload`, which must hold exactly these, in whole blocks.
+    fn decompress(&mut self, payload: &[u8], expected: usize) -> Result<(), DecodeError> {
         let ring = match self.ring.take() {
             Some(ring) => ring,
-            None => Ring::new(self.history(payload)? + self.longest_packet + MARGIN),
+            None => Ring::new(self.history_len(payload)? + self.longest_packet + MARGIN),
         };
         let ring = self.ring.insert(ring);
         ring.make_room(expected + MARGIN);
@@ -190,13 +193,13 @@ impl Decompress {
             _ => return Err(CUT_SHORT),
         }
         DecodeError::check_len(METHOD, payload.len(), found, expected)?;
-        let pages = ring.at..ring.at + expected;
+        self.last = ring.at..ring.at + expected;
         ring.at += expected;
-        Ok(&ring.all()[pages])
+        Ok(())
     }
 
     /// Bytes of history that the frame beginning with `payload` asks for.
-    fn history(&self, payload: &[u8]) -> Result<usize, DecodeError> {
+    fn history_len(&self, payload: &[u8]) -> Result<usize, DecodeError> {
         // SAFETY: integers and an enum with a variant of value 0.
         let mut header: c::ZSTD_FrameHeader = unsafe { std::mem::zeroed() };
         // SAFETY: `payload` is valid for as many reads as it is long, and `header` for a write.
@@ -223,6 +226,27 @@ impl Decompress {
         let ring = self.ring.as_ref().map_or(0, |ring| ring.bytes.len());
         // SAFETY: the context is live.
         ring + unsafe { c::ZSTD_sizeof_DCtx(self.context.as_ptr()) }
+    }
+}
+
+impl Unpack for Decompress {
+    fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
+        self.decompress(payload, pages.len())?;
+        pages.copy_from_slice(self.history());
+        Ok(())
+    }
+
+    fn unpack_into_history(
+        &mut self,
+        payload: &[u8],
+        len: usize,
+    ) -> Option<Result<(), DecodeError>> {
+        Some(self.decompress(payload, len))
+    }
+
+    fn history(&self) -> &[u8] {
+        let ring = self.ring.as_ref();
+        ring.map_or(&[], |ring| &ring.all()[self.last.clone()])
     }
 }
 

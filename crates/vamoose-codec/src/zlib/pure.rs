@@ -51,7 +51,7 @@ impl Compress for Deflate {
 mod inflate {
     use flate2::{FlushDecompress, Status};
 
-    use crate::engine::{Decompress, Step};
+    use crate::zlib::{self, Step};
 
     /// One raw deflate stream being read.
     pub(in super::super) struct Inflate(flate2::Decompress);
@@ -62,7 +62,7 @@ mod inflate {
         }
     }
 
-    impl Decompress for Inflate {
+    impl zlib::Inflate for Inflate {
         fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<Step, &'static str> {
             let (consumed, produced) = (self.0.total_in(), self.0.total_out());
             let status = self

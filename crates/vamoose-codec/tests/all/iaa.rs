@@ -62,7 +62,8 @@ impl Modelled {
 
     fn engines(&self) -> Engines {
         let settings = Settings::new(METHOD, Some(self.level)).unwrap();
-        let registry = Arc::new(Registry::with_iaa_devices(self.devices.clone()));
+        let devices = self.devices.clone();
+        let registry = Arc::new(Registry::with_iaa(move || Ok(devices.clone())));
         let engines = registry.choose(settings, Accel::Iaa, self.verify).unwrap();
         assert_eq!(engines.name(), "iaa");
         engines
@@ -326,7 +327,8 @@ fn a_host_without_devices_says_so() {
         };
         let choice: Choice = choice.parse().unwrap();
         Arc::new(Registry::with_iaa(move || {
-            Devices::open(Kind::Iaa, &choice, &options).map_err(|error| error.to_string())
+            let opened = Devices::open(Kind::Iaa, &choice, &options);
+            opened.map(Arc::new).map_err(|error| error.to_string())
         }))
     };
     let choose = |choice: &str, accel| {

@@ -156,7 +156,10 @@ mod tests {
 
     fn check(stream: &[u8], input: &[u8]) {
         let mut back = vec![0; input.len()];
-        let inflated = Inflate::new().unwrap().inflate(stream, &mut back).unwrap();
+        let inflated = Inflate::new(multifd::Method::Qpl)
+            .unwrap()
+            .inflate(stream, &mut back)
+            .unwrap();
         assert_eq!(
             (inflated.consumed, inflated.produced),
             (stream.len(), input.len())

@@ -86,7 +86,9 @@ mod tests {
 
     fn holds(stream: &[u8], input: &[u8]) -> bool {
         let mut found = vec![0xa5; input.len()];
-        let inflated = Inflate::new().unwrap().inflate(stream, &mut found);
+        let inflated = Inflate::new(multifd::Method::Qpl)
+            .unwrap()
+            .inflate(stream, &mut found);
         let (consumed, produced) = (stream.len(), input.len());
         inflated == Ok(Inflated { consumed, produced }) && found == input
     }
