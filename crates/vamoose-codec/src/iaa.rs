@@ -35,9 +35,9 @@ use idxd::offload::{Compressor, Decompressor, Devices, OffloadCounters, Tables};
 use multifd::{Layout, Method};
 
 use crate::{
-    engine::{Accelerator, CompressError, Device, DeviceError},
+    engine::{Accelerator, Compress, CompressError, Device, DeviceError},
     ffi::libdeflate::Inflate,
-    qpl::{self, Deflate, Encoded, PAGE_SIZE, Payload},
+    qpl::{self, Encoded, PAGE_SIZE, Payload},
 };
 
 /// The work queues of IAAs.
@@ -91,7 +91,7 @@ struct IaaDevice {
 
 struct Encoding {
     compressor: Compressor,
-    software: Box<dyn Deflate>,
+    software: Box<dyn Compress>,
 }
 
 struct Decoding {

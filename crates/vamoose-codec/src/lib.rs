@@ -44,8 +44,6 @@ pub mod delta;
 mod encode;
 mod engine;
 mod error;
-#[cfg(feature = "fault-injection")]
-mod faulty;
 mod ffi;
 mod health;
 mod iaa;
@@ -56,6 +54,8 @@ mod qatzip;
 mod qpl;
 mod registry;
 mod settings;
+#[cfg(feature = "fault-injection")]
+mod testing;
 mod zero;
 mod zlib;
 mod zstd;
@@ -65,10 +65,10 @@ pub use accelerated::Verify;
 pub use decode::Decoder;
 pub use encode::{Encoded, Encoder, encoder};
 pub use error::{Absence, DecodeError, EncodeError, SettingsError};
-#[cfg(feature = "fault-injection")]
-pub use faulty::Faults;
 pub use health::{Health, Tally};
 pub use methods::{DecodedBy, Framing, Levels, MethodInfo, info};
 pub use registry::{Accel, EngineInfo, Engines, Registry};
 pub use settings::Settings;
+#[cfg(feature = "fault-injection")]
+pub use testing::Faults;
 pub use zero::is_zero;

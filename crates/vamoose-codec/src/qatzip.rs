@@ -59,7 +59,7 @@ pub(crate) const ENGINES: &[Software] = &[
         levels: 1..=1,
         compressor: |level| {
             let level = isal::Level::of_zlib(level)?;
-            let engine = isal::one_shot::OneShot::new(level);
+            let engine = isal::OneShot::new(level);
             Ok(Box::new(Members { engine }))
         },
     },

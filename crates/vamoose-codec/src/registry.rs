@@ -40,7 +40,7 @@ use crate::{
     qpl,
 };
 #[cfg(feature = "fault-injection")]
-use crate::{Faults, faulty::Faulty};
+use crate::{Faults, testing::Faulty};
 
 /// What to use of the host's hardware.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

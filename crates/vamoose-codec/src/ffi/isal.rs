@@ -1,4 +1,4 @@
-//! Raw deflate by Intel's ISA-L.
+//! Raw deflate by Intel's ISA-L: one stream over all packets ([`Deflate`]), or a whole stream per call ([`OneShot`]).
 //!
 //! Three rules make every block below sound:
 //! 1. **The C state never moves and is only reached through one pointer.** It lives in a [`Heap`],
@@ -24,7 +24,8 @@ use crate::{
 };
 
 pub(crate) mod learned;
-pub(crate) mod one_shot;
+#[cfg(test)]
+mod tests;
 
 /// A level of ISA-L. Its level 0 is a different algorithm (no dynamic Huffman codes) that zlib has
 /// no number for.
@@ -72,18 +73,35 @@ const _: () = assert!(
 // `isal_deflate` works on what its stream points to, and on constant tables.
 unsafe impl Zeroable for DeflateState {}
 
-impl Deflate {
-    pub(crate) fn new(level: Level) -> Self {
-        let state = Heap::<DeflateState>::zeroed();
-        let at = state.as_ptr();
-        // SAFETY: `at` points to an initialised state that nothing else refers to (rule 1), and
-        // `isal_deflate_init` does nothing but store into the stream it is given.
+impl DeflateState {
+    /// Prepares the stream for `level`.
+    ///
+    /// # Safety
+    /// `at` must point to an initialised state that nothing else refers to (rule 1), and `init` be one of ISA-L's functions
+    /// that set up a stream, which only store into it.
+    unsafe fn set_up(
+        at: *mut Self,
+        level: Level,
+        init: unsafe extern "C" fn(*mut c::isal_zstream),
+    ) {
+        // SAFETY: as the caller promises. The level buffer is as large as the size that the stream is given, for every level.
         unsafe {
-            c::isal_deflate_init(&raw mut (*at).stream);
+            init(&raw mut (*at).stream);
             (*at).stream.level = level.0;
             (*at).stream.level_buf = (&raw mut (*at).level_buffer).cast();
             (*at).stream.level_buf_size = level.buffer_len();
             (*at).stream.gzip_flag = RAW;
+        }
+    }
+}
+
+impl Deflate {
+    pub(crate) fn new(level: Level) -> Self {
+        let state = Heap::<DeflateState>::zeroed();
+        let at = state.as_ptr();
+        // SAFETY: `at` points to an initialised state that nothing else refers to (rule 1).
+        unsafe {
+            DeflateState::set_up(at, level, c::isal_deflate_init);
             (*at).stream.flush = SYNC_FLUSH;
         }
         Self { state }
@@ -115,6 +133,41 @@ impl Compress for Deflate {
             return Err(CompressError::OutputFull);
         }
         Ok(out.len() - left.room)
+    }
+}
+
+/// Writes raw deflate streams that are independent of each other, one per call: what a gzip member holds.
+pub(crate) struct OneShot {
+    state: Heap<DeflateState>,
+    level: Level,
+}
+
+impl OneShot {
+    pub(crate) fn new(level: Level) -> Self {
+        Self {
+            state: Heap::zeroed(),
+            level,
+        }
+    }
+}
+
+impl Compress for OneShot {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    /// Incompressible input becomes stored blocks: 5 bytes more for each 65535.
+    fn compress(&mut self, input: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
+        let at = self.state.as_ptr();
+        // SAFETY: `at` points to an initialised state that nothing else refers to (rule 1). All that ISA-L reads of an
+        // earlier call, it sets anew first.
+        let left = unsafe {
+            DeflateState::set_up(at, self.level, c::isal_deflate_stateless_init);
+            (*at).stream.flush = NO_FLUSH;
+            (*at).stream.end_of_stream = 1;
+            lend(&raw mut (*at).stream, input, out, c::isal_deflate_stateless)?
+        };
+        whole(&left, out)
     }
 }
 
@@ -286,81 +339,10 @@ impl<T> Drop for Heap<T> {
 unsafe trait Zeroable {}
 
 const RAW: u16 = 0;
+const NO_FLUSH: u16 = 0;
 const SYNC_FLUSH: u16 = 1;
-const _: () = assert!(RAW as u32 == c::IGZIP_DEFLATE && SYNC_FLUSH as u32 == c::SYNC_FLUSH);
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::zlib::Inflate as _;
-
-    /// Bytes that compress a little.
-    fn pages(len: usize) -> Vec<u8> {
-        let bytes = (0..len).map(|at| ((at * at) >> 5) ^ (at >> 3));
-        bytes.map(|byte| byte.to_le_bytes()[0]).collect()
-    }
-
-    #[test]
-    fn deflate_stays_within_whatever_room_it_has() {
-        let pages = pages(3 * 4096);
-        let mut enough = vec![0; 1 << 20];
-        for level in [1, 2, 3].map(Level) {
-            let needed = Deflate::new(level).compress(&pages, &mut enough).unwrap();
-            for room in (0..400).chain(needed - 400..needed + 400) {
-                let mut out = vec![0xa5; room + 256];
-                let result = Deflate::new(level).compress(&pages, &mut out[..room]);
-                // A little more room than the result is asked for, to be sure that it is whole.
-                match result {
-                    Ok(written) => assert!(written < room && holds(&out[..written], &pages)),
-                    Err(fault) => assert!(fault == CompressError::OutputFull && room < needed + 32),
-                }
-                assert!(out[room..].iter().all(|byte| *byte == 0xa5), "room {room}");
-            }
-        }
-    }
-
-    fn holds(payload: &[u8], pages: &[u8]) -> bool {
-        let mut found = vec![0xa5; pages.len()];
-        let step = Inflate::new().step(payload, &mut found).unwrap();
-        step.produced == pages.len() && found == pages
-    }
-
-    #[test]
-    fn nothing_of_the_callers_is_pointed_to_after_a_call() {
-        let pages = pages(200_000);
-        let mut out = vec![0; 1 << 20];
-        let mut deflate = Deflate::new(Level(1));
-        let written = deflate.compress(&pages, &mut out).unwrap();
-        let payload = out[..written].to_vec();
-        let mut inflate = Inflate::new();
-        let mut back = vec![0; pages.len()];
-        assert_eq!(
-            inflate.step(&payload, &mut back).unwrap().produced,
-            pages.len()
-        );
-
-        let out = out[..].as_ptr_range();
-        let lent = [
-            pages.as_ptr_range(),
-            payload.as_ptr_range(),
-            back.as_ptr_range(),
-            out,
-        ];
-        // SAFETY: both states are initialised and as large as their types.
-        let words = unsafe { [words(deflate.state.as_ptr()), words(inflate.state.as_ptr())] };
-        for lent in lent {
-            let lent = lent.start.addr()..lent.end.addr();
-            assert!(!words.iter().flatten().any(|word| lent.contains(word)));
-        }
-    }
-
-    /// Everything in a state that could be a pointer.
-    ///
-    /// # Safety
-    /// `state` must be initialised, including its padding.
-    pub(super) unsafe fn words<T>(state: *const T) -> Vec<usize> {
-        let count = size_of::<T>() / size_of::<usize>();
-        // SAFETY: within the state, whose memory was zeroed as a whole, so padding is initialised.
-        unsafe { std::slice::from_raw_parts(state.cast(), count) }.to_vec()
-    }
-}
+const _: () = assert!(
+    RAW as u32 == c::IGZIP_DEFLATE
+        && NO_FLUSH as u32 == c::NO_FLUSH
+        && SYNC_FLUSH as u32 == c::SYNC_FLUSH
+);

@@ -1,8 +1,5 @@
 //! Raw deflate by zlib-rs: no C, every level.
 
-#[cfg(any(test, not(feature = "isal")))]
-pub(super) use inflate::Inflate;
-
 use flate2::{Compression, FlushCompress};
 
 use crate::engine::{Compress, CompressError};
@@ -31,7 +28,6 @@ impl Compress for Deflate {
             self.0
                 .compress(input, &mut out[written..], FlushCompress::Sync)
                 .map_err(|_| CompressError::Refused("the stream is in an invalid state"))?;
-            let since = |now: u64, then: u64| usize::try_from(now - then).unwrap_or(usize::MAX);
             input = input
                 .get(since(self.0.total_in(), consumed)..)
                 .unwrap_or_default();
@@ -47,34 +43,34 @@ impl Compress for Deflate {
     }
 }
 
+/// One raw deflate stream being read.
 #[cfg(any(test, not(feature = "isal")))]
-mod inflate {
-    use flate2::{FlushDecompress, Status};
+pub(crate) struct Inflate(flate2::Decompress);
 
-    use crate::zlib::{self, Step};
-
-    /// One raw deflate stream being read.
-    pub(in super::super) struct Inflate(flate2::Decompress);
-
-    impl Inflate {
-        pub(in super::super) fn new() -> Self {
-            Self(flate2::Decompress::new(false))
-        }
+#[cfg(any(test, not(feature = "isal")))]
+impl Inflate {
+    pub(super) fn new() -> Self {
+        Self(flate2::Decompress::new(false))
     }
+}
 
-    impl zlib::Inflate for Inflate {
-        fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<Step, &'static str> {
-            let (consumed, produced) = (self.0.total_in(), self.0.total_out());
-            let status = self
-                .0
-                .decompress(input, output, FlushDecompress::Sync)
-                .map_err(|_| "invalid deflate data")?;
-            let since = |now: u64, then: u64| usize::try_from(now - then).unwrap_or(usize::MAX);
-            Ok(Step {
-                consumed: since(self.0.total_in(), consumed),
-                produced: since(self.0.total_out(), produced),
-                ended: status == Status::StreamEnd,
-            })
-        }
+#[cfg(any(test, not(feature = "isal")))]
+impl super::Inflate for Inflate {
+    fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<super::Step, &'static str> {
+        let (consumed, produced) = (self.0.total_in(), self.0.total_out());
+        let status = self
+            .0
+            .decompress(input, output, flate2::FlushDecompress::Sync)
+            .map_err(|_| "invalid deflate data")?;
+        Ok(super::Step {
+            consumed: since(self.0.total_in(), consumed),
+            produced: since(self.0.total_out(), produced),
+            ended: status == flate2::Status::StreamEnd,
+        })
     }
+}
+
+/// Bytes between two counts of all bytes.
+fn since(now: u64, then: u64) -> usize {
+    usize::try_from(now - then).unwrap_or(usize::MAX)
 }

@@ -345,7 +345,10 @@ fn a_host_without_devices_says_so() {
         assert_eq!(engines.device_work(), None);
     }
     let modelled = |accel| {
-        let open = || Ok(idxd_model::devices(Kind::Iaa, 1, &Options::pages(PAGE)).unwrap());
+        let open = || {
+            let devices = idxd_model::devices(Kind::Iaa, 1, &Options::pages(PAGE)).unwrap();
+            Ok(Arc::new(devices))
+        };
         let settings = Settings::new(METHOD, Some(1)).unwrap();
         let registry = Arc::new(Registry::with_iaa(open));
         registry.choose(settings, accel, Verify::Off).unwrap()

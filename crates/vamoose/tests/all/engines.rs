@@ -2,7 +2,7 @@
 //! memory, or ends with the guest at the source.
 //!
 //! The program under test is built with the feature `fault-injection` (see Cargo.toml), so that
-//! `VAMOOSE_FAULTS` gives it an engine that does what it lists; `vamoose-codec/src/faulty.rs` has the words.
+//! `VAMOOSE_FAULTS` gives it an engine that does what it lists; `vamoose-codec/src/testing/faulty.rs` has the words.
 //! QAT's library is a stand-in of ours (`lab::stand_in`).
 
 use std::{ffi::OsStr, process::Command};

@@ -8,7 +8,10 @@ use std::ptr;
 use isal_sys::igzip_lib as c;
 
 use super::{Heap, NAME, RAW, Zeroable, lend, whole};
-use crate::engine::{Compress, CompressError};
+use crate::{
+    engine::{Compress, CompressError},
+    qpl::{PAGE_SIZE, SAMPLE},
+};
 
 /// Makes streams that have nothing to do with each other but their code.
 pub(crate) struct Learned {
@@ -43,10 +46,7 @@ impl Learned {
     }
 
     /// Uses a code that is good for `samples` from now on. It can write anything else too.
-    pub(crate) fn learn<'a>(
-        &mut self,
-        samples: impl Iterator<Item = &'a [u8]>,
-    ) -> Result<(), CompressError> {
+    fn learn<'a>(&mut self, samples: impl Iterator<Item = &'a [u8]>) -> Result<(), CompressError> {
         let at = self.state.as_ptr();
         // SAFETY: `at` points to an initialised state that nothing else refers to (rule 1).
         let counts = unsafe {
@@ -82,6 +82,10 @@ impl Learned {
 impl Compress for Learned {
     fn name(&self) -> &'static str {
         NAME
+    }
+
+    fn begin(&mut self, pages: &[u8]) -> Result<(), CompressError> {
+        self.learn(pages.chunks_exact(PAGE_SIZE).step_by(SAMPLE))
     }
 
     /// May need a few bytes more than the result has.
