@@ -59,7 +59,10 @@ fn main() {
         }
     });
     println!("the guest is at: {:?}", decision.guest);
-    assert!(here.runs != here.destination.guest.runs, "exactly one side runs the guest");
+    assert!(
+        here.runs != here.destination.guest.runs,
+        "exactly one side runs the guest"
+    );
 }
 
 /// The source's side. There is no journal: the process is its guest.

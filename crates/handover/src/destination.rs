@@ -107,7 +107,7 @@ pub enum DestinationEvent {
     NotPersisted { reason: String },
 }
 
-/// What a destination has to do, in this order.
+/// An action of a destination. Actions are carried out in order.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationAction {
     /// Write [`Destination::state`] to the journal, durably. On failure, skip all pending actions and report
@@ -144,7 +144,7 @@ impl Destination {
         }
     }
 
-    /// Goes on from a journal: the `incarnation` that accepted the attempt, and what was remembered.
+    /// Continues from a journal: the `incarnation` that accepted the attempt, and its recorded state.
     pub fn restore(incarnation: Incarnation, state: DestinationState) -> Self {
         Self {
             told: matches!(
@@ -234,7 +234,7 @@ impl Destination {
                 Vec::new()
             }
             DestinationState::Loaded => self.start(resume),
-            // The guest belongs here. What is observed now is the answer.
+            // The guest belongs here. The present observation is the answer.
             DestinationState::Starting { resume } if !self.looking => {
                 let resume = *resume;
                 self.looking = true;
@@ -551,7 +551,7 @@ mod tests {
         destination
     }
 
-    /// Each event, and what it gives to do.
+    /// Each event, and the actions that follow.
     #[track_caller]
     fn follow<const N: usize>(
         destination: &mut Destination,

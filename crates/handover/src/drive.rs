@@ -1,4 +1,4 @@
-//! Carries out what the machines decide.
+//! Carries out the machines' decisions.
 //!
 //! A [`Driver`] holds a machine and its pending actions. A host has the I/O: [`SourceHost`], [`DestinationHost`]. What
 //! a host cannot get wrong is here: the order of the actions, that a failed write of the journal stops those that follow, and that
@@ -25,19 +25,19 @@ pub type SourceDriver = Driver<Source, SourceAction>;
 /// A destination that is being driven.
 pub type DestinationDriver = Driver<Destination, DestinationAction>;
 
-/// Carries out the decisions of a [`Source`]. A method returns what has happened, or `None` when that is reported later.
+/// Carries out the decisions of a [`Source`]. A method returns the resulting event, or `None` if the event is reported later.
 pub trait SourceHost {
     /// Carries out [`SourceAction::Persist`]. By default there is no journal: for a process that is its guest.
     ///
     /// # Errors
-    /// Why the journal could not be written. It has what it had before then.
+    /// Why the journal could not be written. Its content is unchanged then.
     fn persist(&mut self, source: &Source) -> Result<(), String> {
         let _ = source;
         Ok(())
     }
 
     /// Whether the guest has run here since it was sent. Called before each `commit`, which is not sent then. By default
-    /// nobody but this process continues the guest.
+    /// only this process continues the guest.
     fn has_come_back(&mut self) -> bool {
         false
     }
@@ -52,13 +52,13 @@ pub trait SourceHost {
     fn resume(&mut self, source: &Source) -> Option<SourceEvent>;
 }
 
-/// Carries out the decisions of a [`Destination`]. A method returns what has happened, or `None` when that is reported
+/// Carries out the decisions of a [`Destination`]. A method returns the resulting event, or `None` if the event is reported
 /// later.
 pub trait DestinationHost {
     /// Carries out [`DestinationAction::Persist`]. By default there is no journal: for a process that is its guest.
     ///
     /// # Errors
-    /// Why the journal could not be written. It has what it had before then.
+    /// Why the journal could not be written. Its content is unchanged then.
     fn persist(&mut self, destination: &Destination) -> Result<(), String> {
         let _ = destination;
         Ok(())
@@ -80,7 +80,7 @@ pub trait DestinationHost {
     fn forget(&mut self);
 }
 
-/// What a [step](SourceDriver::step) of a source has come to.
+/// The result of a [step](SourceDriver::step) of a source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// An action has been carried out.
@@ -91,7 +91,7 @@ pub enum Step {
     Decided(Decision),
 }
 
-/// What a process that takes up an attempt finds of the guest at the source.
+/// The guest at the source, as found by a process that takes up an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FoundGuest {
     /// Its VMM has ended, which is proven.
@@ -129,7 +129,7 @@ impl<M, A> Deref for Driver<M, A> {
 }
 
 impl SourceDriver {
-    /// Takes up an attempt of an earlier process, from its journal and from what has become of the guest.
+    /// Takes up an attempt of an earlier process, from its journal and the state in which the guest was found.
     pub fn take_up(state: SourceState, resume: bool, guest: FoundGuest) -> Self {
         let event = guest.event(&state);
         let mut driver = Self::new(Source::restore(state, resume));
@@ -216,7 +216,7 @@ impl DestinationDriver {
         }
     }
 
-    /// Goes on with what the journal remembers.
+    /// Continues from the journal.
     pub fn go_on(&mut self) {
         self.pending.extend(self.machine.go_on());
     }

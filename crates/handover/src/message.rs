@@ -71,7 +71,7 @@ pub struct Prepare {
     /// The oldest one; the same if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub oldest_protocol: Option<u32>,
-    /// What is to be migrated.
+    /// Description of the guest, defined by the engine.
     #[serde(flatten)]
     pub details: Details,
 }
@@ -148,7 +148,7 @@ pub enum DestinationMessage {
     Unknown {
         /// The destination that answers.
         incarnation: Incarnation,
-        /// What it knows.
+        /// The known cause.
         reason: String,
     },
 }

@@ -11,13 +11,13 @@ pub const PREAMBLE_MAGIC: [u8; 7] = *b"VAMOOSE";
 /// The first bytes of a connection: [`PREAMBLE_MAGIC`], the kind, the attempt's id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Preamble {
-    /// What the connection is for.
+    /// The connection's purpose.
     pub kind: ConnectionKind,
     /// The attempt that it belongs to.
     pub attempt: AttemptId,
 }
 
-/// What a connection is for.
+/// Purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConnectionKind {
     /// The conversation of this crate, in lines of JSON.

@@ -80,7 +80,7 @@ impl SourceState {
     }
 }
 
-/// What a guest did last before its VMM ended. The destination may hold a copy.
+/// The guest's last known state before its VMM ended. The destination may hold a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LastSeen {
     /// The guest ran at the source until its VMM ended. The destination's copy is incomplete or older.
@@ -142,7 +142,7 @@ pub enum SourceEvent {
     NotPersisted { reason: String },
 }
 
-/// What a source has to do, in this order.
+/// An action of a source. Actions are carried out in order.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum SourceAction {
     /// Write [`Source::state`] and [`Source::resume`] to the journal, durably. On failure, skip all pending actions and report
@@ -177,7 +177,7 @@ impl Source {
             resume,
             direct: false,
             started: false,
-            // What was sent to the process before is not known.
+            // It is not known what the earlier process has sent.
             message_lost: true,
             runs_here: false,
         }
@@ -227,7 +227,7 @@ impl Source {
             } => self.committing(event, incarnation, guest_died),
             SourceState::Returning { cause } => self.returning(event, cause),
             SourceState::Over { .. } => match event {
-                // What is decided is decided. The destination gets no request to forget it.
+                // The decision is final. The destination is not asked to forget it.
                 SourceEvent::NotPersisted { .. } => self.decided(),
                 // Late answers.
                 _ => Vec::new(),
@@ -611,7 +611,7 @@ mod tests {
             }
             follow(&mut source, [(gone.clone(), actions)]);
         }
-        // What was sent to the process before is not known.
+        // It is not known what the earlier process has sent.
         let mut restored = Source::restore(COMMITTING, true).direct();
         follow(&mut restored, [(gone, "dial")]);
     }
@@ -808,7 +808,7 @@ mod tests {
         Source::restore(SourceState::Returning { cause }, true)
     }
 
-    /// Each event, and what it gives to do.
+    /// Each event, and the actions that follow.
     #[track_caller]
     fn follow<const N: usize>(source: &mut Source, events: [(SourceEvent, &str); N]) {
         for (event, actions) in events {

@@ -1,4 +1,4 @@
-//! What a peer can get wrong, by field and value.
+//! Errors of a peer, with field and value.
 
 use thiserror::Error;
 

@@ -55,7 +55,7 @@ methods! {
     Lz4 "lz4" own(1),
     /// One zstd frame per packet, each by itself. Vamoose's own.
     ZstdFrames "zstd-frames" own(2),
-    /// A table, and pages of which some are differences to versions that the receiver has, encoded by another
+    /// A table, and pages, some of which are differences to versions that the receiver has, encoded by another
     /// method. Vamoose's own.
     Delta "delta" own(3),
 }

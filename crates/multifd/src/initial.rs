@@ -43,7 +43,7 @@ impl Initial {
         })
     }
 
-    /// Parses what a peer sent first on a channel.
+    /// Parses the first packet of a channel.
     ///
     /// # Errors
     /// When the bytes do not begin a multifd channel. The channel's id is checked against the

@@ -1,7 +1,7 @@
 //! QEMU's multifd live-migration wire format: parse and build packets, no I/O.
 //!
-//! A multifd migration is one main stream, which this crate does not know, and `N` **data
-//! channels**, each of which carries
+//! A multifd migration consists of a main stream, which is not part of this crate, and `N` **data channels**, each of which
+//! carries
 //!
 //! ```text
 //!  64 bytes          320 bytes + table          payload_len bytes

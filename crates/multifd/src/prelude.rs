@@ -8,7 +8,7 @@ use crate::{
 /// Bytes to read before the kind of a packet, and so the length of its header, is known.
 pub const PRELUDE_LEN: usize = 12;
 
-/// What a packet carries.
+/// Content of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PacketKind {
     /// Pages of a RAM block, a SYNC, or both (sources before 9.0).

@@ -331,7 +331,7 @@ mod at {
 
 const _: () = assert!(at::OFFSETS + PRELUDE_LEN == RAM_HEADER_FIXED_LEN);
 
-/// Beside the method's bits, none of which it is.
+/// A flag outside of the method's bits.
 const ORIGIN_KNOWN: u32 = 1;
 
 /// What an unused field says about the origin: nothing, if it has a value that no Vamoose writes.

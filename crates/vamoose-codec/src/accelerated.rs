@@ -1,4 +1,4 @@
-//! Hardware beside its software fallback: whatever a device does, the packet is done.
+//! Hardware with a software fallback: whatever the device does, every packet is processed.
 //!
 //! ```text
 //!            device ──ok──> shape right? ──yes──> check due? ──no──> out
@@ -7,14 +7,13 @@
 //!            software fallback <───┴─────────────────────┴─ wrong ──> the device is off from now on
 //! ```
 //!
-//! - A packet to decode that is not in the shape that devices write goes to software, and is no failure.
-//! - A failure costs the device that packet; a row of failures costs it the rest of the migration, for
+//! - Software decodes a packet that no device can have written. That is not a failure.
+//! - After a failure, software processes the packet. After a series of failures, software processes the rest of the migration:
 //!   a device that times out at every packet would stall it.
-//! - A full queue is no failure: the next packet is offered again.
-//! - **Wrong bytes switch all devices off for the rest of the migration.** If packets had gone out
-//!   before that were not checked, the migration ends with an error: the guest runs at the source,
-//!   and no page is found to be wrong a month later. With [`Verify::All`] there are no such
-//!   packets, and the migration continues.
+//! - A full queue is not a failure: the device is offered the next packet.
+//! - **Wrong bytes switch all devices off for the rest of the migration.** If unchecked packets were sent before, the migration
+//!   ends with an error: the guest runs at the source, and no corrupt page stays undetected. With [`Verify::All`] there are
+//!   no unchecked packets, and the migration continues.
 
 use std::sync::Arc;
 
@@ -26,15 +25,15 @@ use crate::{
     engine::{Compress, CompressError, Device, DeviceError, Unpack},
 };
 
-/// Which of a device's results are decoded, or done again, in software and compared.
+/// Which results of a device are checked: decoded or repeated in software, and compared.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Verify {
-    /// None: it costs nothing.
+    /// None.
     Off,
     /// The first packet of each encoder and decoder and every 64th after it.
     #[default]
     Sample,
-    /// Every packet: nothing wrong can leave, and the device saves hardly anything.
+    /// Every packet: no wrong packet can be sent, and the device saves hardly any work.
     All,
 }
 
@@ -51,7 +50,7 @@ impl Verify {
     ];
 }
 
-/// Decides for one channel when a device is asked and when it is believed.
+/// Decides for one channel when a device is used and when its results are checked.
 pub(crate) struct Guard {
     engine: &'static str,
     method: Method,
@@ -82,7 +81,7 @@ impl Guard {
         }
     }
 
-    /// Whether to ask the device for the next packet, if it is one for it; if not, that is counted.
+    /// Whether the device gets the next packet, if the packet is one `is_for_it`. If not, counts a fallback.
     fn asks(&self, is_for_it: bool) -> bool {
         let asks = is_for_it && !self.health.is_off();
         if !asks {
@@ -91,7 +90,7 @@ impl Guard {
         asks
     }
 
-    /// Whether to check the packet that the device has just done.
+    /// Whether to check the packet that the device has just processed.
     fn checks(&mut self) -> bool {
         match self.verify {
             Verify::Off => false,
@@ -121,7 +120,7 @@ impl Guard {
         }
     }
 
-    /// Logs an error, and returns one if unchecked packets have gone out before.
+    /// Logs an error, and returns the number of unchecked packets that were sent before, unless it is 0.
     fn wrong(&self) -> Result<(), u64> {
         self.health.add_fallback();
         let unchecked = self.health.add_wrong();
@@ -138,7 +137,7 @@ impl Guard {
     }
 }
 
-/// Encodes by a device, and in software when need be: `fallback` and `verifier` are of the device's method.
+/// Encodes by a device, or in software if the device fails: `fallback` and `verifier` implement the device's method.
 pub(crate) struct Accelerated {
     pub(crate) guard: Guard,
     pub(crate) device: Box<dyn Device>,
@@ -149,7 +148,7 @@ pub(crate) struct Accelerated {
 }
 
 impl Accelerated {
-    /// `None` when software has to do it.
+    /// `None` if software has to encode the packet.
     fn by_device(&mut self, pages: &[u8], out: &mut [u8]) -> Result<Option<usize>, CompressError> {
         let written = self.device.compress(pages, out).and_then(|len| {
             let payload = out.get(..len).unwrap_or_default();
@@ -199,7 +198,7 @@ impl Compress for Accelerated {
     }
 }
 
-/// Decodes by a device, and in software when need be: `fallback` is of the device's method.
+/// Decodes by a device, or in software if the device fails: `fallback` implements the device's method.
 pub(crate) struct AcceleratedUnpack {
     pub(crate) guard: Guard,
     pub(crate) device: Box<dyn Device>,
@@ -210,12 +209,12 @@ pub(crate) struct AcceleratedUnpack {
 
 impl Unpack for AcceleratedUnpack {
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
-        // Peers without a device may write what none can read, and that is no failure of this one.
+        // A peer without a device may send packets that no device can read. That is not a failure of this device.
         if !self.guard.asks(self.has_shape(payload, pages.len())) {
             return self.fallback.unpack(payload, pages);
         }
         if let Err(failure) = self.device.unpack(payload, pages) {
-            // Perhaps it is the payload's fault: the fallback decides.
+            // The payload may be corrupt: the fallback decides.
             self.guard.failed(&failure);
             return self.fallback.unpack(payload, pages);
         }

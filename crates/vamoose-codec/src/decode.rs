@@ -13,14 +13,13 @@ use crate::{
 
 /// Decodes the packets of one channel, in their order, for the whole migration.
 ///
-/// Each packet's flags name its method. What a method needs is created when the first packet asks for
-/// it, so a decoder costs nothing until then.
+/// Each packet's flags name its method. A method's decoder is created for the first packet of the method.
 pub struct Decoder {
     layout: Layout,
     engines: Option<(Engines, Arc<Health>)>,
     /// By method.
     unpackers: Vec<(Method, Box<dyn Unpack>)>,
-    /// Pages that were asked for here, once they are.
+    /// The pages of [`decode_borrowed`](Decoder::decode_borrowed), where the method keeps none.
     pages: Vec<u8>,
     failed: bool,
 }
@@ -69,9 +68,8 @@ impl Decoder {
         result
     }
 
-    /// As [`decode`](Decoder::decode), of `len` bytes of pages, which stay in the decoder until its next
-    /// packet: for callers that have to copy them elsewhere anyway, as method zstd, whose pages are its
-    /// history, then needs no copy of its own.
+    /// As [`decode`](Decoder::decode), of `len` bytes of pages, which stay in the decoder until its next packet. For callers that
+    /// copy the pages elsewhere anyway: method zstd, whose history they are, then copies nothing.
     ///
     /// # Errors
     /// As [`decode`](Decoder::decode).
@@ -129,7 +127,7 @@ impl Decoder {
         Ok(self.unpackers.len() - 1)
     }
 
-    /// Puts the hardware that there is for `method` before its software fallback.
+    /// Adds the hardware for `method`, if there is any, to its software fallback.
     fn accelerate(&self, method: Method, software: Box<dyn Unpack>) -> Box<dyn Unpack> {
         let Some((engines, health)) = &self.engines else {
             return software;

@@ -49,16 +49,16 @@ impl Encoder {
         }
     }
 
-    /// The method that was asked for; see [`Encoded::method`].
+    /// The requested method; see [`Encoded::method`].
     pub fn method(&self) -> Method {
         self.method
     }
 
-    /// The payload of a packet whose normal pages are `pages`, back to back: at most
-    /// `layout.packet_bytes()` of them, and none of them give an empty payload.
+    /// The payload of a packet whose normal pages are `pages`, back to back: at most `layout.packet_bytes()` bytes. Without
+    /// pages it is empty.
     ///
-    /// `out` is the output buffer, of `layout.max_payload()` bytes: with less, what does not fit
-    /// is an error. Nothing is allocated.
+    /// `out` is the output buffer, of `layout.max_payload()` bytes: with less, a payload that does not fit is an error. Nothing
+    /// is allocated.
     ///
     /// # Errors
     /// When `pages` is too long, the library fails, or the payload would be longer than
@@ -73,7 +73,7 @@ impl Encoder {
             return Ok(raw(pages));
         };
         let out = limited(out, self.layout);
-        // A flush of nothing would be bytes, which a packet without pages cannot carry.
+        // A flush has bytes even without pages, and a packet without pages has no payload.
         let result = match pages.len() {
             0 => Ok(0),
             _ => engine.compress(pages, out),

@@ -1,5 +1,5 @@
-//! What a compression library, or a device, has to do for us. Everything else (sizes, progress,
-//! fallback, errors that name values) is written once, in `encode`, `decode` and `accelerated`.
+//! What a compression library or a device has to implement. Everything else (sizes, fallback, errors that name values) is
+//! written once, in `encode`, `decode` and `accelerated`.
 
 use std::{
     ops::RangeInclusive,
@@ -17,7 +17,7 @@ use crate::DecodeError;
 pub(crate) struct Software {
     pub(crate) name: &'static str,
     pub(crate) levels: RangeInclusive<i32>,
-    /// The encoding side of a new channel, at one of these levels. Fails for want of memory only.
+    /// The encoding side of a new channel, at one of these levels. Fails only if there is no memory.
     pub(crate) compressor: fn(i32) -> Result<Box<dyn Compress>, &'static str>,
 }
 
@@ -34,7 +34,7 @@ pub(crate) trait Compress: Send {
     /// Writes `pages`, encoded, to the start of `out`, and returns how many bytes that are.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError>;
 
-    /// Where the engine would copy the next pages to; `None` if it takes them from anywhere.
+    /// The engine's own buffer for the next pages; `None` if it reads pages from anywhere.
     fn input_buffer(&mut self) -> Option<&mut [u8]> {
         None
     }
@@ -62,8 +62,8 @@ pub(crate) enum CompressError {
     },
 }
 
-/// Most bytes of a payload for `pages_len` bytes of pages that may also go raw: a 32nd has to be saved.
-/// Below that, the receiver's work costs more than the link.
+/// Most bytes of a payload for `pages_len` bytes of pages that may also be sent raw: encoding has to save a 32nd. If it saves
+/// less, the receiver's work costs more than the link.
 pub(crate) fn most_worth_sending(pages_len: usize) -> usize {
     pages_len - pages_len / 32
 }
@@ -101,7 +101,7 @@ pub(crate) trait Unpack: Send {
 pub(crate) trait Accelerator: Send + Sync {
     fn name(&self) -> &'static str;
 
-    /// Whether it takes guests with this layout.
+    /// Whether it supports guests with this layout.
     fn takes(&self, layout: Layout) -> bool {
         let _ = layout;
         true
@@ -139,7 +139,7 @@ impl From<String> for Missing {
     }
 }
 
-/// One channel's share of an [`Accelerator`]. It may fail at any packet, and even lie.
+/// One channel's share of an [`Accelerator`]. It may fail at any packet, and may return wrong results.
 pub(crate) trait Device: Send {
     /// As [`Compress::compress`].
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, DeviceError>;
@@ -148,13 +148,13 @@ pub(crate) trait Device: Send {
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DeviceError>;
 }
 
-/// Why a device did not do a packet.
+/// Why a device did not process a packet.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub(crate) enum DeviceError {
-    /// It has too much to do: another packet may find room.
+    /// Its queue is full. The next packet may find room.
     #[error("its queue is full")]
     Busy,
-    /// No answer within the device's own limit.
+    /// The device did not answer in time.
     #[error("it timed out: {0}")]
     TimedOut(String),
     /// Anything else.

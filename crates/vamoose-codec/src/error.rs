@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use multifd::Method;
 use thiserror::Error;
 
-/// A method or level that cannot be had.
+/// A method, level or engine that is not available.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -22,14 +22,14 @@ pub enum SettingsError {
     /// The method exists in QEMU, but not here.
     #[error("method {method} is not built in")]
     NotBuilt { method: Method },
-    /// Hardware that was asked for by name is not there.
+    /// Hardware that was named is absent.
     #[error("engine {engine} is absent")]
     EngineAbsent {
         engine: &'static str,
         #[source]
         reason: Absence,
     },
-    /// Hardware that was asked for by name cannot do the method.
+    /// Hardware that was named does not support the method.
     #[error("engine {engine} does not do method {method}, only {}", names(serves))]
     EngineMethod {
         engine: &'static str,
@@ -137,7 +137,7 @@ pub enum DecodeError {
     },
     #[error("the peer sent a packet with method {method}, which is not built in")]
     NotBuilt { method: Method },
-    /// The caller asked for more than fits into a packet: our fault.
+    /// The caller expected more than fits into a packet: our fault.
     #[error("{len} bytes of pages were expected of one packet, at most {max} fit")]
     Output { len: usize, max: usize },
     /// The library behind the decoder could not be set up: our host's fault.

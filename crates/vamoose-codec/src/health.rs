@@ -1,9 +1,9 @@
-//! How the hardware engines of a migration are doing.
+//! Counters of a migration's hardware engines, and when the engines are switched off.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-/// Counts what the devices of one migration did, over all its channels, and decides when they are not
-/// to be used any more.
+/// Counts the packets that the devices of one migration processed, over all its channels, and decides when the devices are
+/// switched off.
 #[derive(Debug, Default)]
 pub struct Health {
     accelerated: AtomicU64,
@@ -18,13 +18,13 @@ pub struct Health {
 /// The counters of a [`Health`] at one moment. All count packets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Done by a device, and right as far as it is known.
+    /// Processed by a device, and not found wrong.
     pub accelerated: u64,
-    /// Done in software although there is a device.
+    /// Processed in software although there is a device.
     pub fallbacks: u64,
-    /// Done by a device and compared with what went in.
+    /// Processed by a device and checked.
     pub checked: u64,
-    /// Found wrong by such a check.
+    /// Found wrong by a check.
     pub wrong: u64,
 }
 
@@ -56,19 +56,19 @@ impl Health {
             &self.unchecked
         };
         counter.fetch_add(1, Ordering::Relaxed);
-        // Written rarely, or every channel would fight for the line.
+        // Written rarely, so that channels do not contend for the cache line.
         if self.failures_in_a_row.load(Ordering::Relaxed) > 0 {
             self.failures_in_a_row.store(0, Ordering::Relaxed);
         }
     }
 
-    /// Counts a failure; true when it is the one at which to stop asking.
+    /// Counts a failure; true if this failure switches the devices off.
     pub(crate) fn add_failure(&self, weight: u32) -> bool {
         let before = self.failures_in_a_row.fetch_add(weight, Ordering::Relaxed);
         before.saturating_add(weight) >= MOST_FAILURES && !self.off.swap(true, Ordering::Relaxed)
     }
 
-    /// Switches the devices off for wrong bytes; returns how many packets went out unchecked before.
+    /// Switches the devices off because of wrong bytes; returns the number of packets that were sent unchecked before.
     pub(crate) fn add_wrong(&self) -> u64 {
         self.wrong.fetch_add(1, Ordering::Relaxed);
         self.off.store(true, Ordering::Relaxed);
@@ -76,6 +76,5 @@ impl Health {
     }
 }
 
-/// Weight of failures in a row after which a device is given up for the rest of the migration: it
-/// costs time at every packet.
+/// Weight of consecutive failures at which devices are switched off for the rest of the migration: each one costs time.
 const MOST_FAILURES: u32 = 16;

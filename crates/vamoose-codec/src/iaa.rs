@@ -6,28 +6,28 @@
 //!                  v
 //!              Payload (the table of lengths, the streams in their order)
 //! ```
-//! The payload is method qpl's ([`qpl`]), whether a device or the processor has written a page. What the
-//! processor does instead of a device is counted ([`OffloadCounters`]) and is no failure of the packet. It is one when all
-//! work queues are dead: then the guard of this engine gives it up (module `accelerated`).
+//! The payload is method qpl's ([`qpl`]), whether a device or the processor has compressed a page. Pages that the processor
+//! compresses instead of a device are counted ([`OffloadCounters`]); the packet has not failed. It fails only if all work
+//! queues are dead: then the guard of this engine switches it off (module `accelerated`).
 //!
 //! # Levels
-//! IAA has one way to search for matches. What can be chosen is the Huffman code:
+//! IAA has one way to search for matches. The level chooses the Huffman code:
 //!
-//! - Level 0: that which is built into the format. One operation a page, nothing to wait for.
-//! - Levels 1 and above: learned. Before a packet the devices count the symbols of every 16th page; the code for
-//!   them goes out with each page, 60 to 110 bytes. That costs a wait of microseconds a packet and the making of the
-//!   code; a page in which this is longer than the page goes as it is.
+//! - Level 0: the code that is built into the format. One operation a page, without waiting.
+//! - Levels 1 and above: a learned code. Before a packet, the devices count the symbols of every 16th page; the code for them
+//!   is sent with each page, 60 to 110 bytes. That costs a wait of microseconds per packet and the construction of the code.
+//!   A page that does not become shorter is sent as it is.
 //!
-//! The level is software's as well: pages that software does are written by qpl's engine for it.
+//! Pages that software compresses are compressed by qpl's engine for the same level.
 //!
-//! docs/engines.md has the figures, by the **model** of an IAA and what it finds for matches (`bench/benches/iaa.rs`).
-//! At level 0 the device is what takes the time. At level 1 it is the making of the code, about 150 µs a packet.
+//! docs/engines.md has the figures, measured with the **model** of an IAA (`bench/benches/iaa.rs`). At level 0 the device takes
+//! most of the time. At level 1 it is the construction of the code, about 150 µs a packet.
 //!
 //! # Canned mode
-//! There the learned code would travel once per packet rather than with each page. It is not used: a packet would
-//! need a format of its own, which only another Vamoose reads, in order to save the description (of the pages in
-//! [`qpl`]'s table 5 %), and towards another Vamoose lz4 and zstd-frames are better in either direction without any
-//! device. It would also lose the format's way out for data that the code does not suit.
+//! In IAA's canned mode the learned code would be sent once per packet instead of with each page. It is not used: the packet
+//! would need a format that only another Vamoose reads, to save 5 % of the bytes of [`qpl`]'s table, and between two Vamooses
+//! lz4 and zstd-frames are better without any device. It would also lose the format's fallback for data that the code does
+//! not suit.
 
 use std::sync::Arc;
 

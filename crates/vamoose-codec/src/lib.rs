@@ -1,5 +1,5 @@
-//! Encoders and decoders of page data, one per channel and direction, for QEMU's multifd methods
-//! and some of Vamoose's own, and the engines (libraries, devices) that do their work.
+//! Encoders and decoders of page data, one per channel and direction, for QEMU's multifd methods and two of Vamoose's own, and
+//! the engines (libraries, devices) that implement them.
 //!
 //! A packet's payload is the packet's normal pages, back to back, encoded by one method. For zlib
 //! and zstd the channel carries **one** stream for the whole migration:
@@ -14,9 +14,9 @@
 //!
 //! The packets of lz4, zstd-frames, qpl and qatzip are independent of each other.
 //!
-//! So an [`Encoder`] and a [`Decoder`] live as long as their channel, see each of its packets once
-//! and in order, and are of no use after an error: the other side's history differs from then on.
-//! The flush makes a packet decodable as soon as it has arrived.
+//! An [`Encoder`] and a [`Decoder`] live as long as their channel and process each of its packets once, in order. They cannot
+//! be used after an error: the other side's history differs from then on. The flush makes a packet decodable as soon as it
+//! has arrived.
 //!
 //! ```
 //! use vamoose_codec::{Decoder, Settings, encoder};

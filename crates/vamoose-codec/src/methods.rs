@@ -1,7 +1,7 @@
 //! The table of methods: what each is, its levels, its engines in software and its decoder.
 //!
 //! A new method needs a row in `multifd`'s `flags` (name, bits), a row here, and a module with its format.
-//! What encodes, decodes, chooses and documents methods reads these rows.
+//! Encoders, decoders, command-line options and documentation read these rows.
 
 use std::{fmt, ops::RangeInclusive};
 
@@ -15,7 +15,7 @@ use crate::{
 
 /// A method that this crate encodes and decodes.
 pub struct MethodInfo {
-    /// What its packets are, in a few words.
+    /// A short description of its packets.
     pub packets: &'static str,
     /// The levels that can be set; `None` for a method without levels.
     pub levels: Option<Levels>,
@@ -47,11 +47,11 @@ pub enum DecodedBy {
 pub struct Levels {
     /// The lowest and the highest.
     pub range: RangeInclusive<i32>,
-    /// The level where none is given.
+    /// The default level.
     pub default: i32,
     /// Whether a higher level is the faster one.
     pub higher_is_faster: bool,
-    /// The level that 0 stands for.
+    /// The level that is used for level 0.
     pub(crate) zero: i32,
 }
 
@@ -64,7 +64,7 @@ pub enum Framing {
     Packet,
 }
 
-/// The method's row; `None` where QEMU has a method that this crate has not.
+/// The method's row; `None` for a method of QEMU that this crate does not implement.
 pub fn info(method: Method) -> Option<MethodInfo> {
     let info = match method {
         Method::None => MethodInfo {
@@ -99,7 +99,7 @@ pub fn info(method: Method) -> Option<MethodInfo> {
             framing: Framing::Packet,
             unpacker: Some(|layout| Ok(Box::new(qpl::Unpacker::new(layout)?))),
         },
-        // No host here has UADK's library; delta wraps another method, see `delta`.
+        // There is no engine for UADK; delta wraps another method, see `delta`.
         Method::Uadk | Method::Delta => return None,
         Method::Qatzip => MethodInfo {
             packets: "gzip members of 64 KiB, as Intel's QAT does it",
@@ -164,13 +164,13 @@ impl Levels {
         }
     }
 
-    /// Those of `levels` that are levels of the method.
+    /// The part of `levels` that the method has.
     fn within(&self, levels: &RangeInclusive<i32>) -> RangeInclusive<i32> {
         *self.range.start().max(levels.start())..=*self.range.end().min(levels.end())
     }
 }
 
-/// For people: `0 to 9`. Negative levels have a name instead of a number, as the lowest means nothing to anyone.
+/// As text: `0 to 9`. Negative levels are summarised, as the number of the lowest one means nothing to users.
 impl fmt::Display for Levels {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self.range.start() {

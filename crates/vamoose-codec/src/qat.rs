@@ -1,10 +1,9 @@
-//! Engine qat: Intel QuickAssist for method qatzip, through libqatzip where the host has that.
+//! Engine qat: Intel QuickAssist for method qatzip, through libqatzip if the host has it.
 //!
-//! One session per channel and direction, opened by the thread that uses it, at its first packet. A
-//! packet that fails costs its session, which may not be used again: a new one is opened. That happens
-//! only a few times where a session leaves memory behind, as it does when its device does not answer, or
-//! cannot be opened; after that this channel is software's. Where others have all instances of the devices, a
-//! session is as good as before, and one that cannot be opened is tried again.
+//! Each channel and direction has one session, opened by the thread that uses it, at its first packet. A session that has
+//! failed may not be used again: a new one is opened for the next packet. A session leaks its memory if its device does not
+//! answer. After a few leaks, or sessions that cannot be opened, software serves the channel. If other processes have all
+//! instances of the devices, the session stays usable, and opening one is tried again.
 
 #[cfg(test)]
 mod tests;
@@ -28,7 +27,7 @@ impl Qat {
     pub(crate) const NAME: &str = "qat";
     pub(crate) const METHODS: &[Method] = &[Method::Qatzip];
 
-    /// The host's, or why there is none.
+    /// The host's QAT, or why there is none.
     pub(crate) fn of_host() -> Result<Self, Missing> {
         Self::open(OsStr::new(LIBRARY))
     }
@@ -71,7 +70,7 @@ impl Accelerator for Qat {
     }
 }
 
-/// Sessions that a channel may lose: what an unanswered request may still write to is never freed.
+/// Sessions that a channel may lose: memory that an unanswered request may still write to is never freed.
 const MOST_LOST: u32 = 4;
 
 struct QatDevice {
@@ -79,12 +78,12 @@ struct QatDevice {
     level: u32,
     layout: Layout,
     session: Option<Session>,
-    /// Sessions that have left their memory behind, or were not opened.
+    /// Sessions that have leaked their memory, or could not be opened.
     lost: u32,
 }
 
 impl QatDevice {
-    /// Does `work` on the session, opening one if need be.
+    /// Runs `work` on the session, which is opened first if there is none.
     fn with_session<T>(
         &mut self,
         work: impl FnOnce(&mut Session) -> Result<T, Failure>,
@@ -127,7 +126,7 @@ fn device_error(failure: Failure) -> DeviceError {
     let reason = failure.to_string();
     match failure {
         Failure::Code { code, .. } if code == Code::TIMEOUT => DeviceError::TimedOut(reason),
-        // Other processes have them all, for the moment.
+        // Other processes have all instances at present.
         Failure::Code { code, .. } | Failure::Absent(Absent::Refused { code, .. })
             if code == Code::NO_INSTANCE =>
         {

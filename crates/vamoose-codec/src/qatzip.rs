@@ -5,10 +5,9 @@
 //!  │ gzip, FEXTRA  no time  xfl, os  XLEN       subfield          all sizes and sums u32 LE               └──── trailer ─────┘
 //! ```
 //!
-//! QAT hardware wants exactly this header and at most 64 KiB of source a member, so that is what is
-//! sent, eight members for a full packet. QEMU's software path writes one member per packet and
-//! takes any gzip: taken here are members of any size, with any of the fields that RFC 1952 allows.
-//! Every sum and size that a payload states is checked.
+//! QAT hardware requires exactly this header and at most 64 KiB of source in a member, so a full packet is sent as eight
+//! members. QEMU's software path writes one member per packet and accepts any gzip. This decoder accepts members of any
+//! size, with any of the fields that RFC 1952 allows, and checks every sum and size that a payload states.
 //!
 //! # Engines
 //! Level 1 is encoded by ISA-L at its level 1, in one call per member; levels 2 to 9, and level 1
@@ -160,7 +159,7 @@ impl Unpack for Unpacker {
     }
 }
 
-/// What is wrong with a member.
+/// The error in a member.
 enum Wrong {
     TooLong,
     Corrupt(&'static str),

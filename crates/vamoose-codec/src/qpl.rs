@@ -6,9 +6,8 @@
 //!                                           the page size, the page as it is
 //! ```
 //!
-//! IAA's window is 4 KiB. Within a page of 4096 bytes no distance is longer, whatever writes it;
-//! within larger ones it could be, so there this method does not encode. What a peer without that
-//! limit sends is decoded.
+//! IAA's window is 4 KiB. Within a page of 4096 bytes no distance is longer, whatever encodes it. Larger pages could have longer
+//! distances, so this method does not encode them. It decodes larger pages of peers without that limit.
 //!
 //! # Engines
 //! Level 0 is for links that are faster than processors: ISA-L's level 0, one pass over each page,
@@ -143,8 +142,8 @@ impl<'a> Payload<'a> {
         })
     }
 
-    /// Adds a page: the stream that `encode` writes to the room that it gets and of which it returns the length, or
-    /// the page as it is if that room does not suffice.
+    /// Adds a page: the stream that `encode` writes to the buffer that it is given, and whose length it returns, or the page as
+    /// it is if the buffer is too small.
     pub(crate) fn page(
         &mut self,
         page: &[u8],
@@ -254,7 +253,7 @@ fn to_len(length: [u8; 4]) -> usize {
     usize::try_from(u32::from_be_bytes(length)).unwrap_or(usize::MAX)
 }
 
-/// Takes what has the length `length` off the front of `streams`.
+/// Splits `length` bytes off the front of `streams`.
 pub(crate) fn split(streams: &[u8], length: [u8; 4]) -> Result<(&[u8], &[u8]), DecodeError> {
     let method = Method::Qpl;
     let reason = LONGER;

@@ -1,4 +1,4 @@
-//! Which engines there are, and which of them does a migration's work.
+//! All engines, and the choice of the engines of a migration.
 //!
 //! ```text
 //!  method      software, the better one first     hardware, before its software fallback
@@ -10,9 +10,9 @@
 //!  qpl         isa-l, libdeflate                  iaa
 //!  qatzip      isa-l, libdeflate                  qat
 //! ```
-//! An engine that is absent is not an error: the registry has the reason. Under [`Accel::Auto`] hardware is used
-//! where it is; naming it makes it mandatory, and its absence an error before anything is opened.
-//! Whatever a device does later, its packets are encoded: see `accelerated`.
+//! An absent engine is not an error: the registry has the reason. With [`Accel::Auto`], hardware is used if it is present.
+//! Hardware that is named is mandatory: its absence is an error before anything is opened. Whatever a device does later, its
+//! packets are encoded: see `accelerated`.
 
 use std::{
     error::Error,
@@ -42,7 +42,7 @@ use crate::{
 #[cfg(feature = "fault-injection")]
 use crate::{Faults, testing::Faulty};
 
-/// What to use of the host's hardware.
+/// Which of the host's hardware to use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Accel {
     /// The best that is there.
@@ -70,7 +70,7 @@ impl Accel {
     ];
 }
 
-/// The engines of this program on this host. Hardware is looked for when it is first asked for.
+/// The engines of this program on this host. Hardware is probed when it is first requested.
 pub struct Registry {
     hardware: Vec<Hardware>,
 }
@@ -86,14 +86,14 @@ pub struct EngineInfo {
     pub levels: Option<RangeInclusive<i32>>,
     /// Whether it is hardware.
     pub hardware: bool,
-    /// Why it is absent; `None` if it is there.
+    /// Why it is absent; `None` if it is present.
     pub absent: Option<String>,
     /// The file of the library that drives the hardware, if that is loaded, with the version in its name. Not of
     /// libraries that are part of this program.
     pub library: Option<PathBuf>,
 }
 
-/// What is chosen for a migration. Cheap to clone.
+/// The engines chosen for a migration. Cheap to clone.
 #[derive(Clone)]
 pub struct Engines {
     registry: Arc<Registry>,
@@ -196,7 +196,7 @@ impl Registry {
         Ok(self)
     }
 
-    /// Every engine, method by method, the preferred one first. Looks for all hardware.
+    /// All engines, method by method, the preferred one first. Probes all hardware.
     pub fn engines(&self) -> Vec<EngineInfo> {
         let mut engines = Vec::new();
         for method in Method::ALL {
@@ -275,7 +275,7 @@ impl Registry {
         }
     }
 
-    /// The hardware that serves `method` under `accel`, if there is some.
+    /// The hardware that serves `method` with the choice `accel`, if it is present.
     fn accelerator(&self, method: Method, accel: Accel) -> Option<&Arc<dyn Accelerator>> {
         self.hardware
             .iter()
@@ -314,16 +314,15 @@ impl Engines {
         hardware.map_or(self.settings.engine(), |accelerator| accelerator.name())
     }
 
-    /// What the devices have done that work page by page, of those that these engines have used so far; `None`
-    /// without such devices.
+    /// Counters of the devices that work page by page, as far as these engines have used them; `None` without such devices.
     pub fn device_work(&self) -> Option<OffloadCounters> {
         let hardware = self.registry.hardware.iter();
         let mut chosen = hardware.filter(|hardware| hardware.is_allowed(self.accel));
         chosen.find_map(|hardware| hardware.opened.get()?.as_ref().ok()?.work())
     }
 
-    /// An encoder for a new channel, or one more for the same channel if the method's packets are
-    /// independent. `health` is the migration's.
+    /// An encoder for a new channel, or another one for the same channel if the method's packets are independent. `health` is
+    /// the migration's.
     ///
     /// # Errors
     /// When the method's library cannot be set up (no memory), or the method has no format for such

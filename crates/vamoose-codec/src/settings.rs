@@ -1,4 +1,4 @@
-//! Which method at which level, checked once, before anything is opened.
+//! A method and its level, checked once, before anything is opened.
 
 use multifd::Method;
 
@@ -42,7 +42,7 @@ impl Settings {
         self.method
     }
 
-    /// The level that acts: defaults are filled in. `None` for the method that has no levels.
+    /// The effective level, with defaults filled in. `None` for a method without levels.
     pub fn level(&self) -> Option<i32> {
         self.level
     }
@@ -52,7 +52,7 @@ impl Settings {
         methods::info(self.method).map_or(Framing::Stream, |info| info.framing())
     }
 
-    /// The software engine that serves them: a library's name, or `copy` for method none.
+    /// Name of the software engine: a library, or `copy` for method none.
     pub fn engine(&self) -> &'static str {
         self.software().map_or(COPY, |(engine, _)| engine.name)
     }

@@ -9,7 +9,7 @@ pub fn is_zero(page: &[u8]) -> bool {
         .all(|part| part == &ZEROS[..part.len()])
 }
 
-/// What a part of a page is compared with.
+/// A part of a page is compared with this.
 const ZEROS: [u8; 4096] = [0; 4096];
 
 #[cfg(test)]

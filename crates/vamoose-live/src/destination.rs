@@ -103,7 +103,7 @@ impl DestinationHandle {
 /// A guest that has arrived.
 #[derive(Clone, Copy, Debug)]
 pub struct Arrival {
-    /// What was received.
+    /// Counters of the received data.
     pub moved: Snapshot,
     /// From the source's first message to the running guest.
     pub total_time: Duration,

@@ -12,18 +12,18 @@
 //! ```
 //!
 //! - Only the migration watches and clears, only between [`start`](DirtyLog::start) and [`stop`](DirtyLog::stop), and a page
-//!   only **before** it reads the page. A write that comes between is then in what was read, or shows again;
-//!   a bit cleared after reading would lose it.
-//! - A log may clear in [`collect`](DirtyLog::collect) already, where its mechanism reads and clears at once. What it
-//!   returned is then in the caller's hands alone.
+//!   only **before** it reads the page. A write in between is then part of the data that was read, or is logged again. A bit
+//!   cleared after reading would lose the write.
+//! - A log may clear in [`collect`](DirtyLog::collect) already, if its mechanism reads and clears at once. Only the caller knows
+//!   the returned pages then.
 //! - Large memory is watched and cleared in windows of up to 1 GiB, by several threads at once, while the guest runs and other
 //!   windows are read. So `start` should be short, and leave to `watch` what takes a time for each page.
 //! - A component whose writes a log does not see (device emulation with KVM's log, a vhost-user process
 //!   with this process's page tables) has to mark the page in a log of its own **after** the write;
 //!   [`Merged`] makes one log of several.
-//! - What a failed migration leaves behind: nothing. `stop` ends logging, whatever was collected or
-//!   cleared before is of no meaning any more, and the next attempt begins with `start` and with every
-//!   page, because its destination knows none. So no failure can lose a page, however it came about.
+//! - A failed migration leaves nothing behind. `stop` ends logging, and bits that were collected or cleared before have no
+//!   meaning any more. The next attempt begins with `start` and sends every page, because its destination has none. So no
+//!   failure can lose a page.
 
 mod bitmap;
 mod collect;
@@ -50,14 +50,14 @@ pub use userfaultfd::UserfaultLog;
 ///
 /// All methods may be called from several threads at once; see the [module](self) for what may be called when.
 pub trait DirtyLog: Send + Sync {
-    /// Begins to log. Of each page, what is written from its [`watch`](DirtyLog::watch) on is found.
+    /// Begins to log. Writes to a page are recorded from its [`watch`](DirtyLog::watch) on.
     ///
     /// # Errors
     /// When the mechanism cannot be set up.
     fn start(&self) -> Result<(), DirtyLogError>;
 
-    /// From here on, each of `pages` of `block` that is written is found. What was written before need not be. The first of
-    /// them is a multiple of 64, and so is the end, unless it is that of the block. Called once for each page after
+    /// From here on, writes to `pages` of `block` are recorded. Earlier writes need not be. The first page is a multiple of 64, and
+    /// so is the end, unless it is the end of the block. Called once for each page after
     /// `start`, before the page is read, and before the first [`collect`](DirtyLog::collect).
     ///
     /// # Errors
@@ -67,8 +67,8 @@ pub trait DirtyLog: Send + Sync {
         Ok(())
     }
 
-    /// How many pages of a block one call of [`collect`](DirtyLog::collect) is about, so that several threads can each
-    /// do a part: a multiple of 64. By default all of a block, for mechanisms that have no other way.
+    /// How many pages of a block one call of [`collect`](DirtyLog::collect) covers, so that several threads can each do a part: a
+    /// multiple of 64. By default all of a block, for mechanisms that cannot divide it.
     fn pages_per_collect(&self) -> usize {
         usize::MAX
     }
@@ -85,7 +85,7 @@ pub trait DirtyLog: Send + Sync {
         dirty: &mut [u64],
     ) -> Result<(), DirtyLogError>;
 
-    /// Clears the pages of `block` whose bits are set in `words`, of which the first bit is page
+    /// Clears the pages of `block` whose bits are set in `words`, whose first bit is page
     /// `first_page`, a multiple of 64: the next write to each of them shows again.
     ///
     /// # Errors
@@ -102,7 +102,7 @@ pub trait DirtyLog: Send + Sync {
 /// Memory of one call of [`DirtyLog::collect`] where it can be divided: a multiple of every size of huge pages.
 const COLLECT_BYTES: usize = 1 << 30;
 
-/// A dirty log that cannot be trusted any more, or never came about.
+/// A dirty log that failed, or could not be set up.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]

@@ -84,8 +84,8 @@ pub enum SourceError {
     DowntimeExceeded { max: Duration },
     #[error("cancelled")]
     Cancelled,
-    /// The guest ran at the destination, and the destination's process is gone. The guest is paused at the
-    /// source, but what it did at the destination is lost.
+    /// The guest ran at the destination, and the destination's process has ended. The guest is paused at the source; its progress
+    /// at the destination is lost.
     #[error("{cause}: the guest is lost, or to be resumed here by hand at the state before")]
     Lost { cause: String },
     /// The destination was requested to run the guest, and it is not known whether it did. The guest is paused here and
@@ -191,7 +191,7 @@ pub enum Mismatch {
     Layout(#[from] LayoutError),
 }
 
-/// What a source can do wrong on a channel.
+/// A violation of the protocol by a source on a channel.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]

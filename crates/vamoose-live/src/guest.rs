@@ -1,4 +1,4 @@
-//! What a VMM implements: pausing and resuming its guest, saving and loading the state of its devices.
+//! Traits that a VMM implements: pausing and resuming its guest, saving and loading the state of its devices.
 
 use crate::Status;
 
@@ -10,7 +10,7 @@ pub type GuestError = Box<dyn std::error::Error + Send + Sync>;
 /// All methods are called by the thread that runs the migration. An error of any of them ends the migration, and
 /// the guest resumes at the source.
 pub trait SourceGuest {
-    /// Stops all vCPUs and devices. When this returns nothing writes guest memory any more.
+    /// Stops all vCPUs and devices. After that nothing writes guest memory.
     ///
     /// # Errors
     /// When the guest cannot be stopped. [`SourceGuest::resume`] is called in that case too.
@@ -23,7 +23,7 @@ pub trait SourceGuest {
     fn resume(&mut self) -> Result<(), GuestError>;
 
     /// The state of vCPUs and devices of the paused guest, in any format that the destination's VMM
-    /// understands. It may write guest memory: what is dirty is collected afterwards.
+    /// understands. It may write guest memory: dirty pages are collected afterwards.
     ///
     /// # Errors
     /// When the state cannot be saved.
@@ -61,7 +61,7 @@ pub trait DestinationGuest {
 /// When a source switches over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Switchover {
-    /// When what is left fits into the downtime limit.
+    /// When the rest fits into the downtime limit.
     #[default]
     Auto,
     /// Now, however long it takes.

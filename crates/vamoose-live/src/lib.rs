@@ -4,14 +4,14 @@
 //! ```text
 //!        source                                                        destination
 //!  RAM blocks + dirty log ─> rounds ─> zero scan ─> encode ─> channel ─> decode ─> RAM blocks
-//!                              │ what is left fits into the downtime limit
+//!                              │ the rest fits into the downtime limit
 //!  pause, save ────────────────┴─> last pages, device state ───────────> load, resume
 //! ```
 //!
 //! - [`Ram`] and [`RamBlock`]: guest memory, over mappings of `vm-memory` (anonymous, memfd, hugetlb).
 //! - [`DirtyLog`]: which pages were written. KVM's logs, userfaultfd's write protection, a bitmap that the VMM feeds
 //!   itself, and [`Merged`] of several.
-//! - [`SourceGuest`] and [`DestinationGuest`]: what the VMM does: pause, resume, save, load.
+//! - [`SourceGuest`] and [`DestinationGuest`]: implemented by the VMM: pause, resume, save, load.
 //! - [`Source`] and [`Destination`]: one migration. [`Handle`] watches and cancels it, [`Status`] has the names of
 //!   QEMU's `query-migrate`.
 //! - [`Transport`] and [`Acceptor`]: how the two reach each other, over sessions or plain connections.
@@ -27,8 +27,8 @@
 //! A migration goes over a session ([`Transport::Session`], [`Acceptor::Sessions`]): the two ends authenticate each other,
 //! by keys ([`Keys`]) or certificates ([`Certificates`]), all is encrypted and checked, and connections that are lost are made
 //! again, for [`SessionConfig::reconnect_timeout`]. Pages have a checksum of their own, from before they are encoded to after
-//! they are decoded. Plain sockets ([`Transport::Plain`], [`Acceptor::Plain`]) have nothing of that. They are for zero-copy
-//! send, which a session cannot do: what it sends again must be what it has sent.
+//! they are decoded. Plain sockets ([`Transport::Plain`], [`Acceptor::Plain`]) have none of this. They are for zero-copy send,
+//! which a session does not support: it has to resend exactly what it sent, and guest memory changes.
 //!
 //! # Example
 //! A VMM whose guest is a counter in its memory, and whose device state is that counter's address. The source
@@ -60,7 +60,7 @@
 //!         Ok(Vm { ram, log, counter_at: 0, runs: false })
 //!     }
 //!
-//!     /// What a vCPU or a device does: write, then mark.
+//!     /// As a vCPU or a device does: write, then mark.
 //!     fn set_counter(&self, value: u64) -> Result<(), GuestError> {
 //!         self.ram.blocks()[0].memory().write_obj(value, self.counter_at)?;
 //!         self.log.mark(0, self.counter_at as u64, 8);

@@ -15,7 +15,7 @@ use crate::{
     sys::{procmap::Procmap, userfaultfd::Userfaultfd},
 };
 
-/// Where pages come from that are not in the page tables, and how memory is given back.
+/// The content of pages that are not in the page tables, and how memory is given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Backing {
     /// Private memory without a file: a page without an entry holds zeros and belongs to this process alone.
@@ -23,17 +23,17 @@ pub(crate) enum Backing {
         /// Bytes in a page, more than the system's in hugetlb.
         page_size: usize,
     },
-    /// The block's file, in tmpfs, mapped shared: what is written goes there.
+    /// The block's file, in tmpfs, mapped shared: writes go to the file.
     SharedFile,
-    /// Memory as in tmpfs, of which the VMM has named no file: shared without a file, or the file is closed.
+    /// Memory as in tmpfs, for which the VMM has named no file: shared without a file, or the file is closed.
     SharedMemory,
     /// hugetlbfs, mapped shared.
     SharedHuge {
         /// Bytes in a huge page.
         page_size: usize,
     },
-    /// Anything else, and whatever is in doubt: a private mapping of a file, a file on a disk, memory that is filled
-    /// when it is touched, several of these.
+    /// Anything else or unknown: a private mapping of a file, a file on a disk, memory that is filled when it is touched, several
+    /// of these.
     Other,
 }
 
@@ -92,7 +92,7 @@ struct Mapping {
     offset: u64,
     file: FileId,
     kind: Kind,
-    /// What is in smaps only.
+    /// Details that only smaps has.
     details: Details,
 }
 
@@ -218,7 +218,7 @@ impl Mappings {
     }
 }
 
-/// Of a mapping, what is registered for a moment: up to a multiple of this, so that no transparent huge page is split.
+/// A part of a mapping that is registered briefly, up to a multiple of this, so that no transparent huge page is split.
 const PROBE: usize = 2 << 20;
 
 impl Mapping {

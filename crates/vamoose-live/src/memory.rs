@@ -7,25 +7,22 @@ use std::{fmt, sync::Arc};
 
 use multifd::BlockName;
 use thiserror::Error;
-use vm_memory::{
-    FileOffset, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
-    MmapRegion, VolatileSlice, bitmap::Bitmap,
-};
+use vm_memory::{FileOffset, GuestRegionMmap, MmapRegion, VolatileSlice, bitmap::Bitmap};
 
 /// A mapping of guest memory.
 pub trait Region: Send + Sync {
-    /// All of it.
+    /// The whole mapping.
     fn memory(&self) -> VolatileSlice<'_>;
 
     /// The file behind a shared mapping (memfd, hugetlbfs) and where in it the mapping begins; `None` for
-    /// private memory. The file of a shared mapping shows what has never been written.
+    /// private memory. The file of a shared mapping shows which parts were never written.
     fn file(&self) -> Option<&FileOffset>;
 
     /// Whether a page that was never touched can get something other than zeros when it is touched, as in
     /// a guest that is restored from a snapshot page by page. Such memory is read and sent as a whole.
     ///
-    /// What a userfaultfd fills (missing or minor mode) is recognised without this. It is for VMMs that fill
-    /// memory in another way, or that begin to do so while a migration runs.
+    /// Memory that a userfaultfd fills (missing or minor mode) is recognised without this. This is for VMMs that fill memory in
+    /// another way, or begin to do so while a migration runs.
     fn is_filled_lazily(&self) -> bool {
         false
     }
@@ -38,7 +35,7 @@ pub struct Ram {
     page_size: usize,
 }
 
-/// A named part of it, which has the same name and length at the destination.
+/// A named part of guest memory, which has the same name and length at the destination.
 #[derive(Clone)]
 pub struct RamBlock {
     name: BlockName,
@@ -73,7 +70,7 @@ pub enum RamError {
 const MAX_BLOCKS: usize = 1024;
 
 impl Ram {
-    /// The memory that `blocks` make up, in pages of the host's page size.
+    /// The memory that consists of `blocks`, in pages of the host's page size.
     ///
     /// # Errors
     /// When there are no blocks, two of one name, or one that is not made of whole pages.
@@ -103,23 +100,6 @@ impl Ram {
             }
         }
         Ok(Self { blocks, page_size })
-    }
-
-    /// The memory of a rust-vmm guest. Each region is a block, named after its guest address.
-    ///
-    /// # Errors
-    /// As [`Ram::new`].
-    pub fn of_guest<B>(memory: &GuestMemoryMmap<B>) -> Result<Self, RamError>
-    where
-        B: Bitmap + Send + Sync + 'static,
-        GuestMemoryMmap<B>: GuestMemoryBackend<R = GuestRegionMmap<B>>,
-        GuestRegionMmap<B>: Clone,
-    {
-        let blocks = memory.iter().map(|region| {
-            let name = format!("ram@{:#x}", region.start_addr().0);
-            RamBlock::new(&name, Arc::new(region.clone()))
-        });
-        Self::new(blocks.collect::<Result<_, _>>()?)
     }
 
     /// The blocks, in their order.
@@ -187,7 +167,7 @@ impl RamBlock {
         self.len() == 0
     }
 
-    /// Where it is mapped in this process.
+    /// Address of the mapping in this process.
     pub fn address(&self) -> usize {
         self.region.memory().ptr_guard().as_ptr().addr()
     }

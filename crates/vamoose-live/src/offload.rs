@@ -35,8 +35,8 @@ pub enum PageCopy {
     #[default]
     Cpu,
     /// By DSAs and the processor together. It pays for memory that is present (populated by the VMM, or written
-    /// in an earlier round). An untouched page causes a fault, and the processor copies it then. A device that
-    /// meets only such pages is not used for a while.
+    /// in an earlier round). An untouched page causes a fault, and the processor copies it then. A device whose
+    /// pages are all untouched is not used for a while.
     Dsa(Arc<Devices>),
 }
 

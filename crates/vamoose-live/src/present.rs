@@ -3,10 +3,10 @@
 //! Reading an untouched page makes the kernel allocate or map one, so a scan for zeros would be expensive. The
 //! alternative depends on the kind of memory:
 //!
-//! | memory | asked | may hold something |
+//! | memory | source of information | pages that may be non-zero |
 //! |---|---|---|
 //! | private, anonymous | PAGEMAP_SCAN, before Linux 6.7 /proc/self/pagemap | pages in memory or swapped, but not the shared page of zeros |
-//! | shared mapping of a memfd or file in tmpfs | the file, for its holes | what the file has data for, through any mapping |
+//! | shared mapping of a memfd or file in tmpfs | the file, for its holes | pages with data in the file, written through any mapping |
 //! | filled when it is touched, by a userfaultfd or the VMM | nothing | everything |
 //! | anything else | nothing | everything |
 
@@ -36,7 +36,7 @@ use crate::{
 pub(crate) struct Touched {
     backings: Vec<Backing>,
     untouched: Arc<AtomicU64>,
-    /// A failure has been reported: all the others would be the same.
+    /// A failure has been reported, and is not reported again.
     reported: AtomicBool,
 }
 
@@ -50,7 +50,7 @@ impl Touched {
         }
     }
 
-    /// Counts the pages that were looked for and never touched.
+    /// Number of searched pages that were never touched.
     pub(crate) fn untouched(&self) -> &Arc<AtomicU64> {
         &self.untouched
     }
@@ -58,8 +58,8 @@ impl Touched {
     /// Which of `pages` of block `index` of `ram` may hold something other than zeros, a bit for each; all of them if
     /// there is no way to know.
     ///
-    /// A page that is written for the first time while this looks is in the result or not; the dirty log, which has
-    /// to watch it before, has it.
+    /// A page that is written for the first time during the search may be missing from the result. The dirty log, which has to
+    /// watch the page before, has it.
     pub(crate) fn find(&self, ram: &Ram, index: usize, pages: Range<usize>) -> Vec<u64> {
         let (block, page_size) = (&ram.blocks()[index], ram.page_size());
         let mut words = vec![0; pages.len().div_ceil(64)];

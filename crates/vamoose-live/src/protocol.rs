@@ -56,7 +56,7 @@ use crate::{Ram, SourceConfig, error::Mismatch, source::CHANNELS};
 /// Number of the SYNC that ends a channel.
 pub const LAST_SYNC: u64 = u64::MAX;
 
-/// What a connection is for, by its first bytes.
+/// Purpose of a connection, determined by its first bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// A control connection of this attempt.

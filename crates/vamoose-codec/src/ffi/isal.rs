@@ -12,7 +12,7 @@
 //!
 //! The same input may be encoded in different bytes: at the start of a stream ISA-L's assembly hashes the third
 //! position of what a register happens to hold (`write_first_byte`; e.g. the state's address), and so may miss a
-//! match there. What it writes is right in any case.
+//! match there. The output is correct in any case.
 
 use std::{alloc, ptr, ptr::NonNull};
 
@@ -171,7 +171,7 @@ impl Compress for OneShot {
     }
 }
 
-/// What a call on a stream has returned and left over.
+/// The result of a call on a stream, and what it left over.
 struct Left {
     code: i32,
     input: usize,

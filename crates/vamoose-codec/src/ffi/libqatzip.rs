@@ -32,7 +32,7 @@ use std::{
 use libloading::os::unix as dl;
 use thiserror::Error;
 
-/// What the library is called where it is installed.
+/// File name of the installed library.
 pub(crate) const NAME: &str = "libqatzip.so.3";
 
 /// The loaded library, for all threads.
@@ -99,15 +99,14 @@ impl Library {
         Ok(library)
     }
 
-    /// The file that it was loaded from, links resolved. The end of its name is all that says which version it is
-    /// (`.3.2.0` is QATzip 1.3.1): on Linux QATzip's functions for that are not implemented (qzGetSoftwareComponent*).
+    /// The file that it was loaded from, links resolved. The end of its name is the only sign of its version (`.3.2.0` is
+    /// QATzip 1.3.1): on Linux, QATzip does not implement its functions for that (qzGetSoftwareComponent*).
     pub(crate) fn file(&self) -> &Path {
         &self.file
     }
 }
 
-/// Makes the library print nothing: what matters is in its return codes, and those are logged. A library without this
-/// function is an older one.
+/// Makes the library print nothing: its return codes are logged. Older libraries do not have this function.
 ///
 /// # Safety
 /// `library` must be libqatzip.
@@ -121,8 +120,7 @@ unsafe fn silence(library: &dl::Library, name: &str) {
     }
 }
 
-/// Whether the library's functions for devices are those of libqat.so, which is qatlib's: the driver that is not
-/// part of Linux has others.
+/// Whether the library's functions for devices are those of libqat.so, which is qatlib's: the out-of-tree driver has others.
 fn is_on_qatlib(library: &dl::Library, name: &str) -> bool {
     type Function = unsafe extern "C" fn();
     // SAFETY: only its address is looked at.
@@ -134,7 +132,7 @@ fn is_on_qatlib(library: &dl::Library, name: &str) -> bool {
     name.is_some_and(|name| name.as_bytes().starts_with(b"libqat.so."))
 }
 
-/// The file of the library that has something at the address `at`, links resolved.
+/// The file of the library that the address `at` belongs to, links resolved.
 fn file_of(at: *const c_void) -> Option<PathBuf> {
     let mut info = MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: dladdr takes any address and writes to `info`, for which zero is a valid value; the name that it gives
@@ -149,8 +147,8 @@ fn file_of(at: *const c_void) -> Option<PathBuf> {
 
 /// Whether the library finds hardware, and if not, why. Opens the devices and closes them again.
 ///
-/// qzInit alone does not tell: later QATzips return "done before" from it once they have found nothing. A session that
-/// can be set up does.
+/// The result of qzInit is not enough: later QATzips return "done before" from it once they have found nothing. Only a session
+/// that can be set up proves that there is hardware.
 pub(crate) fn hardware(library: &Arc<Library>) -> Result<(), Absent> {
     if library.is_on_qatlib && !has_group(Path::new(VFIO)) {
         return Err(Absent::Unbound);
@@ -158,14 +156,14 @@ pub(crate) fn hardware(library: &Arc<Library>) -> Result<(), Absent> {
     Handle::open(Arc::clone(library))?.set_up(FASTEST)
 }
 
-/// Where qatlib looks for devices (its vfio_mgr_lib.c). Where it finds none there, it prints a line to stderr each time
-/// that it is asked, whatever the log level: so it is not asked.
+/// Where qatlib looks for devices (its vfio_mgr_lib.c). If there are none, it prints a line to stderr at every call, whatever the
+/// log level. So it is not called then.
 const VFIO: &str = "/dev/vfio";
 
-/// How the name of a group begins whose devices are not behind an IOMMU.
+/// Prefix of the name of a group whose devices are not behind an IOMMU.
 const NO_IOMMU: &str = "noiommu-";
 
-/// Whether `vfio` has a group of devices: they are called by their numbers.
+/// Whether `vfio` has a group of devices. The names of groups are numbers.
 fn has_group(vfio: &Path) -> bool {
     let is_group = |name: &OsStr| {
         let name = name.to_str().unwrap_or_default();
@@ -185,7 +183,7 @@ pub(crate) enum Absent {
     Load {
         /// The library asked for.
         name: String,
-        /// The loader's words.
+        /// The loader's message.
         why: String,
     },
     /// The file is a library, but not this one.
@@ -212,15 +210,14 @@ pub(crate) enum Absent {
     Hardware(Status),
 }
 
-/// Why a session could not be opened, or a packet not be handled. Never a reason to end a
-/// migration: what hardware cannot do, software can.
+/// Why a session could not be opened, or a packet not be processed. Never a reason to end a migration: software processes what
+/// hardware does not.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub(crate) enum Failure {
     /// There is no hardware.
     #[error(transparent)]
     Absent(#[from] Absent),
-    /// The library returned something else than success. From [`Session::decompress`] that may as
-    /// well be the payload's fault, and [`Code::DATA`] most likely is.
+    /// The library did not return success. From [`Session::decompress`], the payload may be corrupt.
     #[error("libqatzip's {call} returns {code}")]
     Code {
         /// The function.
@@ -234,8 +231,7 @@ pub(crate) enum Failure {
         /// Bytes asked for.
         len: u32,
     },
-    /// The library did not take all that it was given; or, from [`Session::decompress`], the
-    /// payload continues after the pages.
+    /// The library did not consume all of its input; or, from [`Session::decompress`], the payload continues after the pages.
     #[error("libqatzip's {call} claims to have taken {claimed} of {given} bytes")]
     Taken {
         /// The function.
@@ -309,13 +305,12 @@ impl fmt::Display for Code {
     }
 }
 
-/// The hardware's state in `hw_session_stat`; 0, for a session that has some, is never in
-/// here.
+/// The hardware's state in `hw_session_stat`; never 0, which is a session with hardware.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Status(pub(crate) i64);
 
 impl Status {
-    /// Others have all instances of the devices.
+    /// Other processes have all instances of the devices.
     pub(crate) const NO_INSTANCE: Self = Self(13);
 
     const NO_DEVICE: Self = Self(11);
@@ -360,13 +355,11 @@ fn meaning(value: i64) -> Option<&'static str> {
     })
 }
 
-/// Access to the hardware for one thread: both directions, one packet at a time, nothing carried
-/// over from one packet to the next.
+/// Access to the hardware for one thread: both directions, one packet at a time, without history.
 ///
-/// It may be moved to another thread, but is of no use there: everything fails with
-/// [`Failure::WrongThread`]. Dropped there, it is leaked, memory and all, since the library's
-/// functions that would free it must not be called there. After a `fork` the child must not touch
-/// it.
+/// It may be moved to another thread, but cannot be used there: every call fails with [`Failure::WrongThread`]. If it is dropped
+/// there, it leaks with its memory, since the library's functions that would free it must not be called there. After a
+/// `fork`, the child must not use it.
 pub(crate) struct Session {
     // In this order: buffers go before the session does.
     plain: Memory,
@@ -375,14 +368,13 @@ pub(crate) struct Session {
     state: State,
 }
 
-/// What has become of a session.
+/// Whether a session can be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Ready,
-    /// A call has failed, and what it has left behind would get into the next packet: seen is that after a damaged
-    /// payload every other is refused too.
+    /// A call has failed, and its remains would affect the next packet: after a damaged payload, QATzip refuses every other one.
     Spent,
-    /// The same, and the device may still be at work.
+    /// The same, and the device may still be working on it.
     Lost,
 }
 
@@ -405,7 +397,7 @@ impl Session {
 
         // SAFETY: on the thread that has just opened and set up the session.
         let bound = unsafe { (library.bound)(pages, handle.at.as_ptr()) };
-        // It wants as much memory as its bound, even if it needs less.
+        // The library requires as much memory as its bound, even if it uses less.
         if bound > payload {
             return Err(Failure::Made {
                 call: "qzMaxCompressedLength",
@@ -536,7 +528,7 @@ impl Drop for Session {
     }
 }
 
-/// An opened session, at a place of its own where the library may point to.
+/// An opened session at a fixed address, which the library may keep.
 struct Handle {
     library: Arc<Library>,
     at: NonNull<QzSession>,

@@ -32,7 +32,7 @@ use crate::{
     engine::{CompressError, Unpack},
 };
 
-/// What a frame is encoded with.
+/// Parameters of an encoded frame.
 pub(crate) type Parameters = c::ZSTD_compressionParameters;
 
 /// zstd's own choice for `level`, as it is for a frame of unknown size.

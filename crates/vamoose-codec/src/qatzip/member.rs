@@ -76,7 +76,7 @@ pub(super) struct Sizes {
 }
 
 impl Header {
-    /// The header at the start of `input`. An error is what is wrong with it.
+    /// Parses the header at the start of `input`. The error is its description.
     pub(super) fn parse(input: &[u8]) -> Result<Self, &'static str> {
         let mut rest = input;
         if chunk(&mut rest)? != MAGIC {
@@ -114,7 +114,7 @@ impl Header {
     }
 }
 
-/// What the QZ subfield states, if there is one among the others.
+/// The sizes in the QZ subfield, if there is one.
 fn in_extra_field(mut field: &[u8]) -> Result<Option<Sizes>, &'static str> {
     let mut stated = None;
     while !field.is_empty() {

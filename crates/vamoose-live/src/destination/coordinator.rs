@@ -70,7 +70,7 @@ struct Done {
     settled: bool,
 }
 
-/// What this process has done with the guest.
+/// The guest's state in this process.
 enum GuestState {
     NotStarted,
     Running,
@@ -203,7 +203,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
     fn start_channel(&self, layout: Layout, number: usize, stream: Arc<Stream>) -> io::Result<()> {
         let decoder = self.config.engines.decoder(layout, self.stats.health());
         let mut reader = ChannelReader::new(stream, layout, decoder, self.stats.clone());
-        // Nobody else writes the guest's memory before it runs here.
+        // Only the migration writes the guest's memory before the guest runs here.
         reader.take_differences_in_place();
         let (memory, events) = (self.memory, self.events_in.clone());
         let copy = &self.config.copy;
@@ -245,7 +245,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         error: DestinationError,
     ) -> DestinationError {
         let error = self.explain(attempt, error);
-        // The connection may be what has failed.
+        // The connection itself may have failed.
         self.inbox.limit_sending(FAILURE_TIMEOUT);
         let cause = chain(&error);
         self.report(attempt, guest, DestinationEvent::Failed { cause });

@@ -151,7 +151,7 @@ impl<'a> GuestRam<'a> {
         }
     }
 
-    /// Makes zero pages of a packet that was [resolved](GuestRam::resolve) zero: those that were never written are.
+    /// Clears the zero pages of a packet that was [resolved](GuestRam::resolve). Pages that were never written are zero already.
     pub(super) fn zero(&self, block: usize, offsets: &[u64]) {
         let mut run = 0..0;
         for offset in offsets {
@@ -182,7 +182,7 @@ impl<'a> GuestRam<'a> {
         write_zeros(block, hole.end..run.end);
     }
 
-    /// Gives back what can be given back of `run`, if it is worth it; returns which part that is.
+    /// Gives a part of `run` back to the system, if the part is long enough; returns the part.
     fn give_back(&self, index: usize, run: &Range<usize>) -> Range<usize> {
         let (block, nothing) = (&self.ram.blocks()[index], run.start..run.start);
         let Some(punch) = self.blocks[index].punch else {

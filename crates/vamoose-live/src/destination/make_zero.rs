@@ -3,7 +3,7 @@
 //! ```text
 //!  Destination::run ── start ── wait for a source ── its offer ── wait ── prepared
 //!                        │                                         │ preparing, every second
-//!                        └ threads: find what was touched, look at it, give it back or write zeros
+//!                        └ threads: find touched pages, read them, give them back or write zeros
 //! ```
 //! This begins before there is a source, so that the source does not wait.
 

@@ -52,12 +52,6 @@ impl Bitmap {
         }
     }
 
-    /// Sets `count` pages from `first` on. Pages beyond the last are ignored.
-    pub fn set_range(&mut self, first: usize, count: usize) {
-        let end = first.saturating_add(count).min(self.pages);
-        set_pages(&mut self.words, first..end);
-    }
-
     /// Whether `page` is set.
     pub fn get(&self, page: usize) -> bool {
         page < self.pages && self.words[page / 64] >> (page % 64) & 1 == 1
@@ -111,7 +105,7 @@ pub(crate) fn masks(pages: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
     })
 }
 
-/// The pages that are set in `words`, of which the first bit is page `first_page`.
+/// The pages that are set in `words`, whose first bit is page `first_page`.
 pub(crate) fn pages_in(first_page: usize, words: &[u64]) -> impl Iterator<Item = usize> {
     words.iter().enumerate().flat_map(move |(index, &word)| {
         let mut left = word;
@@ -147,7 +141,7 @@ mod tests {
                 model.insert(page);
             }
             for &(first, count) in &ranges {
-                bitmap.set_range(first, count);
+                bitmap.change(|words| set_pages(words, first..first + count));
                 model.extend(first..first + count);
             }
             bitmap.change(|mine| mine.iter_mut().zip(&words).for_each(|(mine, word)| *mine |= word));

@@ -68,8 +68,8 @@ pub(super) const LOG: &str = "KVM";
 
 impl KvmDirtyLog {
     /// A log for the guest's memory `ram` in `vm`, the file descriptor of a KVM VM, which is duplicated.
-    /// `slots` are the VM's slots that show it, in any order; a block may be shown by several, but has to be
-    /// shown whole.
+    /// `slots` are the VM's slots that map it, in any order. A block may be mapped by several slots, but all of it has to be
+    /// mapped.
     ///
     /// # Safety
     /// The VM has to have these slots, each with this length and guest address and at the block's address in this
@@ -118,7 +118,7 @@ impl KvmDirtyLog {
     }
 }
 
-/// What to enable of what KVM has.
+/// The flags to enable, out of those that KVM has.
 fn manual(capability: u32) -> u32 {
     match capability & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE {
         0 => 0,
@@ -169,7 +169,7 @@ impl DirtyLog for KvmDirtyLog {
 }
 
 impl KvmDirtyLog {
-    /// Clears, of `pages` of `block`, those whose bits are set in `word`, which has the 64 pages from its argument on.
+    /// Clears those of `pages` of `block` whose bits are set in `word`, which returns the 64 pages that begin at its argument.
     fn clear_where(
         &self,
         block: usize,
@@ -210,7 +210,7 @@ impl KvmDirtyLog {
     }
 }
 
-/// Those of the 64 pages from `page` on that are in `pages`.
+/// A bit for each of the 64 pages from `page` on that is in `pages`.
 fn bits_of(pages: &Range<usize>, page: usize) -> u64 {
     let (start, end) = (pages.start.max(page), pages.end.min(page + 64));
     match end.checked_sub(start) {
@@ -252,21 +252,21 @@ fn window(words: &[u64], first: usize, page: usize) -> u64 {
     }
 }
 
-/// The slots of a VM that show its RAM.
+/// The slots of a VM that map its RAM.
 #[derive(Debug)]
 pub(super) struct Slots {
     pub(super) vm: VmWithSlots,
     pub(super) slots: Vec<Slot>,
-    /// What the slots point to.
+    /// Keeps the slots' memory mapped.
     _ram: Ram,
 }
 
 #[derive(Debug)]
 pub(super) struct Slot {
-    /// As the VMM has it, without logging.
+    /// The slot as the VMM has set it, without logging.
     pub(super) region: kvm_userspace_memory_region,
     pub(super) block: usize,
-    /// The pages of the block that it shows.
+    /// The pages of the block that the slot maps.
     pub(super) pages: Range<usize>,
 }
 

@@ -28,22 +28,22 @@ use crate::{
     sys::kvm::{RingEntry, RingMemory, Vm},
 };
 
-/// That a VM has dirty rings, and how long they are.
+/// A VM with dirty rings, and their length.
 #[derive(Debug)]
 pub struct KvmRings {
     vm: Vm,
     entries: usize,
 }
 
-/// Logs what a KVM guest writes, in KVM's rings (Linux 5.11).
+/// Logs the pages that a KVM guest writes, by KVM's rings (Linux 5.11).
 ///
 /// KVM's bitmap costs a scan over every page of the guest in each round. The rings cost time for written pages only. A
 /// vCPU whose ring is full stops until it is [harvested](Self::harvest), which also slows
 /// down a guest that writes faster than it can be sent. Sees the same writes as
 /// [`KvmDirtyLog`](super::KvmDirtyLog).
 ///
-/// For x86: elsewhere KVM also writes guest memory for no vCPU in particular (the interrupt tables of arm64),
-/// which is in no ring.
+/// For x86 only: on other architectures KVM also writes guest memory without a vCPU (the interrupt tables of arm64), and no ring
+/// records that.
 #[derive(Debug)]
 pub struct KvmDirtyRing {
     slots: Slots,
@@ -53,7 +53,7 @@ pub struct KvmDirtyRing {
 #[derive(Debug)]
 struct State {
     rings: Vec<Ring>,
-    /// Of each block, the pages that were harvested and not collected.
+    /// The pages of each block that were harvested and not collected.
     dirty: Vec<Bitmap>,
 }
 
@@ -147,7 +147,7 @@ impl KvmDirtyRing {
     }
 
     /// Empties the rings of all vCPUs. To be called by a vCPU's thread on `KVM_EXIT_DIRTY_RING_FULL`, before it
-    /// lets the vCPU run again; what is found waits for [`collect`](DirtyLog::collect). Any thread may call it
+    /// lets the vCPU run again. The pages are kept for [`collect`](DirtyLog::collect). Any thread may call this
     /// at any time.
     ///
     /// # Errors
@@ -212,7 +212,7 @@ impl DirtyLog for KvmDirtyRing {
         Ok(())
     }
 
-    /// Also empties the rings, so that no vCPU waits for it.
+    /// Also empties the rings, so that no vCPU waits for a harvest.
     fn stop(&self) -> Result<(), DirtyLogError> {
         let switched = self.slots.set_logging(false);
         let mut state = lock(&self.state);

@@ -1,4 +1,4 @@
-//! One dirty log of several, each of which sees writes that the others do not.
+//! A dirty log that combines several logs, each of which records writes that the others do not.
 
 use std::{ops::Range, sync::Arc};
 
@@ -22,7 +22,7 @@ impl DirtyLog for Merged {
         for (index, log) in self.logs.iter().enumerate() {
             if let Err(error) = log.start() {
                 for started in self.logs[..=index].iter().rev() {
-                    // What there is to report is why it could not start.
+                    // The error to report is that of the start.
                     let _ = started.stop();
                 }
                 return Err(error);
@@ -37,8 +37,8 @@ impl DirtyLog for Merged {
             .try_for_each(|log| log.watch(block, pages.clone()))
     }
 
-    /// The most of all of them, so that those that can do with less are given several parts at once; all of a block where
-    /// that is no whole number of parts.
+    /// The largest part of all logs: logs with smaller parts get several at once. All of a block, if the largest part is not a
+    /// multiple of the others.
     fn pages_per_collect(&self) -> usize {
         let pages = || self.logs.iter().map(|log| log.pages_per_collect());
         let most = pages().max().unwrap_or(usize::MAX);

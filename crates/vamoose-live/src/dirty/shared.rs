@@ -56,8 +56,8 @@ impl SharedBitmap {
             .saturating_add(1)
             .min(pages.count);
         for (word, mask) in masks(first..end) {
-            // Release: the thread that takes the bit sees what was written before. It has to be done even if the bit
-            // is set already, because it was set for an earlier write.
+            // Release: the thread that takes the bit sees the bytes written before. Needed even if the bit is set already, as
+            // that was for an earlier write.
             pages.words[word].fetch_or(mask, Ordering::Release);
         }
     }
@@ -111,7 +111,7 @@ impl DirtyLog for SharedBitmap {
 }
 
 fn take(word: &AtomicU64) -> u64 {
-    // Most words are 0 in most rounds, and looking does not take the cache line away from the writers.
+    // Most words are 0 in most rounds, and a load leaves the cache line to the writers.
     if word.load(Ordering::Relaxed) == 0 {
         return 0;
     }

@@ -4,14 +4,14 @@
 //! no handler is needed. `collect` asks PAGEMAP_SCAN for the pages without protection, which protects them again in
 //! the same step, so that there is nothing to clear later.
 //!
-//! # Pages that are not there
-//! Pages that were never touched cost as little as possible, and are not found. There are two kinds of memory:
+//! # Absent pages
+//! Pages that were never touched cost as little as possible, and are not reported. There are two kinds of memory:
 //!
 //! - **Private anonymous**: a page without an entry in the page tables holds zeros, so only pages with one count, and no
 //!   entries are made for the rest. A page that is read before it is ever written (then it maps the shared page of zeros)
 //!   is found once although nothing changed. It is protected in `watch`, by the threads that read it.
 //! - **Everything else**: an entry may be missing because a *written* page was evicted. So `start` marks each
-//!   page without one, which takes 2 MiB of page tables per GiB, and what has lost its mark was written.
+//!   page without one, which takes 2 MiB of page tables per GiB, and a page without a mark was written.
 //!
 //! # Short calls
 //! While the kernel protects a range, it takes the range out of the tables of every KVM guest that maps it, and guests
@@ -33,23 +33,22 @@ use crate::{
     },
 };
 
-/// Logs what is written through the page tables of this process. For any memory, with or without KVM.
+/// Logs writes through the page tables of this process. For any memory, with or without KVM.
 ///
-/// # What it sees
+/// # Recorded writes
 /// Every write through the mappings that the log was made for: of this process's threads, of the kernel for it
-/// (`read(2)` into guest memory), and of a KVM guest, whose tables follow. Not what is written through other
-/// mappings of a shared file, and not what hardware or the kernel writes to pages that they pinned before
-/// (VFIO, direct I/O under way, registered buffers of io_uring). The VMM marks those when they are done, in a
-/// [`SharedBitmap`](super::SharedBitmap). Nor is it a write to give memory back (`madvise`, punching holes),
-/// nor does it know the children that the process forks.
+/// (`read(2)` into guest memory), and of a KVM guest, whose tables follow. Writes through other mappings of a shared file are
+/// not recorded, nor writes of hardware or the kernel to pages that they have pinned before (VFIO, direct I/O, registered
+/// buffers of io_uring). The VMM marks those in a [`SharedBitmap`](super::SharedBitmap) after the write. Giving memory back
+/// (`madvise`, punching holes) is not recorded either, nor are writes of forked children.
 ///
-/// # What it costs
+/// # Costs
 /// A fault for the first write to a page in each round. Transparent huge pages are split when they are first
 /// written, because the log counts pages of the base size, and stay split until khugepaged collapses them after
 /// `stop`. A huge page of hugetlbfs cannot be split: one write makes all of its base pages dirty. Shared memory
 /// takes 2 MiB of page tables per GiB even where it was never touched.
 ///
-/// # What it needs
+/// # Requirements
 /// Linux 6.7 with userfaultfd, and /proc. No privilege, whatever the value of `vm.unprivileged_userfaultfd`: the log asks for
 /// faults of user mode only, and the kernel's are resolved all the same, because no fault is ever delivered. No other
 /// userfaultfd may be registered on the memory.
@@ -61,7 +60,7 @@ pub struct UserfaultLog {
     running: RwLock<Option<Running>>,
 }
 
-/// What there is between `start` and `stop`.
+/// The state between `start` and `stop`.
 #[derive(Debug)]
 struct Running {
     userfaultfd: Userfaultfd,
@@ -86,7 +85,7 @@ const LOG: &str = "userfaultfd";
 const STEP: usize = 64 << 20;
 
 impl UserfaultLog {
-    /// A log for `ram`, of which it keeps the mappings alive.
+    /// A log for `ram`, whose mappings it keeps alive.
     ///
     /// # Errors
     /// [`DirtyLogError::Unsupported`] if the kernel is older than 6.7, is built without userfaultfd or does not
@@ -152,7 +151,7 @@ impl UserfaultLog {
         Ok(())
     }
 
-    /// How `block` is protected, if there is such a block.
+    /// How `block` is protected; `None` for an unknown block.
     fn kind(&self, block: usize) -> Result<Option<Kind>, DirtyLogError> {
         let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
         match running.as_ref() {
@@ -164,7 +163,7 @@ impl UserfaultLog {
         }
     }
 
-    /// Of the pages of `block`, as far as there are such.
+    /// The addresses of those of `pages` that `block` has.
     fn addresses_of(&self, block: usize, pages: Range<usize>) -> Range<usize> {
         let (all, page_size) = (self.addresses(block), self.ram.page_size());
         let address = |page: usize| {
@@ -243,7 +242,7 @@ impl DirtyLog for UserfaultLog {
 }
 
 impl Kind {
-    /// What makes a page a written one, see the [module](self).
+    /// The query for written pages, see the [module](self).
     fn written(self) -> Query {
         let anonymous = self != Self::Protected { anonymous: false };
         Query {

@@ -12,7 +12,7 @@ use vm_memory::VolatileSlice;
 pub(crate) struct DsaCopy {
     copier: Copier,
     page_bytes: u32,
-    /// Of the packet that is being copied.
+    /// The moves of the current packet.
     moves: Vec<Move>,
 }
 
@@ -41,8 +41,8 @@ impl DsaCopy {
         self.moves.extend(moves);
         let mut by_processor = |index: usize| pages[index].copy_from(&bytes[index * size..]);
         // SAFETY: the destinations are pages of mappings of guest memory, which may be written and live as long as the slices;
-        // no one makes a reference into guest memory. What a vCPU or another channel writes there at the
-        // same time is as if it came before or after. `bytes` is borrowed until this returns, and by then no
+        // there are no Rust references into guest memory. A concurrent write by a vCPU or another channel is
+        // as if it came before or after. `bytes` is borrowed until this returns, and by then no
         // device reads or writes any more: that is `copy`'s promise.
         unsafe { self.copier.copy(&self.moves, &mut by_processor) };
     }

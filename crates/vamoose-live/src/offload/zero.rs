@@ -17,28 +17,27 @@ use crate::sys::memory::is_zero;
 /// A device works on a batch between the two calls, while the caller has other work.
 #[derive(Debug)]
 pub(crate) enum ZeroScan {
-    /// The processor, all of it at the end of a batch, as the pages are going to be read anyway then.
+    /// The processor, at the end of a batch: the pages are read then anyway.
     Cpu,
-    /// DSAs, and the processor where these are late, fail, or are not there.
+    /// DSAs, and the processor for pages for which these are late, fail, or are absent.
     Dsa(DsaScan),
 }
 
 impl ZeroScan {
-    /// Begins to look at `pages`, the next batch. Does not wait.
+    /// Starts the scan of `pages`, the next batch. Does not wait.
     pub(crate) fn start(&mut self, pages: &[VolatileSlice<'_>]) {
         if let Self::Dsa(scan) = self {
             scan.start(pages);
         }
     }
 
-    /// Sets, for each of `pages`, whether every byte of it is zero. They are the pages of the first batch that was
-    /// started and has not been finished. A page that is written between start and end gets either verdict: the
-    /// dirty log then has it sent again.
+    /// Sets for each of `pages` whether all of its bytes are zero. They are the pages of the oldest unfinished batch. The verdict
+    /// on a page that is written between start and end may be either: the page is in the dirty log, and is sent again.
     ///
-    /// Pages without a verdict of their own, because there are fewer `verdicts`, are not looked at.
+    /// If there are fewer `verdicts`, the remaining pages are not scanned.
     ///
     /// # Errors
-    /// When a device has been caught judging wrong. Verdicts of earlier batches may be wrong then.
+    /// When a wrong verdict of a device was found. Verdicts of earlier batches may be wrong then.
     pub(crate) fn finish(
         &mut self,
         pages: &[VolatileSlice<'_>],
@@ -56,15 +55,15 @@ impl ZeroScan {
     }
 }
 
-/// The scan of one thread by the DSAs of `devices`. Whatever they do, each page gets its verdict, and it takes no
-/// longer than with the processor alone.
+/// A thread's scan by the DSAs of `devices`. Whatever they do, each page gets its verdict, and the scan takes no longer than with
+/// the processor alone.
 #[derive(Debug)]
 pub(crate) struct DsaScan {
     scanner: ZeroScanner,
     page_bytes: usize,
-    /// Those that were started, the oldest first.
+    /// Batches that were started, the oldest first.
     batches: VecDeque<Batch>,
-    /// Of the pages of the call that is under way.
+    /// Addresses of the pages of the current call.
     addresses: Vec<u64>,
 }
 
@@ -125,7 +124,7 @@ impl DsaScan {
     }
 }
 
-/// With [`Verify::Sample`] one of so many zero pages is looked at.
+/// With [`Verify::Sample`], the processor checks one zero page out of this many.
 const SAMPLE: NonZeroU32 = NonZeroU32::new(64).unwrap();
 
 #[cfg(test)]

@@ -65,7 +65,7 @@ impl<'a> Channel<'a> {
         }
     }
 
-    /// Sends what this channel gets of `round`, and the SYNC behind it.
+    /// Sends this channel's share of `round`, and the SYNC behind it.
     pub(super) fn send(&mut self, round: &Round) -> Result<(), SourceError> {
         let mut share = round.share(self.ram, self.log);
         while let Some(chunk) = share.next()? {
@@ -202,7 +202,7 @@ impl Packer {
         }
     }
 
-    /// A buffer for the verdicts on the next `count` pages, none of which is known to be zero.
+    /// A buffer for the verdicts on the next `count` pages, all of them "not zero".
     fn no_verdicts(&mut self, count: usize) -> &mut [bool] {
         self.verdicts.clear();
         self.verdicts.resize(count, false);

@@ -69,7 +69,7 @@ pub(super) struct Rates {
     last_normal: u64,
 }
 
-/// Less than this in a shorter round is no measure of the link: round trips and scheduling decide how long it takes.
+/// A round that is smaller and shorter than this does not measure the link: round trips and scheduling dominate.
 const MIN_SAMPLE: u64 = 4 << 20;
 const MIN_SAMPLE_TIME: Duration = Duration::from_millis(200);
 
@@ -150,7 +150,7 @@ impl Convergence {
         dirty == 0 || self.time_for(dirty).is_some_and(|time| time <= limit)
     }
 
-    /// The next step, if the guest has dirtied more than half of what the last round moved.
+    /// The next throttle, if the guest has dirtied more than half as many pages as the last round sent.
     fn next_throttle(&self, dirty: usize) -> Option<u8> {
         let steps = self.auto_converge?;
         if dirty as u64 <= self.rates.last_normal / 2 || self.throttle >= steps.max {
@@ -163,7 +163,7 @@ impl Convergence {
     }
 }
 
-/// What a round has sent.
+/// The amount of data that a round has sent.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Sent {
     pub(super) normal_pages: u64,
@@ -174,7 +174,7 @@ pub(super) struct Sent {
 }
 
 impl Sent {
-    /// What was counted between two moments.
+    /// The difference of two snapshots.
     pub(super) fn between(before: &Snapshot, after: &Snapshot) -> Self {
         Self {
             normal_pages: after.normal_pages - before.normal_pages,

@@ -50,7 +50,7 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
         }
     }
 
-    /// Carries out what is pending, until it is decided where the guest is. Returns the control connection, too, if it is not the
+    /// Carries out pending actions until it is decided where the guest is. Also returns the control connection, if it is not the
     /// link's.
     pub(super) fn run(mut self, driver: &mut SourceDriver) -> (Decision, Option<Conversation>) {
         let decision = driver.drive(&mut self, |host, _| host.receive());

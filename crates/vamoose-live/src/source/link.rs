@@ -324,7 +324,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
             // The destination would take the message for a part of the state.
             self.control.shut_down();
         }
-        // The connection may be what has failed.
+        // The connection itself may have failed.
         let _ = self.control.set_stall_timeout(FAILURE_TIMEOUT);
         let sent = self.send(abort);
         if sent.is_ok() || self.device_state == DeviceState::Unsent {

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! A dirty log is cleared window by window, not chunk by chunk: KVM takes a lock and interrupts every vCPU for each call. The
-//! smaller a window is, the less of what the guest writes there between clearing and reading is sent twice. So
+//! smaller a window is, the fewer guest writes between clearing and reading are sent twice. So
 //! a window has at most [a part](WINDOWS) of the round's pages, and is no longer than [a GiB](WINDOW_BYTES).
 
 use std::{
@@ -130,7 +130,7 @@ impl Round {
         }
     }
 
-    /// Takes a chunk of `window` in which there are pages to send; `None` when there is none, or the window is not open.
+    /// Takes a chunk of `window` with pages to send; `None` if no chunk is left, or the window is not open.
     fn chunk<'a>(&'a self, window: &'a Window) -> Option<Chunk<'a>> {
         let words = self.words(window)?;
         let chunks = words.len().div_ceil(CHUNK_WORDS);
@@ -157,12 +157,12 @@ impl<'a> Share<'a> {
             if let Some(chunk) = self.window.and_then(|window| round.chunk(window)) {
                 return Ok(Some(chunk));
             }
-            // This only divides the windows; that one is open, others see by its lock.
+            // Relaxed: this only divides the windows. `opened` orders the rest.
             let window = round
                 .windows
                 .get(round.next.fetch_add(1, Ordering::Relaxed));
             let Some(window) = window else {
-                // One that is being opened now is left to the channel that opens it.
+                // A window that is being opened now is left to its channel.
                 return Ok(round.windows.iter().find_map(|window| round.chunk(window)));
             };
             self.open(window)?;
@@ -170,7 +170,7 @@ impl<'a> Share<'a> {
         }
     }
 
-    /// Has the log begin anew for the pages of `window`: what is written from now on shows again.
+    /// Clears the log for the pages of `window`: later writes are logged again.
     fn open(&self, window: &Window) -> Result<(), DirtyLogError> {
         let Window { block, pages, .. } = window;
         let words = match &self.round.pages {
@@ -194,7 +194,7 @@ impl<'a> Share<'a> {
 }
 
 impl Pages {
-    /// How many there are, at most, as long as that has not been found.
+    /// The number of pages; an upper limit while touched pages are still unknown.
     pub(super) fn count(&self, ram: &Ram) -> usize {
         match self {
             Self::Touched(_) => (0..ram.blocks().len()).map(|block| ram.pages(block)).sum(),
@@ -220,7 +220,7 @@ impl Pages {
     }
 }
 
-/// What a window may have, if it has more than a chunk.
+/// The limits of a window of more than one chunk.
 #[derive(Clone, Copy)]
 struct Most {
     pages: usize,
@@ -404,7 +404,7 @@ mod tests {
             let ram = test_ram::reserved(len);
             let mut dirty = Bitmap::new(ram.pages(0));
             match every {
-                1 => dirty.set_range(0, ram.pages(0)),
+                1 => (0..ram.pages(0)).for_each(|page| dirty.set(page)),
                 _ => (0..ram.pages(0))
                     .step_by(every)
                     .for_each(|page| dirty.set(page)),

@@ -42,7 +42,7 @@ impl Vm {
         Self::new(self.0.as_fd())
     }
 
-    /// What KVM answers about `capability`; 0 if it does not have it.
+    /// KVM's answer about `capability`; 0 if it does not have it.
     pub(crate) fn check_extension(&self, capability: u32) -> io::Result<u32> {
         let argument = libc::c_ulong::from(capability);
         self.ioctl_by_value(KVM_CHECK_EXTENSION, argument)
@@ -59,7 +59,7 @@ impl Vm {
         unsafe { super::ioctl(self.0.as_fd(), KVM_ENABLE_CAP, &mut enable) }.map(drop)
     }
 
-    /// Makes the pages whose entries in the rings are harvested ones that are logged when written again.
+    /// Has the pages of harvested ring entries logged when they are written again.
     pub(crate) fn reset_dirty_rings(&self) -> io::Result<()> {
         self.ioctl_by_value(KVM_RESET_DIRTY_RINGS, 0).map(drop)
     }

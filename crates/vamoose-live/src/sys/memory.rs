@@ -24,10 +24,10 @@ pub(crate) fn is_zero(page: &VolatileSlice<'_>) -> bool {
     })
 }
 
-/// What a part of a page is compared with.
+/// A part of a page is compared with this.
 const ZEROS: [u8; 4096] = [0; 4096];
 
-/// Bytes that are looked at together.
+/// Bytes that are tested together.
 #[cfg(target_arch = "x86_64")]
 const STEP: usize = 256;
 
@@ -103,8 +103,8 @@ impl Punch {
         self.unit
     }
 
-    /// The part of `addresses` that can be given back. The rest are pieces of huge pages, of which kernels before 6.0
-    /// leave some as they are, without an error, and some from 5.18 on give back the neighbours as well.
+    /// The part of `addresses` that can be given back. The rest are pieces of huge pages: kernels before 6.0 leave some of them
+    /// unchanged, without an error, and some kernels from 5.18 on give back their neighbours as well.
     pub(crate) fn whole_units(self, addresses: &Range<usize>) -> Range<usize> {
         let mask = self.unit - 1;
         let start = addresses.start.saturating_add(mask) & !mask;

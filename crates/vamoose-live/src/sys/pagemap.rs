@@ -9,10 +9,10 @@ use std::{
 
 use rustix::ioctl::{Opcode, opcode};
 
-/// What is known of a page: a set of the flags below, which are the kernel's `PAGE_IS_…`.
+/// Properties of a page: a set of the flags below, the kernel's `PAGE_IS_…`.
 pub(crate) type Categories = u64;
 
-/// Not write-protected by userfaultfd, so written since it last was; also of a page that is not there.
+/// Not write-protected by userfaultfd, so written since it was protected. Also set for an absent page.
 pub(crate) const WRITTEN: Categories = 1 << 1;
 /// In memory and in the page table.
 pub(crate) const PRESENT: Categories = 1 << 3;
@@ -25,18 +25,18 @@ pub(crate) const ZERO: Categories = 1 << 5;
 #[derive(Debug)]
 pub(crate) struct Pagemap(File);
 
-/// Which pages to find: those with all of `all`, none of `none` and, unless it is empty, one of `any`.
+/// Which pages to find: those with all flags of `all`, none of `none` and, unless it is empty, one of `any`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Query {
     pub(crate) all: Categories,
     pub(crate) any: Categories,
     pub(crate) none: Categories,
-    /// Also write-protect what is found, in one step with looking. Only for memory registered with
+    /// Also write-protect the pages that are found, atomically with the search. Only for memory registered with
     /// a userfaultfd in asynchronous mode: anything else is an error.
     pub(crate) write_protect: bool,
 }
 
-/// The buffer that the kernel fills; to be used again.
+/// The kernel's output buffer, which is reused.
 #[derive(Debug)]
 pub(crate) struct Found(Vec<Region>);
 
@@ -134,7 +134,7 @@ impl Pagemap {
         Ok(())
     }
 
-    /// Calls `each` for every page of `addresses` that is present or swapped, also where there is no PAGEMAP_SCAN.
+    /// Calls `each` for every page of `addresses` that is present or swapped, also on kernels without PAGEMAP_SCAN.
     /// The shared page of zeros cannot be distinguished from others.
     pub(crate) fn populated(
         &self,

@@ -98,7 +98,7 @@ impl Userfaultfd {
         unsafe { super::ioctl(self.0.as_fd(), UFFDIO_API, &mut argument) }.map(drop)
     }
 
-    /// Makes the pages of `addresses` ones that can be write-protected.
+    /// Registers `addresses` for write protection.
     pub(crate) fn register(&self, addresses: Range<usize>) -> io::Result<()> {
         let mut argument = Register {
             range: addresses.into(),
@@ -122,7 +122,7 @@ impl Userfaultfd {
         unsafe { super::ioctl(self.0.as_fd(), UFFDIO_REGISTER, &mut argument) }.map(drop)
     }
 
-    /// Write-protects all of `addresses`, and marks what is not there yet, which takes its page tables.
+    /// Write-protects all of `addresses`, and marks absent pages, which allocates their page tables.
     pub(crate) fn write_protect(&self, addresses: Range<usize>) -> io::Result<()> {
         let mut argument = WriteProtect {
             range: addresses.into(),

@@ -45,7 +45,7 @@ impl Learned {
         Self { state }
     }
 
-    /// Uses a code that is good for `samples` from now on. It can write anything else too.
+    /// Chooses the code for `samples`. Other pages can be written with it, too.
     fn learn<'a>(&mut self, samples: impl Iterator<Item = &'a [u8]>) -> Result<(), CompressError> {
         let at = self.state.as_ptr();
         // SAFETY: `at` points to an initialised state that nothing else refers to (rule 1).
