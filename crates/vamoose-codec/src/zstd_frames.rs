@@ -1,9 +1,9 @@
 //! Method zstd-frames: one complete zstd frame per packet, between two Vamooses.
 //!
 //! What zstd finds, in packets that are independent of each other: their levels may differ, and a
-//! channel may have several streams. It pays for that with the history of the packets before, which is
-//! half a percent of the bytes at level 1 and two at level 3 (docs/results/parts.md). A frame states how many bytes of pages it holds and has no checksum. A packet in
-//! which zstd finds next to nothing goes raw, as method none.
+//! channel may have several streams. The price is the history of earlier packets: half a percent of the bytes at level 1, and
+//! two at level 3 (docs/results/parts.md). A frame states how many bytes of pages it holds and has no checksum. A packet in
+//! which zstd finds next to nothing is sent raw, as method none.
 //!
 //! # Memory
 //! Both sides work from slice to slice, without a window of their own. An encoder's tables are no

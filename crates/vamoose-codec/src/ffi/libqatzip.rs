@@ -1,18 +1,18 @@
 //! QAT hardware, through Intel's libqatzip if the machine has that.
 //!
-//! The program builds and starts without the library: [`Library::open`] loads it on first use, [`hardware`] reports whether it has
-//! a device, and a [`Session`] compresses and decompresses packets on that. A missing library, symbol or device is [`Absent`], which
-//! is no error as long as software serves. The library's own software is never used: every session is opened without it, and a
-//! result that did not come from hardware is a [`Failure`]. Only tests of this crate allow it (`Provider`).
+//! The program builds and starts without the library: [`Library::open`] loads it on first use, [`hardware`] reports whether it
+//! has a device, and a [`Session`] compresses and decompresses packets with that. A missing library, symbol or device is
+//! [`Absent`], which is not an error as long as software serves. The library's own software is never used: every session is
+//! opened without it, and a result that did not come from hardware is a [`Failure`]. Only tests of this crate allow it.
 //!
 //! Four rules make the unsafe blocks below sound:
 //! 1. **The interface is that of libqatzip.so.3.** Signatures and layouts are written down here once, without C headers.
 //! 2. **The library is never unloaded**, so its functions stay where they are. Its thread-local data has destructors, which would
 //!    otherwise be called in memory that is gone.
 //! 3. **A session is used only by the thread that opened it.** From any other thread calls are refused, and drops leak.
-//! 4. **The library works in memory of its own**: pages and payloads are copied to and from buffers of known sizes, so it never gets
-//!    a pointer to ours, and the lengths that it returns are checked. The copy is needed anyway: a device can reach only special
-//!    memory, and a running guest changes its pages meanwhile.
+//! 4. **The library works in memory of its own**: pages and payloads are copied to and from buffers of known sizes, so it never
+//!    gets a pointer to ours, and the lengths that it returns are checked. The copy is needed anyway: a device can reach only
+//!    special memory, and a running guest changes its pages meanwhile.
 
 #[cfg(test)]
 pub(crate) mod tests;
