@@ -5,7 +5,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use vamoose_fuzz::{LAYOUT, packets};
-use vamoose_link::delta_seam::receive;
+use vamoose_link::delta_testing::receive;
 
 fuzz_target!(|input: &[u8]| {
     let packets = packets(input);

@@ -13,7 +13,7 @@ use std::{fs, time::Duration};
 use multifd::{Layout, Method};
 use rustix::time::{ClockId, clock_gettime};
 use vamoose_codec::{Decoder, Settings, encoder};
-use vamoose_link::delta_seam::Pair;
+use vamoose_link::delta_testing::Pair;
 
 const LAYOUT: Layout = Layout::X86;
 

@@ -35,8 +35,6 @@ mod controller;
 mod ladder;
 mod link;
 mod price;
-#[cfg(test)]
-mod simulation;
 
 use std::time::{Duration, Instant};
 
@@ -331,6 +329,8 @@ fn nanos(time: Duration) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    mod simulation;
+
     use proptest::{collection::vec, prelude::*, sample::select};
 
     use super::*;

@@ -45,14 +45,12 @@
 
 mod caches;
 mod incoming;
-#[cfg(test)]
-mod model;
 mod outgoing;
 mod receiver;
-#[cfg(feature = "fuzzing")]
-pub mod seam;
 mod sender;
 mod sent;
+#[cfg(feature = "fuzzing")]
+pub mod testing;
 
 use multifd::Layout;
 
@@ -74,4 +72,9 @@ const SLOT_OVERHEAD: usize = 192;
 fn slots(bytes: usize, layout: Layout) -> usize {
     let most = usize::try_from(vamoose_codec::delta::MAX_SLOT).unwrap_or(usize::MAX);
     (bytes / (layout.page_size() + SLOT_OVERHEAD)).min(most)
+}
+
+#[cfg(test)]
+mod tests {
+    mod model;
 }

@@ -55,7 +55,7 @@ pub use chain::chain;
 pub use conversation::{Conversation, ConversationError, random_id, send_message};
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
-pub use delta::seam as delta_seam;
+pub use delta::testing as delta_testing;
 pub use delta::{DeltaError, DeltaReceiver, DeltaSender, PageCaches};
 pub use dial::dial;
 pub use downtime::{DowntimeParts, millis};

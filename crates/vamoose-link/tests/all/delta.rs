@@ -304,7 +304,7 @@ proptest! {
         });
         let packets: Vec<_> = packets.collect();
         let packets: Vec<_> = packets.iter().map(|(count, payload)| (*count, &payload[..])).collect();
-        vamoose_link::delta_seam::receive(LAYOUT, &packets);
+        vamoose_link::delta_testing::receive(LAYOUT, &packets);
     }
 }
 

@@ -21,7 +21,7 @@
 
 use std::{collections::VecDeque, fmt, time::Duration};
 
-use super::{
+use crate::adaptive::{
     SAMPLE,
     controller::{Controller, Cost, Plan, Sent},
     ladder::{FIRST, RAW, RUNGS},

@@ -8,7 +8,7 @@ use multifd::{BlockName, Layout, RamHeader};
 use proptest::{collection::vec, prelude::*};
 use vamoose_codec::delta::Mark;
 
-use super::{DeltaError, DeltaReceiver, DeltaSender, SLOT_OVERHEAD, sender::Planned};
+use crate::delta::{DeltaError, DeltaReceiver, DeltaSender, SLOT_OVERHEAD, sender::Planned};
 
 const PAGE: usize = 1024;
 

@@ -1,4 +1,4 @@
-//! Doors for the fuzz target and the bench: both ends without a link between them.
+//! For the fuzz target and the bench: both ends of the cache without a link between them.
 #![allow(clippy::expect_used, reason = "for tests and measurements only")]
 
 use std::{sync::Arc, time::Duration};
