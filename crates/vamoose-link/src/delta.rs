@@ -61,7 +61,7 @@ pub use self::{
 };
 pub(crate) use self::{
     caches::Share,
-    incoming::{Failure, Incoming, Target},
+    incoming::{Failure, Incoming},
     outgoing::Outgoing,
 };
 

@@ -37,6 +37,7 @@ mod memory;
 mod method;
 mod pace;
 mod packet;
+mod pages;
 mod peer;
 mod queue;
 mod reader;
@@ -64,9 +65,10 @@ pub use memory::populate;
 pub use method::{MethodChoice, PacketEncoder};
 pub use pace::Pacer;
 pub use packet::Packet;
+pub use pages::CopyPages;
 pub use peer::{Peer, Peers, all_has_come, peer_inode, peer_of};
 pub use queue::PollQueue;
-pub use reader::{ChannelReader, CopyPages, ReadError, Received};
+pub use reader::{ChannelReader, ReadError, Received};
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub use session::seam as session_seam;

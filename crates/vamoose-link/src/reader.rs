@@ -16,9 +16,9 @@ use vm_memory::VolatileSlice;
 
 use crate::{
     DeltaError, DeltaReceiver, Packet, Stats, Stream,
-    delta::{self, Incoming},
-    is_stall,
-    memory::{self, Left},
+    delta::{Failure, Incoming},
+    is_stall, memory,
+    pages::{CopyPages, PageSink, copy_to_guest},
     stats::cpu_timed,
 };
 
@@ -37,9 +37,6 @@ pub struct ChannelReader {
     header: Vec<u8>,
     payload: Vec<u8>,
 }
-
-/// Copies bytes into memory, slice by slice; together they are as long.
-pub type CopyPages<'a> = dyn FnMut(&[u8], &[VolatileSlice<'_>]) + 'a;
 
 /// What [`ChannelReader::read`] and [`ChannelReader::read_header`] found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -206,7 +203,7 @@ impl ChannelReader {
     /// As [`ChannelReader::read`].
     pub fn read_rest(&mut self, packet: &mut Packet) -> Result<(), ReadError> {
         let (header, pages) = packet.ram_parts();
-        self.read_payload(header, Target::Own(pages))
+        self.read_payload(header, PageSink::Own(pages))
     }
 
     /// Reads the payload of the packet whose header was read last into `packet` as it is, for
@@ -252,7 +249,7 @@ impl ChannelReader {
         header: &RamHeader,
         pages: &[VolatileSlice<'_>],
     ) -> Result<(), ReadError> {
-        self.read_pages_by(header, pages, &mut copy)
+        self.read_pages_by(header, pages, &mut copy_to_guest)
     }
 
     /// As [`ChannelReader::read_pages`], but what has been decoded is copied into `pages` by `copy`: it gets as many
@@ -271,37 +268,37 @@ impl ChannelReader {
         if given != expected || given > self.layout.packet_bytes() {
             return Err(ReadError::Pages { given, expected });
         }
-        self.read_payload(header, Target::Guest(pages, copy))
+        self.read_payload(header, PageSink::Guest(pages, copy))
     }
 
     /// Reads the payload of a RAM packet and decodes it into the target, which is as long as the packet's pages.
     fn read_payload(
         &mut self,
         header: &RamHeader,
-        mut target: Target<'_>,
+        mut sink: PageSink<'_>,
     ) -> Result<(), ReadError> {
-        let received = self.receive_payload(header, &mut target);
+        let received = self.receive_payload(header, &mut sink);
         let encoded = received.map_err(|error| corrupt(header, error))?;
         let Some(len) = encoded else {
             return Ok(());
         };
         if header.method == Method::Delta {
-            return self.restore(header, len, &mut target);
+            return self.restore(header, len, &mut sink);
         }
-        self.decode(header, len, &mut target)?;
+        self.decode(header, len, &mut sink)?;
         let Some(sent) = self.stream.pages_sum() else {
             return Ok(());
         };
-        if target.sum() == sent {
+        if sink.sum() == sent {
             return Ok(());
         }
         // Once more, unless decoding has moved on in the stream.
         let is_independent = vamoose_codec::info(header.method)
             .is_some_and(|info| matches!(info.framing(), Framing::Packet));
         if is_independent {
-            self.decode(header, len, &mut target)?;
+            self.decode(header, len, &mut sink)?;
         }
-        self.compare(header, target.sum(), sent)
+        self.compare(header, sink.sum(), sent)
     }
 
     /// Compares the checksum of a packet's pages with the one that was sent.
@@ -323,7 +320,7 @@ impl ChannelReader {
         &mut self,
         header: &RamHeader,
         len: usize,
-        target: &mut Target<'_>,
+        sink: &mut PageSink<'_>,
     ) -> Result<(), ReadError> {
         let refused = |error| ReadError::Delta {
             packet: PacketName::of(header),
@@ -334,35 +331,27 @@ impl ChannelReader {
         let sent = self.stream.pages_sum();
         let sent = sent.ok_or_else(|| refused(DeltaError::Unchecked))?;
         let (decoder, payload) = (&mut self.decoder, &self.payload[..len]);
-        let (restored, time) = cpu_timed(|| {
-            let mut to = match target {
-                Target::Own(pages) => delta::Target::Own(pages),
-                Target::Guest(pages, _) => delta::Target::Guest(pages),
-            };
-            delta.decode(decoder, payload, &mut to, sent)
-        });
+        let (restored, time) = cpu_timed(|| delta.decode(decoder, payload, sink, sent));
         self.stats.add_decode(time);
         match restored {
             Ok(()) => {}
-            Err(delta::Failure::Changed(found)) => return self.compare(header, found, sent),
-            Err(delta::Failure::Delta(error)) => return Err(refused(error)),
-            Err(delta::Failure::Decode(error)) => {
+            Err(Failure::Changed(found)) => return self.compare(header, found, sent),
+            Err(Failure::Delta(error)) => return Err(refused(error)),
+            Err(Failure::Decode(error)) => {
                 let packet = PacketName::of(header);
                 return Err(ReadError::Decode { packet, error });
             }
         }
-        let Target::Guest(pages, copy) = target else {
-            return Ok(());
-        };
-        copy(delta.decoded(), pages);
-        let mut found = target.sum();
-        if found != sent
-            && let Target::Guest(pages, copy) = target
-        {
-            copy(delta.decoded(), pages);
-            found = target.sum();
+        for _ in 0..ATTEMPTS {
+            match sink {
+                PageSink::Own(_) => return Ok(()),
+                PageSink::Guest(pages, copy) => copy(delta.decoded(), pages),
+            }
+            if sink.sum() == sent {
+                return Ok(());
+            }
         }
-        self.compare(header, found, sent)
+        self.compare(header, sink.sum(), sent)
     }
 
     /// Reads the payload of a RAM packet: to where it belongs, or, if it is encoded, into the buffer for that. Then
@@ -370,15 +359,14 @@ impl ChannelReader {
     fn receive_payload(
         &mut self,
         header: &RamHeader,
-        target: &mut Target<'_>,
+        sink: &mut PageSink<'_>,
     ) -> Result<Option<usize>, ReadError> {
         if header.method == Method::None {
             // The header's check made the payload exactly as long as the pages.
-            let (wanted, got) = match target {
-                Target::Own(pages) => (pages.len(), self.stream.read_full(pages)),
-                Target::Guest(pages, _) => {
-                    (memory::total_len(pages), self.stream.receive_memory(pages))
-                }
+            let wanted = sink.len();
+            let got = match sink {
+                PageSink::Own(pages) => self.stream.read_full(pages),
+                PageSink::Guest(pages, _) => self.stream.receive_memory(pages),
             };
             complete(&self.stream, got, wanted, "payload")?;
             self.stats.add_received(wanted);
@@ -400,13 +388,13 @@ impl ChannelReader {
         &mut self,
         header: &RamHeader,
         len: usize,
-        target: &mut Target<'_>,
+        sink: &mut PageSink<'_>,
     ) -> Result<(), ReadError> {
         let (decoder, method) = (&mut self.decoder, header.method);
         let payload = &self.payload[..len];
-        let (result, time) = cpu_timed(|| match target {
-            Target::Own(pages) => decoder.decode(method, payload, pages),
-            Target::Guest(pages, copy) => {
+        let (result, time) = cpu_timed(|| match sink {
+            PageSink::Own(pages) => decoder.decode(method, payload, pages),
+            PageSink::Guest(pages, copy) => {
                 let len = memory::total_len(pages);
                 copy(decoder.decode_borrowed(method, payload, len)?, pages);
                 Ok(())
@@ -487,38 +475,8 @@ impl ChannelReader {
     }
 }
 
-/// Where a packet's pages go.
-enum Target<'a> {
-    Own(&'a mut [u8]),
-    /// To slices of the guest's memory; what has been decoded is copied there.
-    Guest(&'a [VolatileSlice<'a>], &'a mut CopyPages<'a>),
-}
-
-impl Target<'_> {
-    /// The CRC-32C of the pages as they are there now.
-    fn sum(&self) -> u32 {
-        match self {
-            Self::Own(pages) => crc32c::crc32c(pages),
-            Self::Guest(pages, _) => {
-                let (left, mut sum) = (Left::new(&[], pages), 0);
-                left.for_each(left.bytes(), &mut |bytes| {
-                    sum = crc32c::crc32c_append(sum, bytes);
-                });
-                sum
-            }
-        }
-    }
-}
-
-/// Copies by the processor.
-fn copy(bytes: &[u8], pages: &[VolatileSlice<'_>]) {
-    let mut rest = bytes;
-    for slice in pages {
-        let (bytes, behind) = rest.split_at(slice.len());
-        slice.copy_from(bytes);
-        rest = behind;
-    }
-}
+/// How often pages are copied to guest memory before a wrong checksum is an error.
+const ATTEMPTS: usize = 2;
 
 /// What it means that the payload of `header` could not be read.
 fn corrupt(header: &RamHeader, error: ReadError) -> ReadError {
@@ -640,7 +598,7 @@ mod tests {
         let mut copies = 0;
         let mut counted = |bytes: &[u8], pages: &[VolatileSlice<'_>]| {
             copies += 1;
-            copy(bytes, pages);
+            copy_to_guest(bytes, pages);
         };
         let error = reader
             .read_pages_by(&header, &slices, &mut counted)
@@ -684,7 +642,7 @@ mod tests {
         let mut copies = 0;
         let mut once_wrong = |bytes: &[u8], pages: &[VolatileSlice<'_>]| {
             copies += 1;
-            copy(bytes, pages);
+            copy_to_guest(bytes, pages);
             if copies == 1 {
                 pages[0].copy_from(&[8]);
             }

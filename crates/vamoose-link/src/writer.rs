@@ -20,6 +20,7 @@ use crate::{
     backlog::Backlog,
     delta::Outgoing,
     is_stall, lock, memory,
+    pages::{PageSource, copy_from_guest},
     stats::cpu_timed,
     wait_for,
     zero_copy::{self, ZeroCopy},
@@ -166,7 +167,7 @@ impl ChannelWriter {
             return self.sender.send(header, state).map(drop);
         }
         let (header, pages, len) = packet.ram_buffer();
-        self.write_ram(header, Pages::Own(pages, len))
+        self.write_ram(header, PageSource::Own(pages, len))
     }
 
     /// Sends one packet as it came ([`ChannelReader::read_encoded`](crate::ChannelReader::read_encoded)), but for a SYNC in it.
@@ -211,7 +212,7 @@ impl ChannelWriter {
         if given != expected || given > self.sender.layout.packet_bytes() {
             return Err(WriteError::Pages { given, expected });
         }
-        self.write_ram(header, Pages::Guest(pages))
+        self.write_ram(header, PageSource::Guest(pages))
     }
 
     /// Sends a SYNC without pages, and waits until the kernel has released all pages that were sent
@@ -302,7 +303,7 @@ impl ChannelWriter {
     fn write_ram(
         &mut self,
         header: &mut RamHeader,
-        mut pages: Pages<'_>,
+        mut pages: PageSource<'_>,
     ) -> Result<(), WriteError> {
         // What was received as one packet, pages and SYNC, leaves as two.
         header.sync = false;
@@ -324,25 +325,23 @@ impl ChannelWriter {
         let payload = if is_raw {
             header.method = self.encoder.method();
             match pages {
-                Pages::Own(buffer, len) => Payload::Buffer(buffer, len, None),
+                PageSource::Own(buffer, len) => Payload::Buffer(buffer, len, None),
                 // What is sent again must be what was sent.
-                Pages::Guest(slices) if self.sender.channel.stream.socket().is_none() => {
-                    let len = copy_out(slices, &mut self.payload).len();
+                PageSource::Guest(slices) if self.sender.channel.stream.socket().is_none() => {
+                    let len = copy_from_guest(slices, &mut self.payload).len();
                     Payload::Buffer(&mut self.payload, len, None)
                 }
-                Pages::Guest(slices) => Payload::Guest(slices),
+                PageSource::Guest(slices) => Payload::Guest(slices),
             }
         } else {
             let is_checked = self.sender.channel.stream.checks_pages();
             let buffers = (&mut self.copy, &mut *self.payload);
             let stats = &self.sender.stats;
-            let (encoded, time) = cpu_timed(|| match delta {
-                Some(delta) => {
-                    stats.set_kept(delta.kept_bytes());
-                    encode_differences(&mut self.encoder, delta, &mut pages, buffers)
-                }
-                None => encode(&mut self.encoder, &pages, is_checked, buffers),
-            });
+            if let Some(delta) = &delta {
+                stats.set_kept(delta.kept_bytes());
+            }
+            let (encoded, time) =
+                cpu_timed(|| encode(&mut self.encoder, delta, &mut pages, is_checked, buffers));
             stats.add_encode(time);
             let encoded = encoded?;
             if encoded.method == Method::Delta {
@@ -353,8 +352,8 @@ impl ChannelWriter {
             match (encoded.len, pages) {
                 (Some(len), _) => Payload::Buffer(&mut self.payload, len, encoded.sum),
                 // What cannot be made smaller stays where it is.
-                (None, Pages::Own(buffer, len)) => Payload::Buffer(buffer, len, None),
-                (None, Pages::Guest(_)) => Payload::Borrowed(&self.copy[..page_bytes]),
+                (None, PageSource::Own(buffer, len)) => Payload::Buffer(buffer, len, None),
+                (None, PageSource::Guest(_)) => Payload::Borrowed(&self.copy[..page_bytes]),
             }
         };
         header.set_payload_len(payload.len(), self.sender.layout)?;
@@ -416,19 +415,22 @@ struct Encoded {
     differences: usize,
 }
 
-/// Encodes `pages` into the second buffer. A guest's pages are copied first, to where the encoder has its input or
-/// else into the first buffer.
+/// Encodes `pages` into the second buffer, as differences where `delta` has planned some. Guest memory is copied first: to the
+/// encoder's own input buffer, or else to the first buffer.
 fn encode(
     encoder: &mut PacketEncoder,
-    pages: &Pages<'_>,
+    delta: Option<&mut Outgoing>,
+    pages: &mut PageSource<'_>,
     is_checked: bool,
     (copy, out): (&mut Vec<u8>, &mut [u8]),
 ) -> Result<Encoded, EncodeError> {
+    let is_checked = is_checked || delta.is_some();
     let sum_of = |pages: &[u8]| is_checked.then(|| crc32c::crc32c(pages));
-    if let (Pages::Guest(slices), PacketEncoder::Fixed(encoder)) = (pages, &mut *encoder)
+    if delta.is_none()
+        && let (PageSource::Guest(slices), PacketEncoder::Fixed(encoder)) = (&*pages, &mut *encoder)
         && let Some(buffer) = encoder.input_buffer()
     {
-        let pages = copy_out(slices, buffer);
+        let pages = copy_from_guest(slices, buffer);
         let (len, sum) = (pages.len(), sum_of(pages));
         let encoded = encoder.encode_buffered(len, out)?;
         return Ok(Encoded {
@@ -438,56 +440,18 @@ fn encode(
             differences: 0,
         });
     }
-    let pages = match pages {
-        Pages::Own(buffer, len) => &buffer[..*len],
-        Pages::Guest(slices) => {
-            let len = memory::total_len(slices);
-            if copy.len() < len {
-                copy.resize(len, 0);
-            }
-            copy_out(slices, copy)
-        }
-    };
-    encode_all(encoder, pages, sum_of(pages), out)
-}
-
-/// Encodes `pages`, some of which become differences, into the second buffer. A guest's pages are copied to the first
-/// buffer first.
-fn encode_differences(
-    encoder: &mut PacketEncoder,
-    delta: &mut Outgoing,
-    pages: &mut Pages<'_>,
-    (copy, out): (&mut Vec<u8>, &mut [u8]),
-) -> Result<Encoded, EncodeError> {
-    let pages = match pages {
-        Pages::Own(buffer, len) => &mut buffer[..*len],
-        Pages::Guest(slices) => {
-            let len = memory::total_len(slices);
-            if copy.len() < len {
-                copy.resize(len, 0);
-            }
-            copy_out(slices, copy);
-            &mut copy[..len]
-        }
-    };
-    let sum = Some(crc32c::crc32c(pages));
-    match delta.encode(encoder, pages, out)? {
-        Some(made) => Ok(Encoded {
+    let pages = pages.gather(copy);
+    let sum = sum_of(pages);
+    if let Some(delta) = delta
+        && let Some(made) = delta.encode(encoder, pages, out)?
+    {
+        return Ok(Encoded {
             method: Method::Delta,
             len: Some(made.len),
             sum,
             differences: made.differences,
-        }),
-        None => encode_all(encoder, pages, sum, out),
+        });
     }
-}
-
-fn encode_all(
-    encoder: &mut PacketEncoder,
-    pages: &[u8],
-    sum: Option<u32>,
-    out: &mut [u8],
-) -> Result<Encoded, EncodeError> {
     let encoded = encoder.encode(pages, out)?;
     let is_encoded = !ptr::eq(encoded.payload.as_ptr(), pages.as_ptr());
     Ok(Encoded {
@@ -496,23 +460,6 @@ fn encode_all(
         sum,
         differences: 0,
     })
-}
-
-/// The pages of a packet.
-enum Pages<'a> {
-    /// In a buffer, as many bytes of it.
-    Own(&'a mut Box<[u8]>, usize),
-    /// In the guest's memory.
-    Guest(&'a [VolatileSlice<'a>]),
-}
-
-impl Pages<'_> {
-    fn len(&self) -> usize {
-        match self {
-            Self::Own(_, len) => *len,
-            Self::Guest(slices) => memory::total_len(slices),
-        }
-    }
 }
 
 /// The bytes behind a header.
@@ -532,15 +479,6 @@ impl Payload<'_> {
             Self::Guest(slices) => memory::total_len(slices),
         }
     }
-}
-
-/// Copies `slices`, back to back, to the beginning of `copy`, which must be long enough.
-fn copy_out<'a>(slices: &[VolatileSlice<'_>], copy: &'a mut [u8]) -> &'a [u8] {
-    let mut end = 0;
-    for slice in slices {
-        end += slice.copy_to(&mut copy[end..]);
-    }
-    &copy[..end]
 }
 
 /// Where a writer's packets go.

@@ -10,6 +10,7 @@ use vamoose_codec::{
 use vm_memory::VolatileSlice;
 
 use super::{DeltaError, DeltaReceiver};
+use crate::pages::PageSink;
 
 /// What one reader needs for differences.
 pub(crate) struct Incoming {
@@ -26,12 +27,6 @@ enum Versions {
     Slots(Arc<DeltaReceiver>),
     /// In the guest's memory, where the pages go.
     Memory,
-}
-
-/// Where a packet's pages go.
-pub(crate) enum Target<'a> {
-    Own(&'a mut [u8]),
-    Guest(&'a [VolatileSlice<'a>]),
 }
 
 /// A packet whose pages could not be restored.
@@ -88,20 +83,17 @@ impl Incoming {
         &mut self,
         decoder: &mut Decoder,
         payload: &[u8],
-        target: &mut Target<'_>,
+        sink: &mut PageSink<'_>,
         sum: u32,
     ) -> Result<(), Failure> {
-        let len = match target {
-            Target::Own(pages) => pages.len(),
-            Target::Guest(slices) => crate::memory::total_len(slices),
-        };
+        let len = sink.len();
         self.marks.clear();
         self.marks.resize(len / self.page_size, Mark::Plain);
         let (method, payload) = read_table(payload, &mut self.marks)?;
         let mut scratch = std::mem::take(&mut self.scratch);
-        let restored = match target {
-            Target::Own(pages) => self.restore(decoder, (method, payload), pages, None, sum),
-            Target::Guest(slices) => {
+        let restored = match sink {
+            PageSink::Own(pages) => self.restore(decoder, (method, payload), pages, None, sum),
+            PageSink::Guest(slices, _) => {
                 scratch.resize(len, 0);
                 let memory = Some(&**slices);
                 self.restore(decoder, (method, payload), &mut scratch, memory, sum)

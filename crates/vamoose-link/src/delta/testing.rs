@@ -9,8 +9,8 @@ use vamoose_codec::{
     delta::{Mark, read_table},
 };
 
-use super::{DeltaReceiver, DeltaSender, Incoming, Outgoing, Target};
-use crate::PacketEncoder;
+use super::{DeltaReceiver, DeltaSender, Incoming, Outgoing};
+use crate::{PacketEncoder, pages::PageSink};
 
 /// A sender and a receiver with the same pages.
 pub struct Pair {
@@ -76,8 +76,8 @@ impl Pair {
             bytes += made.len;
             differences += made.differences;
             let (decoder, payload) = (&mut self.decoder, &self.out[..made.len]);
-            let mut target = Target::Own(&mut pages);
-            let decoded = self.incoming.decode(decoder, payload, &mut target, sum);
+            let mut sink = PageSink::Own(&mut pages);
+            let decoded = self.incoming.decode(decoder, payload, &mut sink, sum);
             assert!(decoded.is_ok() && pages == sent, "other pages");
         }
         (bytes, differences)
