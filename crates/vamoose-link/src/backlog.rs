@@ -1,16 +1,16 @@
-//! What waits in a connection's send buffer, bounded in time rather than in bytes.
+//! Bounds the unsent bytes in a connection's send buffer, in time rather than in bytes.
 //!
 //! ```text
 //!  written ──> [ not sent yet ] ──> [ in flight ] ──> peer
 //!               25 ms of the link    what its rate and delay need: the congestion control's
 //! ```
 //!
-//! The kernel lets a send buffer grow to megabytes, which are seconds of a slow link. A source takes for sent what it has
-//! written: it would think the link faster than it is, and pause its guest while all of that has yet to go. Several
-//! connections that share a link each have their part of it, so that the bounds of all add up to the same time.
+//! The kernel lets a send buffer grow to megabytes, which take seconds on a slow link. A source counts written bytes as sent: it
+//! would overestimate the link, and pause its guest while all these bytes have yet to be sent. Connections that share a link each
+//! have a share of its rate, so their bounds add up to the same time.
 //!
-//! The bound is the kernel's own (`TCP_NOTSENT_LOWAT`), set now and then from the rate that it counts itself. It concerns nothing
-//! that is in flight, so that it cannot keep a long link from being full.
+//! The bound is the kernel's own (`TCP_NOTSENT_LOWAT`), set regularly from the rate that the kernel counts. Bytes in flight are not
+//! bounded, so a long link stays full.
 
 use std::{
     os::fd::AsFd as _,
@@ -22,22 +22,21 @@ use crate::{
     memory::{self, TcpProgress},
 };
 
-/// Keeps the bound of one connection right.
+/// Maintains the bound of one connection.
 #[derive(Debug)]
 pub(crate) struct Backlog {
     next_look: Option<Instant>,
     bound: Bound,
 }
 
-/// The time that may wait. Longer than it takes to encode a packet of a link that is not much faster than the encoder, so
-/// that the link has something to do meanwhile.
+/// The bound. Longer than encoding a packet takes, so that the link stays busy meanwhile.
 const TIME: Duration = Duration::from_millis(25);
 
-/// How often to look.
+/// How often the rate is read.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 impl Backlog {
-    /// Of a connection that has just been made.
+    /// For a new connection.
     pub(crate) fn new() -> Self {
         Self {
             next_look: None,
@@ -45,7 +44,7 @@ impl Backlog {
         }
     }
 
-    /// To be called before each packet that is written to `socket`, always the same.
+    /// Call before each packet written to `socket`, always the same socket.
     pub(crate) fn bound(&mut self, socket: &Socket) {
         let Socket::Tcp(stream) = socket else {
             return;
@@ -55,7 +54,7 @@ impl Backlog {
             return;
         }
         self.next_look = now.checked_add(LOOK_EVERY);
-        // An older kernel has the buffer that it has.
+        // Older kernels keep their own bound.
         if let Some(progress) = memory::tcp_progress(stream.as_fd())
             && let Some(bytes) = self.bound.after(progress)
         {
@@ -70,28 +69,28 @@ struct Bound {
     last: Option<TcpProgress>,
     /// Bytes per second, once known.
     rate: Option<f64>,
-    /// As it was set last.
+    /// The bound set last.
     bytes: u32,
 }
 
-/// Before the rate is known.
+/// The bound until the rate is known.
 const FIRST: u32 = 128 << 10;
 
-/// On the slowest links: some segments.
+/// The least bound: some segments.
 const LEAST: u32 = 16 << 10;
 
-/// A rate is measured over this time at least in which the connection had something to send.
+/// A rate is measured over at least this time with bytes to send.
 const LEAST_BUSY: Duration = Duration::from_millis(20);
 
 impl Bound {
-    /// The bytes that may wait from now on, if that is another number.
+    /// The new bound in bytes, if it changes.
     fn after(&mut self, now: TcpProgress) -> Option<u32> {
         let last = *self.last.get_or_insert(now);
         let busy = now.busy.saturating_sub(last.busy);
         if busy >= LEAST_BUSY {
             let acknowledged = now.acknowledged.saturating_sub(last.acknowledged);
             let rate = acknowledged as f64 / busy.as_secs_f64();
-            // A link that has become faster is used at once; one that is slower for a moment need not have become it.
+            // A faster link is used at once; a slower one is followed gradually.
             self.rate = Some(match self.rate {
                 Some(before) if rate < before => (before + rate) / 2.0,
                 _ => rate,
@@ -131,7 +130,7 @@ mod tests {
 
     use super::*;
 
-    /// Bytes that a socket takes while nobody reads, and how many of them it holds then.
+    /// Bytes that a socket holds after it was filled without a reader.
     fn fill(bound: impl FnOnce(&Socket)) -> usize {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -147,20 +146,20 @@ mod tests {
     #[test]
     fn a_socket_holds_no_more_than_it_may() {
         let bounded = fill(|socket| Backlog::new().bound(socket));
-        // And a segment that was begun.
+        // And a started segment.
         let most = FIRST as usize + (128 << 10);
         assert!(bounded <= most, "{bounded}");
         assert!(fill(|_| ()) > most, "the test shows nothing");
     }
 
-    /// A link of so many bytes per second after a delay, and a sender that fills whatever is allowed.
+    /// A link of a rate in bytes per second, and a sender that fills the bound.
     struct Simulated {
         rate: f64,
         bound: Bound,
         now: Duration,
         acknowledged: f64,
         unsent: f64,
-        /// The longest that the last byte of what was unsent has had to wait, since the last change of the rate.
+        /// The longest wait of an unsent byte, in seconds.
         longest: f64,
     }
 
@@ -176,7 +175,7 @@ mod tests {
             }
         }
 
-        /// Lets the sender offer at most `offered` bytes per second for a time.
+        /// Runs for a time with a sender of at most `offered` bytes per second.
         fn run(&mut self, time: Duration, offered: f64) {
             let end = self.now + time;
             while self.now < end {
@@ -203,14 +202,14 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     #[test]
-    fn what_waits_is_bounded_in_time_from_10_megabits_on() {
+    fn unsent_bytes_are_bounded_in_time_from_10_megabits() {
         for rate in [1.25e6, 12.5e6, 125e6, 1.25e9, 12.5e9] {
             let mut link = Simulated::new(rate);
             link.run(SECOND, f64::INFINITY);
             link.longest = 0.0;
             link.run(SECOND, f64::INFINITY);
             assert!(link.longest <= 0.026, "{} s at {rate}", link.longest);
-            // And as much as keeps the link busy.
+            // But enough to keep the link busy.
             assert!(link.longest >= 0.02, "{} s at {rate}", link.longest);
         }
     }
@@ -230,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_without_work_tells_nothing() {
+    fn an_idle_connection_does_not_change_the_bound() {
         let mut bound = Bound::default();
         let at = |acknowledged, busy| TcpProgress {
             acknowledged,

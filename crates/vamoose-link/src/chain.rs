@@ -1,4 +1,4 @@
-//! Errors as text, where they leave the types: for a log, a status, a journal, a peer.
+//! Errors as text: for a log, a status, a journal, a peer.
 
 use std::error::Error;
 

@@ -1,10 +1,10 @@
-//! What a guest's downtime consists of.
+//! The parts of a guest's downtime.
 
 use std::{fmt, time::Duration};
 
 use serde::{Serialize, Serializer};
 
-/// The parts of a downtime, which add up to it; in milliseconds where they are written down.
+/// The parts of a downtime, which add up to it; serialized in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct DowntimeParts {
@@ -37,7 +37,7 @@ fn as_millis<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::
     serializer.serialize_u64(millis(*time))
 }
 
-/// A time in whole milliseconds, as reports have it.
+/// Whole milliseconds of a time, for reports.
 pub fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }

@@ -1,7 +1,7 @@
 //! Migration channels: sockets, packets in and out, the adaptive method, pacing, statistics.
 //!
-//! This crate moves whole packets between a socket and memory and knows nothing of guests. A relay has
-//! packets in buffers of its own:
+//! This crate moves whole packets between a socket and memory and knows nothing of guests. A relay keeps
+//! packets in its own buffers:
 //!
 //! ```text
 //! socket ─> ChannelReader::read ─> Packet (decoded pages) ─> ChannelWriter::write ─> socket
@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A VMM has guest memory, seen as `VolatileSlice`s, which vCPUs write meanwhile. Pages of method none
-//! go between it and the socket directly, others through the coder's buffer:
+//! are transferred between it and the socket directly, others through the coder's buffer:
 //!
 //! ```text
 //! guest ─> write_memory ─┬───── none: sendmsg, or MSG_ZEROCOPY ─────┬─> socket
@@ -18,8 +18,8 @@
 //!                                         └─ decode, copy ───────┘
 //! ```
 //!
-//! Threads and blocking sockets throughout. What blocks can always be ended: by
-//! [`Hangup::hang_up`], which shuts every registered socket down, and by the stall timeout of a
+//! Threads and blocking sockets throughout. Every blocking call can be ended: by
+//! [`Hangup::hang_up`], which shuts down all registered sockets, and by the stall timeout of a
 //! socket, which turns a peer that stops in the middle of a packet, or stops reading, into an error.
 
 #![deny(unsafe_code)]

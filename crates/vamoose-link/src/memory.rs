@@ -1,18 +1,16 @@
-//! System calls that no safe interface has, above all on memory that is not Rust's: the only unsafe code of this crate.
+//! System calls without a safe interface, mostly on guest memory: the only unsafe code of this crate.
 //!
-//! A guest writes its memory at any time, so there must be no reference to it, not even to copy from. It
-//! goes to the kernel by address instead, in system calls that read or write it on their own. What makes
-//! every block below sound:
+//! A guest writes its memory at any time, so there must be no reference to it, not even to copy from. The kernel gets addresses
+//! instead, in system calls that read or write the memory. Every block below is sound for these reasons:
 //!
-//! 1. An address comes from a [`VolatileSlice`], whose maker has promised that the memory is there for its
+//! 1. An address comes from a [`VolatileSlice`], whose creator guarantees that the memory is mapped for its
 //!    lifetime and that all other access is volatile, or from a Rust slice that outlives the call.
-//!    (Not with vm-memory's feature `xen`, which maps memory for an access at a time: then it is `EFAULT`.)
-//! 2. The kernel takes addresses and lengths as data: memory that is gone or write-protected is `EFAULT`.
-//! 3. Structures handed to the kernel are on this stack, and it keeps no pointer to them.
+//!    (With vm-memory's feature `xen`, which maps memory for each access, the call fails with `EFAULT`.)
+//! 2. The kernel checks addresses and lengths: unmapped or write-protected memory is `EFAULT`.
+//! 3. Structures passed to the kernel are on this stack, and the kernel keeps no pointer to them.
 //!
 //! With MSG_ZEROCOPY the kernel keeps reading the *pages* behind the addresses after the call. It pins
-//! them, so that even unmapping does no harm; that the bytes on the wire may then be later ones is
-//! for [`zero_copy`](crate::zero_copy) to handle.
+//! them, so even unmapping is harmless. [`zero_copy`](crate::zero_copy) handles that later bytes may be sent.
 #![allow(
     unsafe_code,
     reason = "addresses of guest memory in system calls, by the rules above"
@@ -27,27 +25,27 @@ use std::{
 
 use vm_memory::VolatileSlice;
 
-/// What is left of a transfer: some of our own bytes, then foreign memory.
+/// The rest of a transfer: bytes of this process, then guest memory.
 #[derive(Clone, Copy)]
 pub(crate) struct Left<'a> {
     header: &'a [u8],
     pages: &'a [VolatileSlice<'a>],
-    /// Bytes of the first slice that are done.
+    /// Bytes of the first slice that have been transferred.
     skip: usize,
-    /// Bytes in all of it.
+    /// All bytes left.
     bytes: usize,
 }
 
-/// Sends that the kernel has let go of: those numbered from `first` to `last`, which may have wrapped.
+/// Sends that the kernel has released: numbers `first` to `last`, which may wrap around.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Notification {
     pub(crate) first: u32,
     pub(crate) last: u32,
-    /// It made a copy after all.
+    /// The kernel made a copy after all.
     pub(crate) copied: bool,
 }
 
-/// Sends as much of `left` as one call takes. The caller's `flags` are those of sendmsg(2).
+/// Sends as much of `left` as one call takes. `flags` are those of sendmsg(2).
 pub(crate) fn send(
     socket: BorrowedFd<'_>,
     left: &Left<'_>,
@@ -56,15 +54,15 @@ pub(crate) fn send(
     let mut iovecs = Iovecs::of(left);
     let message = iovecs.message();
     // SAFETY: `message` and the iovecs that it points to live until the call returns (3), and so does the
-    // memory that they name, which is only read (1, 2).
+    // memory they point to, which is only read (1, 2).
     let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &message, flags | libc::MSG_NOSIGNAL) };
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
-/// Fills as much of the slices of `left` as one call does; 0 when the peer has closed.
+/// Receives into the slices of `left`, as much as one call does; 0 when the peer has closed.
 ///
-/// Neither MSG_WAITALL nor SO_RCVLOWAT brings anything that can be measured; the one would blur the stall
-/// timeout, and the other keep a short header waiting.
+/// Neither MSG_WAITALL nor SO_RCVLOWAT has a measurable benefit; the former would blur the stall
+/// timeout, and the latter would delay short headers.
 pub(crate) fn receive(socket: BorrowedFd<'_>, left: &Left<'_>) -> io::Result<usize> {
     let left = Left {
         header: &[],
@@ -72,17 +70,17 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, left: &Left<'_>) -> io::Result<usi
     };
     let mut iovecs = Iovecs::of(&left);
     let mut message = iovecs.message();
-    // SAFETY: As in `send`; what is written is memory of `VolatileSlice`s alone, since the header has been
-    // left out, and those are for writing too (1).
+    // SAFETY: As in `send`; only memory of `VolatileSlice`s is written, since the header has been
+    // left out, and these allow writes (1).
     let received = unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, 0) };
     usize::try_from(received).map_err(|_| io::Error::last_os_error())
 }
 
-/// Bytes that a socket holds: written, and not acknowledged (TCP) or not read yet (unix) by the peer (SIOCOUTQ, tcp(7);
-/// a unix socket counts what they take in the kernel).
+/// Bytes written to a socket that the peer has not acknowledged (TCP) or read (unix) (SIOCOUTQ, tcp(7);
+/// a unix socket counts the kernel memory they take).
 pub(crate) fn queued(socket: BorrowedFd<'_>) -> Option<usize> {
     let mut bytes: libc::c_int = 0;
-    // SAFETY: The request, SIOCOUTQ by its other name, writes an int to the address that it is given.
+    // SAFETY: The request, SIOCOUTQ by its other name, writes an int to the given address.
     let result = unsafe {
         libc::ioctl(
             socket.as_raw_fd(),
@@ -97,26 +95,26 @@ pub(crate) fn queued(socket: BorrowedFd<'_>) -> Option<usize> {
     }
 }
 
-/// How far a TCP connection has got (tcp_info, tcp(7)).
+/// Progress of a TCP connection (tcp_info, tcp(7)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TcpProgress {
     /// Bytes that the peer's kernel has acknowledged.
     pub(crate) acknowledged: u64,
-    /// For how long there was something to send, or to be acknowledged.
+    /// Time with bytes to send or to be acknowledged.
     pub(crate) busy: Duration,
-    /// From a byte's departure to its acknowledgement, smoothed.
+    /// Smoothed round-trip time.
     pub(crate) round_trip: Duration,
 }
 
-/// How far a TCP connection has got; `None` where the kernel does not tell, before Linux 4.10.
+/// Reads the progress of a TCP connection; `None` before Linux 4.10.
 pub(crate) fn tcp_progress(socket: BorrowedFd<'_>) -> Option<TcpProgress> {
-    /// Where these are in the structure, which the C libraries do not have to their end.
+    /// Offsets in the structure, which the C libraries do not declare completely.
     const RTT: usize = 68;
     const BYTES_ACKED: usize = 120;
     const BUSY_TIME: usize = 168;
     let mut info = [0_u8; BUSY_TIME + 8];
     let mut len = libc::socklen_t::try_from(info.len()).ok()?;
-    // SAFETY: The kernel writes at most `len` bytes, which is the length of `info`, and `len` itself, during the call (3).
+    // SAFETY: The kernel writes at most `len` bytes, the length of `info`, and `len` itself, during the call (3).
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),
@@ -140,7 +138,7 @@ pub(crate) fn tcp_progress(socket: BorrowedFd<'_>) -> Option<TcpProgress> {
     is_complete.then_some(progress)
 }
 
-/// Lets a TCP socket take no more than about so many bytes beyond those that it can send at once; whether it will.
+/// Bounds the unsent bytes of a TCP socket, roughly; false if the kernel refuses.
 pub(crate) fn bound_unsent(socket: BorrowedFd<'_>, bytes: u32) -> bool {
     const LEN: libc::socklen_t = 4;
     const { assert!(size_of::<u32>() == LEN as usize) };
@@ -157,14 +155,14 @@ pub(crate) fn bound_unsent(socket: BorrowedFd<'_>, bytes: u32) -> bool {
     result == 0
 }
 
-/// Has the system provide the memory of `slice` for writing, before it is written: where it cannot (a full file system, no
-/// huge page left), this is an error, and the write would be a SIGBUS. Since Linux 5.14; `EINVAL` before.
+/// Populates the memory of `slice` for writing. Where the system cannot provide it (a full file system, no huge page left), this is
+/// an error, while a write would be a SIGBUS. Since Linux 5.14; `EINVAL` before.
 ///
 /// # Errors
 /// The system's.
 pub fn populate(slice: &VolatileSlice<'_>) -> io::Result<()> {
     let guard = slice.ptr_guard_mut();
-    // SAFETY: This changes no byte of the memory, which is there (1); the system takes the address as data (2).
+    // SAFETY: This changes no byte of the memory, which is mapped (1); the kernel checks the address (2).
     let result = unsafe {
         libc::madvise(
             guard.as_ptr().cast(),
@@ -179,7 +177,7 @@ pub fn populate(slice: &VolatileSlice<'_>) -> io::Result<()> {
     }
 }
 
-/// Takes over a descriptor that whoever started this process has passed to it.
+/// Takes over a descriptor passed by the parent process.
 ///
 /// # Errors
 /// When there is no open file of this number.
@@ -189,12 +187,12 @@ pub(crate) fn passed(number: RawFd) -> io::Result<OwnedFd> {
     if copy < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made it, so nobody else has it.
+    // SAFETY: the kernel has just created it, so this is its only owner.
     Ok(unsafe { OwnedFd::from_raw_fd(copy) })
 }
 
 /// User and process at the other end of a unix socket, as of when it connected or began to listen. (Not by rustix, whose
-/// process id must not be 0, and that it is where the peer is in another namespace.)
+/// process id must not be 0, as that of a peer in another namespace is.)
 pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<libc::ucred> {
     let mut credentials = libc::ucred {
         pid: 0,
@@ -204,8 +202,8 @@ pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<libc::ucred
     const LEN: libc::socklen_t = 12;
     const { assert!(size_of::<libc::ucred>() == LEN as usize) };
     let mut len = LEN;
-    // SAFETY: The option's value is a ucred, made of integers; the kernel writes at most `len` bytes of it, which is
-    // its size, and `len` itself, during the call.
+    // SAFETY: The option's value is a ucred, made of integers; the kernel writes at most `len` bytes, its size, and `len`
+    // itself, during the call.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),
@@ -235,7 +233,7 @@ pub(crate) fn thread_waits() -> u64 {
     u64::try_from(usage.ru_nvcsw).unwrap_or_default()
 }
 
-/// Lets the socket's owner ask for MSG_ZEROCOPY.
+/// Enables MSG_ZEROCOPY on a socket.
 pub(crate) fn allow_zero_copy(socket: BorrowedFd<'_>) -> io::Result<()> {
     const ON: libc::c_int = 1;
     const LEN: libc::socklen_t = 4;
@@ -257,7 +255,7 @@ pub(crate) fn allow_zero_copy(socket: BorrowedFd<'_>) -> io::Result<()> {
     }
 }
 
-/// Takes one message from the socket's error queue and shows `each` the notifications in it; false when
+/// Takes one message from the socket's error queue and passes its notifications to `each`; false when
 /// the queue is empty. Never waits.
 pub(crate) fn read_error_queue(
     socket: BorrowedFd<'_>,
@@ -268,7 +266,7 @@ pub(crate) fn read_error_queue(
     let mut message: libc::msghdr = unsafe { mem::zeroed() };
     message.msg_control = control.0.as_mut_ptr().cast();
     message.msg_controllen = CONTROL_LEN as _;
-    // SAFETY: `message` names `control`, which the kernel may fill up to its length, and nothing else (3).
+    // SAFETY: `message` points to `control` only, which the kernel may fill up to its length (3).
     let result = unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, libc::MSG_ERRQUEUE) };
     if result < 0 {
         return match io::Error::last_os_error() {
@@ -298,12 +296,12 @@ impl<'a> Left<'a> {
         }
     }
 
-    /// Bytes still to go.
+    /// Bytes left.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Copies as many of `bytes` to the pages as there is room for; returns how many.
+    /// Copies as many of `bytes` to the pages as fit; returns their number.
     pub(crate) fn fill(&self, bytes: &[u8]) -> usize {
         let mut filled = 0;
         let mut skip = self.skip;
@@ -319,7 +317,7 @@ impl<'a> Left<'a> {
         filled
     }
 
-    /// Shows `each` the first `len` bytes of the pages that are left, as they are in memory now.
+    /// Passes the first `len` bytes of the remaining pages to `each`, as they are in memory now.
     pub(crate) fn for_each(&self, len: usize, each: &mut dyn FnMut(&[u8])) {
         let mut piece = [0; 4096];
         let (mut left, mut skip) = (len, self.skip);
@@ -340,7 +338,7 @@ impl<'a> Left<'a> {
         }
     }
 
-    /// Takes off what one call has done, at most [`Left::bytes`].
+    /// Removes the `done` bytes of one call, at most [`Left::bytes`].
     pub(crate) fn advance(&mut self, done: usize) {
         self.bytes = self.bytes.saturating_sub(done);
         let of_header = done.min(self.header.len());
@@ -360,8 +358,8 @@ pub(crate) fn total_len(slices: &[VolatileSlice<'_>]) -> usize {
     slices.iter().map(VolatileSlice::len).sum()
 }
 
-/// Pieces in one system call: a header and 1 MiB of pages that lie apart. More (the system's limit is
-/// 1024) would only make the stack larger, and a call for each MiB costs nothing.
+/// Pieces in one system call: a header and 1 MiB of separate pages. More (the system's limit is 1024) would only need more
+/// stack; a call for each MiB costs nothing.
 const MAX_IOVECS: usize = 257;
 
 /// Pieces of memory, by address, for one system call.
@@ -371,8 +369,7 @@ struct Iovecs {
 }
 
 impl Iovecs {
-    /// The beginning of `left`, as much of it as there is room for. Slices that follow each other in
-    /// memory become one piece.
+    /// The beginning of `left`, as much as fits. Slices adjacent in memory become one piece.
     fn of(left: &Left<'_>) -> Self {
         let mut iovecs = Self {
             list: [libc::iovec {
@@ -385,7 +382,7 @@ impl Iovecs {
         let mut skip = left.skip;
         for slice in left.pages {
             let guard = slice.ptr_guard_mut();
-            // Inside the slice, or at its end: `advance` leaves no more to skip.
+            // Inside the slice: `advance` skips no more than that.
             if !iovecs.push(guard.as_ptr().wrapping_add(skip), slice.len() - skip) {
                 break;
             }
@@ -413,7 +410,7 @@ impl Iovecs {
         true
     }
 
-    /// A message of these pieces, to be used while `self` is there.
+    /// A message of these pieces, valid while `self` is.
     fn message(&mut self) -> libc::msghdr {
         // SAFETY: All zeros are a msghdr without any buffer.
         let mut message: libc::msghdr = unsafe { mem::zeroed() };
@@ -423,14 +420,14 @@ impl Iovecs {
     }
 }
 
-/// Room for a message's control data: an extended error with the address of who caused it is 32 to 48
+/// Room for a message's control data: an extended error with the address of its origin is 32 to 48
 /// bytes behind a header of 16, and the kernel may add a timestamp.
 const CONTROL_LEN: usize = 256;
 
 #[repr(align(8))]
 struct Control([u8; CONTROL_LEN]);
 
-/// Shows `each` the notifications among the control messages `control`. Any other error is an error.
+/// Passes the notifications in the control messages `control` to `each`. Any other error is an error.
 fn parse_errors(control: &[u8], each: &mut dyn FnMut(Notification)) -> io::Result<()> {
     let mut rest = control;
     while let Some(header) = read::<libc::cmsghdr>(rest) {
@@ -461,11 +458,11 @@ fn parse_errors(control: &[u8], each: &mut dyn FnMut(Notification)) -> io::Resul
     Ok(())
 }
 
-/// From linux/errqueue.h; libc does not have them.
+/// From linux/errqueue.h; not in libc.
 const SO_EE_ORIGIN_ZEROCOPY: u8 = 5;
 const SO_EE_CODE_ZEROCOPY_COPIED: u8 = 1;
 
-/// A structure of the kernel's.
+/// A structure of the kernel.
 ///
 /// # Safety
 /// Any bytes must be a value of the type.
@@ -479,7 +476,7 @@ unsafe impl Plain for libc::sock_extended_err {}
 /// The structure at the start of `bytes`, if they are long enough.
 fn read<T: Plain>(bytes: &[u8]) -> Option<T> {
     let bytes = bytes.get(..size_of::<T>())?;
-    // SAFETY: There are as many bytes as `T` has, any bytes are a `T`, and they need not be aligned.
+    // SAFETY: There are as many bytes as `T` has, any bytes are a valid `T`, and they need not be aligned.
     Some(unsafe { ptr::read_unaligned(bytes.as_ptr().cast()) })
 }
 
@@ -543,7 +540,7 @@ mod tests {
             (second.first, second.last, second.copied),
             (u32::MAX, 0, true)
         );
-        // Cut short anywhere, what is whole is found and nothing else.
+        // Truncated anywhere, only complete notifications are found.
         for len in 0..control.len() {
             assert!(parse(&control[..len]).unwrap().len() <= 2);
         }
@@ -561,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_that_follow_each_other_are_one_piece() {
+    fn adjacent_slices_are_one_piece() {
         let mut memory = vec![0; 8 * 4096];
         let memory = VolatileSlice::from(&mut memory[..]);
         let page = |index: usize| memory.subslice(index * 4096, 4096).unwrap();

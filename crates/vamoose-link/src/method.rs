@@ -1,4 +1,4 @@
-//! Which method a migration's packets are sent with.
+//! The method that a migration's packets are sent with.
 
 use std::sync::Arc;
 
@@ -13,8 +13,8 @@ use crate::adaptive::Adaptive;
 pub enum MethodChoice {
     /// One method at one level: the engines' [settings](Engines::settings).
     Fixed(Engines),
-    /// For each packet the best of none, lz4 and zstd-frames, which software encodes. Only another
-    /// Vamoose understands it. Of the engines only the decoders are used.
+    /// None, lz4 or zstd-frames, chosen for each packet and encoded in software. Only another Vamoose decodes it. Of the engines
+    /// only the decoders are used.
     Adaptive(Engines),
 }
 
@@ -22,7 +22,7 @@ pub enum MethodChoice {
 pub enum PacketEncoder {
     /// By one method.
     Fixed(Encoder),
-    /// By the method that serves each packet best.
+    /// By a method chosen for each packet.
     Adaptive(Box<Adaptive>),
 }
 
@@ -38,7 +38,7 @@ impl MethodChoice {
         }
     }
 
-    /// The method's level; `None` where it has none, or chooses it for each packet.
+    /// The method's level; `None` if the method has none, or chooses it for each packet.
     pub fn level(&self) -> Option<i32> {
         match self {
             Self::Fixed(engines) => engines.settings().level(),
@@ -61,8 +61,7 @@ impl MethodChoice {
         }
     }
 
-    /// Whether packets of this method may hold differences: they are independent, and only another Vamoose
-    /// understands them.
+    /// Whether packets of this method can hold differences: the packets must be independent, and for another Vamoose.
     pub fn takes_differences(&self) -> bool {
         match self {
             Self::Fixed(engines) => {
@@ -83,12 +82,11 @@ impl MethodChoice {
         }
     }
 
-    /// An encoder for a new channel, or one more for the same channel if the method's packets are
-    /// independent. `health` is the migration's.
+    /// An encoder for a new channel, or another one for the same channel if the method's packets are independent. `health` is
+    /// the migration's.
     ///
     /// # Errors
-    /// When the method's library cannot be set up (no memory), or the method has no format for such
-    /// pages.
+    /// When the method's library cannot be set up (no memory), or the method does not support the page size.
     pub fn encoder(
         &self,
         layout: Layout,
@@ -121,7 +119,7 @@ impl From<Encoder> for PacketEncoder {
 }
 
 impl PacketEncoder {
-    /// The method of packets that are not encoded, because they have no pages or go as they are.
+    /// The method of packets that are not encoded: without pages, or sent raw.
     pub(crate) fn method(&self) -> Method {
         match self {
             Self::Fixed(encoder) => encoder.method(),
@@ -129,7 +127,7 @@ impl PacketEncoder {
         }
     }
 
-    /// Whether the next packet goes as it is, by method none, so that its pages need not be gathered.
+    /// Whether the next packet is sent raw, so that its pages need not be gathered.
     pub(crate) fn next_is_raw(&self) -> bool {
         match self {
             Self::Fixed(encoder) => encoder.method() == Method::None,
@@ -137,8 +135,7 @@ impl PacketEncoder {
         }
     }
 
-    /// Whether pages of the next packet go as differences where there are any, though it [goes raw](Self::next_is_raw)
-    /// otherwise.
+    /// Whether differences should be sent even if the next packet [is raw](Self::next_is_raw) otherwise.
     pub(crate) fn prefers_differences(&self) -> bool {
         match self {
             Self::Fixed(_) => false,
@@ -176,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_adaptive_method_has_a_name_of_its_own_and_no_level() {
+    fn adaptive_method_has_its_own_name_and_no_level() {
         let adaptive = MethodChoice::default();
         assert_eq!((adaptive.name(), adaptive.level()), ("auto", None));
         assert_eq!(adaptive.framing(), Framing::Packet);

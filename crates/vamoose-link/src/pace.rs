@@ -8,9 +8,9 @@ use std::{
 
 use crate::{left, lock};
 
-/// Lets at most a given number of bytes per second through, over all who ask.
+/// Limits the bytes per second of all callers together.
 ///
-/// Each caller reserves its bytes and then waits until they are due. What was not used is kept for a few
+/// Each caller reserves its bytes and then waits until they are due. Unused time is kept for a few
 /// milliseconds, so that a short pause of the source costs nothing.
 pub struct Pacer {
     bytes_per_second: NonZeroU64,
@@ -18,7 +18,7 @@ pub struct Pacer {
     changed: Condvar,
 }
 
-/// How much unused time may be caught up with.
+/// Unused time that is kept.
 const BURST: Duration = Duration::from_millis(20);
 
 struct State {
@@ -57,13 +57,13 @@ impl Pacer {
         }
     }
 
-    /// Counts `bytes` that go out without waiting; those who wait make room for them.
+    /// Counts `bytes` that are sent without waiting; later callers wait longer for them.
     pub fn charge(&self, bytes: usize) {
         let mut state = lock(&self.state);
         reserve(&mut state, Instant::now(), self.duration_of(bytes));
     }
 
-    /// Lets all packets through from now on: the migration is over.
+    /// Stops limiting: the migration is over.
     pub fn close(&self) {
         let mut state = lock(&self.state);
         state.closed = true;
@@ -76,7 +76,7 @@ impl Pacer {
     }
 }
 
-/// Takes `length` of the line and returns when it begins.
+/// Reserves the next `length` of time; returns its beginning.
 fn reserve(state: &mut State, now: Instant, length: Duration) -> Instant {
     let earliest = now.checked_sub(BURST).unwrap_or(now);
     let start = state.due.max(earliest);
@@ -101,7 +101,7 @@ mod tests {
         assert_eq!(reserve(&mut state, now, second), now);
         assert_eq!(reserve(&mut state, now, second), now + second);
         assert_eq!(state.due, now + 2 * second);
-        // After a long pause no more than the burst is caught up with.
+        // After a long pause only the burst is kept.
         let later = now + 60 * second;
         assert_eq!(reserve(&mut state, later, second), later - BURST);
     }
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn closing_wakes_who_waits() {
+    fn closing_wakes_waiting_callers() {
         let pacer = Arc::new(Pacer::new(NonZeroU64::MIN));
         pacer.wait_for(1 << 40);
         let waiter = thread::spawn({

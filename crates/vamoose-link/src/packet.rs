@@ -2,13 +2,13 @@
 
 use multifd::{DeviceStateHeader, Layout, PacketKind, RamHeader};
 
-/// One packet between a reader and a writer. Made once, reused for the whole migration.
+/// One packet between a reader and a writer. Created once, reused for the whole migration.
 pub struct Packet {
-    /// The header of device state, passed on as it is, while the packet holds that instead of pages.
+    /// Header of device state, while the packet holds device state instead of pages.
     device_state: Option<Box<DeviceStateHeader>>,
     ram: RamHeader,
     layout: Layout,
-    /// As long as an encoded payload may be, so that both can be exchanged for the same buffers.
+    /// As long as the longest payload, so that it can be exchanged for a payload buffer.
     pages: Box<[u8]>,
     state: Vec<u8>,
 }
@@ -33,12 +33,12 @@ impl Packet {
         }
     }
 
-    /// The header of device state, if the packet holds that.
+    /// Header of device state, if the packet holds device state.
     pub(crate) fn device_state(&self) -> Option<&DeviceStateHeader> {
         self.device_state.as_deref()
     }
 
-    /// The header of a RAM packet; of no meaning while it holds device state.
+    /// The header of a RAM packet; meaningless while the packet holds device state.
     pub fn ram(&self) -> &RamHeader {
         &self.ram
     }
@@ -65,7 +65,7 @@ impl Packet {
         (&mut self.ram, &mut self.pages[..len])
     }
 
-    /// The header, to be changed, and room for the payload as it is on its way, in place of the pages.
+    /// The header, to be changed, and the encoded payload, in place of the pages.
     pub(crate) fn encoded(&mut self) -> (&mut RamHeader, &mut [u8]) {
         let len = self.ram.payload_len();
         (&mut self.ram, &mut self.pages[..len])
@@ -77,14 +77,14 @@ impl Packet {
         (&mut self.ram, &mut self.pages, len)
     }
 
-    /// Writes the zero pages out as normal ones, for a destination that does not know zero pages.
+    /// Turns zero pages into normal ones, for a destination that does not support zero pages.
     pub fn expand_zero_pages(&mut self) {
         let normal = self.pages_len();
         self.ram.zero_pages_become_normal();
         self.pages_mut()[normal..].fill(0);
     }
 
-    /// Finds the zero pages among the normal ones: they leave as offsets alone.
+    /// Turns normal pages of zeros into zero pages, which are sent as offsets only.
     pub fn detect_zero_pages(&mut self) {
         let size = self.layout.page_size();
         let (pages, mut kept) = (&mut self.pages, 0);
@@ -110,7 +110,7 @@ impl Packet {
         self.device_state = None;
     }
 
-    /// Makes this a packet of device state; returns the buffer that its payload belongs into.
+    /// Makes this a packet of device state; returns the buffer for its payload.
     pub(crate) fn set_device_state(&mut self, header: DeviceStateHeader) -> &mut Vec<u8> {
         self.device_state = Some(Box::new(header));
         self.ram.clear();
@@ -118,7 +118,7 @@ impl Packet {
         &mut self.state
     }
 
-    /// At most the length of `pages`: the header never names more pages than a packet can hold.
+    /// At most the length of `pages`: a header never names more pages than a packet holds.
     fn pages_len(&self) -> usize {
         self.ram.normal_offsets().len() * self.layout.page_size()
     }
@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn zero_pages_are_written_out_as_zeros() {
+    fn zero_pages_expand_to_zeros() {
         let mut packet = Packet::new(Layout::X86);
         packet.pages.fill(7);
         packet
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_pages_are_found_and_the_others_keep_their_content() {
+    fn zero_pages_are_found_and_other_pages_keep_their_content() {
         let mut packet = Packet::new(Layout::X86);
         let offsets: Vec<u64> = (0..128).map(|page| page << 12).collect();
         packet
@@ -151,7 +151,7 @@ mod tests {
             .set_pages(&offsets, &[], Layout::X86)
             .unwrap();
         for (number, page) in (0..).zip(packet.pages_mut().chunks_exact_mut(4096)) {
-            // A single byte, the last one, which is zero in every other page.
+            // Only the last byte differs from zero, in every other page.
             page[4095] = if number % 2 == 0 { 0 } else { number };
         }
         packet.detect_zero_pages();

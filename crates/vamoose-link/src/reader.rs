@@ -1,4 +1,4 @@
-//! The receiving end of a data channel: bytes to checked, decoded packets.
+//! The receiving end of a data channel: reads, checks and decodes packets.
 
 use std::{
     fmt,
@@ -22,12 +22,12 @@ use crate::{
     stats::cpu_timed,
 };
 
-/// Reads the packets of one channel, in their order, and decodes them. The method is taken from
-/// each packet, so a sender may change it at any time.
+/// Reads and decodes the packets of one channel, in order. Each packet names its method, so a sender may change the method at any
+/// time.
 ///
-/// [`read`](ChannelReader::read) reads whole packets. To have the pages in guest memory, read the header first
-/// ([`read_header`](ChannelReader::read_header), or [`read_start`](ChannelReader::read_start) where there may be device
-/// state), find out where they belong, and then read them to there ([`read_pages`](ChannelReader::read_pages)).
+/// [`read`](ChannelReader::read) reads whole packets. To read pages into guest memory, read the header first
+/// ([`read_header`](ChannelReader::read_header), or [`read_start`](ChannelReader::read_start) where device state may
+/// arrive), look up where the pages belong, and read them there ([`read_pages`](ChannelReader::read_pages)).
 pub struct ChannelReader {
     stream: Arc<Stream>,
     stats: Arc<Stats>,
@@ -47,7 +47,7 @@ pub enum Received {
     End,
 }
 
-/// A channel that cannot be read on.
+/// Why a channel cannot be read any further.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -60,7 +60,7 @@ pub enum ReadError {
         got: usize,
         wanted: usize,
     },
-    /// Nothing came for the stall timeout within a packet.
+    /// No bytes for the stall timeout, in the middle of a packet.
     #[error("timed out after {seconds} s reading a packet's {part}")]
     TimedOut { part: &'static str, seconds: u64 },
     /// A header that no correct sender sends.
@@ -72,21 +72,21 @@ pub enum ReadError {
         #[source]
         error: DecodeError,
     },
-    /// Differences to other pages cannot be made pages again.
+    /// Differences that cannot be restored.
     #[error("bad differences in {packet}")]
     Delta {
         packet: PacketName,
         #[source]
         error: DeltaError,
     },
-    /// The link carried something else than was sent, more than once.
+    /// The link changed the bytes, more than once.
     #[error("cannot read the payload of {packet}")]
     Corrupt {
         packet: PacketName,
         #[source]
         error: io::Error,
     },
-    /// Every byte came as it was sent, and the pages are different all the same.
+    /// All bytes arrived unchanged, but the decoded pages are not the ones sent.
     #[error(
         "the pages of {packet} are not those that were sent: their CRC-32C is {found:#010x} after decoding and was \
          {sent:#010x} before encoding, though {path} carried the bytes between unchanged; the memory or a processor \
@@ -98,17 +98,17 @@ pub enum ReadError {
         found: u32,
         sent: u32,
     },
-    /// Device state, where the reader of pages takes none.
+    /// Device state on a channel for pages.
     #[error("a packet of device state came on a channel for pages only")]
     DeviceState,
     #[error("{given} bytes of memory were given for a packet whose pages are {expected} bytes")]
     Pages { given: usize, expected: usize },
 }
 
-/// Which packet an error is about.
+/// The packet an error is about.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PacketName {
-    /// Its number, in the order of all channels.
+    /// Its number, counted over all channels.
     pub packet_num: u64,
     /// Its RAM block.
     pub block: String,
@@ -138,7 +138,7 @@ impl fmt::Display for PacketName {
 }
 
 impl ChannelReader {
-    /// A reader of `stream`, from behind the initial packet on.
+    /// A reader of `stream`, whose initial packet has been read.
     pub fn new(stream: Arc<Stream>, layout: Layout, decoder: Decoder, stats: Arc<Stats>) -> Self {
         Self {
             stream,
@@ -151,23 +151,22 @@ impl ChannelReader {
         }
     }
 
-    /// Takes packets with differences to pages in `slots`, which all channels of a migration share.
+    /// Accepts differences to pages in `slots`, which all channels of a migration share.
     pub fn take_differences(&mut self, slots: Arc<DeltaReceiver>) {
         self.delta = Some(Incoming::from_slots(slots, self.layout));
     }
 
-    /// Takes packets with differences to what is in the guest's memory, where their pages go
-    /// ([`read_pages`](Self::read_pages)): nobody else may write there.
+    /// Accepts differences to the pages in guest memory, where their pages go
+    /// ([`read_pages`](Self::read_pages)). Nothing else may write there.
     pub fn take_differences_in_place(&mut self) {
         self.delta = Some(Incoming::in_place(self.layout));
     }
 
-    /// Reads the next packet into `packet`, waiting for it as long as it takes; once it has begun
-    /// it must continue within the stall timeout.
+    /// Reads the next packet into `packet`. Waits for its beginning without limit, and for the rest within the stall timeout.
     ///
     /// # Errors
-    /// When the connection breaks or stalls in mid-packet, or the sender's bytes are wrong. The
-    /// channel is of no use any more then, and the content of `packet` undefined.
+    /// When the connection breaks or stalls in mid-packet, or the sender's bytes are wrong. The channel is unusable then, and
+    /// the content of `packet` undefined.
     pub fn read(&mut self, packet: &mut Packet) -> Result<Received, ReadError> {
         let received = self.read_start(packet)?;
         if received == Received::Packet && packet.kind() == PacketKind::Ram {
@@ -176,13 +175,13 @@ impl ChannelReader {
         Ok(received)
     }
 
-    /// As [`ChannelReader::read`], but of a RAM packet no more than the header. Unless that has no normal pages,
-    /// [`ChannelReader::read_rest`] or [`ChannelReader::read_pages`] must come next.
+    /// As [`ChannelReader::read`], but reads only the header of a RAM packet. If the header has normal pages,
+    /// [`ChannelReader::read_rest`] or [`ChannelReader::read_pages`] must be called next.
     ///
     /// # Errors
     /// As [`ChannelReader::read`].
     pub fn read_start(&mut self, packet: &mut Packet) -> Result<Received, ReadError> {
-        // No packet is shorter than that, of either kind.
+        // No packet of either kind is shorter.
         let shortest = DEVICE_STATE_HEADER_LEN.min(self.layout.ram_header_len());
         let Some((prelude, got)) = self.begin(shortest)? else {
             return Ok(Received::End);
@@ -206,9 +205,9 @@ impl ChannelReader {
         self.read_payload(header, PageSink::Own(pages))
     }
 
-    /// Reads the payload of the packet whose header was read last into `packet` as it is, for
-    /// [`ChannelWriter::write_encoded`](crate::ChannelWriter::write_encoded). Nothing decodes it here, so what is checked is
-    /// that the bytes came as they were sent, and not that they are the pages.
+    /// Reads the payload of the packet whose header was read last into `packet`, still encoded, for
+    /// [`ChannelWriter::write_encoded`](crate::ChannelWriter::write_encoded). Checks that the bytes arrived as they were sent,
+    /// not that they decode to the pages.
     ///
     /// # Errors
     /// As [`ChannelReader::read`].
@@ -220,8 +219,8 @@ impl ChannelReader {
         Ok(())
     }
 
-    /// Reads the header of the next packet, waiting for it as [`ChannelReader::read`] does. Unless it has
-    /// no normal pages, [`ChannelReader::read_pages`] must come next.
+    /// Reads the header of the next packet, waiting for it as [`ChannelReader::read`] does. If the header has normal pages,
+    /// [`ChannelReader::read_pages`] must be called next.
     ///
     /// # Errors
     /// As [`ChannelReader::read`], and when the packet holds device state.
@@ -242,7 +241,7 @@ impl ChannelReader {
     /// order of its offsets. A slice may be a page or any run of bytes.
     ///
     /// # Errors
-    /// As [`ChannelReader::read`]; `pages` may then hold anything. Only when they do not have the length in `header`,
+    /// As [`ChannelReader::read`]; the content of `pages` is undefined then. If `pages` does not have the length in `header`,
     /// nothing has been read.
     pub fn read_pages(
         &mut self,
@@ -252,8 +251,8 @@ impl ChannelReader {
         self.read_pages_by(header, pages, &mut copy_to_guest)
     }
 
-    /// As [`ChannelReader::read_pages`], but what has been decoded is copied into `pages` by `copy`: it gets as many
-    /// bytes as the slices are long. Pages of method none are read to where they belong, without a copy.
+    /// As [`ChannelReader::read_pages`], but decoded pages are copied into `pages` by `copy`. Pages of method none are read into
+    /// place without a copy.
     ///
     /// # Errors
     /// As [`ChannelReader::read_pages`].
@@ -271,7 +270,7 @@ impl ChannelReader {
         self.read_payload(header, PageSink::Guest(pages, copy))
     }
 
-    /// Reads the payload of a RAM packet and decodes it into the target, which is as long as the packet's pages.
+    /// Reads the payload of a RAM packet and decodes it into the sink, which is as long as the packet's pages.
     fn read_payload(
         &mut self,
         header: &RamHeader,
@@ -292,7 +291,7 @@ impl ChannelReader {
         if sink.sum() == sent {
             return Ok(());
         }
-        // Once more, unless decoding has moved on in the stream.
+        // Decode again, unless the decoder has moved on in its stream.
         let is_independent = vamoose_codec::info(header.method)
             .is_some_and(|info| matches!(info.framing(), Framing::Packet));
         if is_independent {
@@ -301,7 +300,7 @@ impl ChannelReader {
         self.compare(header, sink.sum(), sent)
     }
 
-    /// Compares the checksum of a packet's pages with the one that was sent.
+    /// Compares the checksum of a packet's pages with the one sent.
     fn compare(&self, header: &RamHeader, found: u32, sent: u32) -> Result<(), ReadError> {
         if found == sent {
             return Ok(());
@@ -315,7 +314,7 @@ impl ChannelReader {
         })
     }
 
-    /// Decodes the first `len` bytes of the buffer, among which are differences, and has the pages in the target.
+    /// Decodes the first `len` bytes of the buffer, which hold differences, into the sink.
     fn restore(
         &mut self,
         header: &RamHeader,
@@ -354,15 +353,15 @@ impl ChannelReader {
         self.compare(header, sink.sum(), sent)
     }
 
-    /// Reads the payload of a RAM packet: to where it belongs, or, if it is encoded, into the buffer for that. Then
-    /// returns its length.
+    /// Reads the payload of a RAM packet: pages of method none into the sink, an encoded payload into the buffer. Returns the
+    /// length of an encoded payload.
     fn receive_payload(
         &mut self,
         header: &RamHeader,
         sink: &mut PageSink<'_>,
     ) -> Result<Option<usize>, ReadError> {
         if header.method == Method::None {
-            // The header's check made the payload exactly as long as the pages.
+            // The header was checked: the payload is exactly as long as the pages.
             let wanted = sink.len();
             let got = match sink {
                 PageSink::Own(pages) => self.stream.read_full(pages),
@@ -374,7 +373,7 @@ impl ChannelReader {
         }
         let (len, max) = (header.payload_len(), self.payload.len());
         let payload = self.payload.get_mut(..len).ok_or_else(|| {
-            // Of another layout than this reader's.
+            // The header is of another layout than this reader's.
             let len = u32::try_from(len).unwrap_or(u32::MAX);
             PacketError::PayloadTooLong { len, max }
         })?;
@@ -383,7 +382,7 @@ impl ChannelReader {
         Ok(Some(len))
     }
 
-    /// Decodes the first `len` bytes of the buffer into the target.
+    /// Decodes the first `len` bytes of the buffer into the sink.
     fn decode(
         &mut self,
         header: &RamHeader,
@@ -408,14 +407,14 @@ impl ChannelReader {
         Ok(())
     }
 
-    /// Waits for a packet and reads the first of its bytes, 12 to `at_most`, into the buffer for headers; `None`
-    /// when the stream ends instead. Returns how many bytes there are.
+    /// Waits for a packet and reads its first bytes, 12 to `at_most`, into the header buffer. Returns their number; `None` when
+    /// the stream ends instead.
     fn begin(&mut self, at_most: usize) -> Result<Option<(Prelude, usize)>, ReadError> {
         let mut got = loop {
             match (&*self.stream).read(&mut self.header[..at_most]) {
                 Ok(0) => return Ok(None),
                 Ok(got) => break got,
-                // Between two packets a sender may send nothing: it is paced, or its guest is idle.
+                // A sender may be silent between packets: it is paced, or its guest is idle.
                 Err(error)
                     if matches!(
                         error.kind(),
@@ -433,7 +432,7 @@ impl ChannelReader {
         Ok(Some((Prelude::parse(&prelude)?, got)))
     }
 
-    /// Reads the rest of a RAM packet's header, of which `got` bytes are there.
+    /// Reads the rest of a RAM packet's header, of which `got` bytes are in the buffer.
     fn finish_header(
         &mut self,
         prelude: Prelude,
@@ -463,7 +462,7 @@ impl ChannelReader {
         let header = DeviceStateHeader::parse(prelude, &rest)?;
         let payload_len = header.payload_len();
         let state = packet.set_device_state(header);
-        // The length is not to be trusted: the buffer grows with the bytes that really come.
+        // The peer chooses the length, so the buffer grows only with the bytes that arrive.
         while state.len() < payload_len {
             let start = state.len();
             state.resize(payload_len.min(start + self.layout.packet_bytes()), 0);
@@ -478,7 +477,7 @@ impl ChannelReader {
 /// How often pages are copied to guest memory before a wrong checksum is an error.
 const ATTEMPTS: usize = 2;
 
-/// What it means that the payload of `header` could not be read.
+/// Names the packet of a payload that was corrupted on the link.
 fn corrupt(header: &RamHeader, error: ReadError) -> ReadError {
     match error {
         ReadError::Io(error) if error.kind() == io::ErrorKind::InvalidData => {
@@ -489,12 +488,12 @@ fn corrupt(header: &RamHeader, error: ReadError) -> ReadError {
     }
 }
 
-/// Fills `buffer` with bytes that must come now.
+/// Fills `buffer` within the stall timeout.
 fn read_part(stream: &Stream, buffer: &mut [u8], part: &'static str) -> Result<(), ReadError> {
     complete(stream, stream.read_full(buffer), buffer.len(), part)
 }
 
-/// Checks that all of a part has come.
+/// Checks that a part was read completely.
 fn complete(
     stream: &Stream,
     got: io::Result<usize>,
@@ -524,7 +523,7 @@ mod tests {
 
     const LAYOUT: Layout = Layout::X86;
 
-    /// A stream of a session, and who accepts it with its first bytes.
+    /// A stream of a session, and the server that accepts it.
     fn dial() -> (Session, Stream, Sessions) {
         let config = SessionConfig::new(Security::Insecure);
         let address = "tcp:127.0.0.1:0".parse().unwrap();
@@ -541,7 +540,7 @@ mod tests {
         ChannelReader::new(stream, LAYOUT, Decoder::new(LAYOUT), stats)
     }
 
-    /// Sends three pages by `method` with another checksum than theirs.
+    /// Sends three pages by `method` with a wrong checksum.
     fn send_changed(stream: &Stream, method: Method) {
         let mut header = RamHeader::new(LAYOUT);
         header.packet_num = 7;
@@ -565,8 +564,8 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_are_not_those_that_were_sent_are_named() {
-        // One that is decoded again, and one whose decoder has moved on.
+    fn changed_pages_are_named() {
+        // A method that is decoded again, and one whose decoder has moved on.
         for method in [Method::Lz4, Method::Zstd] {
             let (_session, near, sessions) = dial();
             send_changed(&near, method);
@@ -587,7 +586,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_in_guest_memory_are_checked_where_they_were_written() {
+    fn pages_are_checked_in_guest_memory() {
         let (_session, near, sessions) = dial();
         send_changed(&near, Method::Lz4);
         let mut reader = reader(&sessions);
@@ -608,19 +607,19 @@ mod tests {
     }
 
     #[test]
-    fn every_packet_is_an_arrival_for_those_who_wait_for_versions() {
+    fn packets_without_differences_count_as_arrivals() {
         let (_session, near, sessions) = dial();
         send_changed(&near, Method::Lz4);
         let mut reader = reader(&sessions);
         let slots = Arc::new(DeltaReceiver::new(1 << 20, LAYOUT, Duration::ZERO));
         reader.take_differences(slots.clone());
-        // One without differences.
+        // A packet without differences.
         reader.read_start(&mut Packet::new(LAYOUT)).unwrap();
         assert_eq!(slots.arrived(), 1);
     }
 
     #[test]
-    fn what_was_written_wrongly_once_is_written_again() {
+    fn pages_copied_wrongly_once_are_copied_again() {
         let (_session, near, sessions) = dial();
         let settings = Settings::new(Method::Lz4, None).unwrap();
         let encoder = encoder(&settings, LAYOUT).unwrap();

@@ -1,4 +1,4 @@
-//! What a migration has moved so far.
+//! Counters of a migration.
 
 use std::{
     sync::{
@@ -12,9 +12,7 @@ use multifd::Method;
 use rustix::time::{ClockId, clock_gettime};
 use vamoose_codec::{Health, Tally};
 
-/// Counters of one direction of a migration, shared by all its channels.
-///
-/// A packet is half a megabyte, so a handful of relaxed additions for each is nothing.
+/// Counters of one direction of a migration, shared by all its channels. Each packet costs a handful of relaxed additions.
 #[derive(Debug, Default)]
 pub struct Stats {
     health: Arc<Health>,
@@ -51,7 +49,7 @@ pub struct Snapshot {
     pub wire_bytes: u64,
     /// Normal pages sent.
     pub normal_pages: u64,
-    /// Zero pages sent as an offset alone.
+    /// Zero pages, sent as offsets only.
     pub zero_pages: u64,
     /// Bytes of guest memory in the normal pages.
     pub page_bytes: u64,
@@ -65,22 +63,21 @@ pub struct Snapshot {
     pub delta_page_bytes: u64,
     /// Bytes of these packets' payloads.
     pub delta_wire_bytes: u64,
-    /// Bytes of pages that are kept for differences to them.
+    /// Bytes of pages in the cache for differences.
     pub delta_cache_bytes: u64,
-    /// Sends of pages that were to go without a copy. A packet is one, or several where the socket took it in
-    /// parts.
+    /// Zero-copy sends. A packet is one send, or several if the socket took it in parts.
     pub zero_copy_sends: u64,
-    /// Those of them that the kernel copied after all: at once, because it could lock no more memory, or
+    /// Zero-copy sends that the kernel copied after all: at once, because it could lock no more memory, or
     /// later, because the path to the peer needs a copy (loopback, a device without scatter-gather).
     pub copied_sends: u64,
-    /// Flushes of a channel that found that none of the sends before them went without a copy. This is QEMU's
-    /// `dirty-sync-missed-zero-copy`: it is counted once a SYNC and channel.
+    /// Flushes of a channel after which all sends had been copied. This is QEMU's
+    /// `dirty-sync-missed-zero-copy`, counted once per SYNC and channel.
     pub missed_zero_copy: u64,
-    /// Packets with normal pages, by their method: in the order of [`Method::ALL`].
+    /// Packets with normal pages by method, in the order of [`Method::ALL`].
     pub method_packets: [u64; Method::ALL.len()],
-    /// Packets whose pages were not, after decoding, what was sent: each ends its migration.
+    /// Packets whose decoded pages were not the ones sent: each ends its migration.
     pub changed_packets: u64,
-    /// How the hardware engines did.
+    /// Results of the hardware engines.
     pub engines: Tally,
 }
 
@@ -111,32 +108,32 @@ impl Stats {
         }
     }
 
-    /// What the migration's encoders and decoders report to.
+    /// Where the migration's encoders and decoders report.
     pub fn health(&self) -> &Arc<Health> {
         &self.health
     }
 
-    /// Counts a packet whose pages were changed on their way.
+    /// Counts a packet whose pages were changed.
     pub(crate) fn add_changed_packet(&self) {
         self.changed_packets.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts bytes that came in.
+    /// Counts received bytes.
     pub fn add_received(&self, bytes: usize) {
         add(&self.received_bytes, bytes);
     }
 
-    /// Counts bytes that went out.
+    /// Counts sent bytes.
     pub fn add_sent(&self, bytes: usize) {
         add(&self.wire_bytes, bytes);
     }
 
-    /// Counts a SYNC that went out on all channels.
+    /// Counts a SYNC sent on all channels.
     pub fn add_sync(&self) {
         add(&self.syncs, 1);
     }
 
-    /// Counts a packet of pages that has got to where it belongs.
+    /// Counts a packet of pages that was sent or placed.
     pub fn add_packet(&self, normal: usize, zero: usize, page_bytes: usize) {
         add(&self.packets, 1);
         add(&self.normal_pages, normal);
@@ -144,7 +141,7 @@ impl Stats {
         add(&self.page_bytes, page_bytes);
     }
 
-    /// Counts a packet with normal pages that was sent by `method`.
+    /// Counts a packet with normal pages sent by `method`.
     pub(crate) fn add_method(&self, method: Method) {
         let counters = Method::ALL.iter().zip(&self.method_packets);
         for (_, counter) in counters.filter(|(known, _)| **known == method) {
@@ -185,7 +182,7 @@ impl Stats {
     }
 }
 
-/// Runs `work` and returns, beside its result, the CPU time that this thread spent on it.
+/// Runs `work`; returns its result and the CPU time that this thread spent on it.
 pub(crate) fn cpu_timed<T>(work: impl FnOnce() -> T) -> (T, Duration) {
     let start = thread_cpu_time();
     let result = work();

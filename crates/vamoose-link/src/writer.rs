@@ -1,4 +1,4 @@
-//! The sending end of a data channel: packets to encoded bytes.
+//! The sending end of a data channel: encodes and sends packets.
 
 use std::{
     io, mem, ptr,
@@ -26,34 +26,34 @@ use crate::{
     zero_copy::{self, ZeroCopy},
 };
 
-/// Encodes packets and sends them on one channel, in the order in which they are given: whole packets
+/// Encodes packets and sends them on one channel, in the order given: whole packets
 /// ([`write`](ChannelWriter::write)), or pages straight from guest memory
 /// ([`write_memory`](ChannelWriter::write_memory)).
 ///
-/// Where the packets of the method are independent of each other, several writers may share a
-/// channel, each with an encoder of its own: see [`ChannelWriter::sibling`].
+/// If the packets of the method are independent, several writers can share a channel, each with its own encoder: see
+/// [`ChannelWriter::sibling`].
 pub struct ChannelWriter {
     sender: Sender,
     encoder: PacketEncoder,
     delta: Option<Outgoing>,
-    /// Until the first pages come, which decide.
+    /// The first pages decide the encoder, see [`ChannelWriter::restore`].
     restores: bool,
     sync: RamHeader,
     header: Vec<u8>,
     /// An encoded payload.
     payload: Box<[u8]>,
-    /// Copied pages of the guest, to be encoded. Empty until it is needed.
+    /// Copy of guest pages, to be encoded. Grows when needed.
     copy: Vec<u8>,
 }
 
-/// A channel that cannot be written on.
+/// Why a channel cannot be written any further.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum WriteError {
     #[error("cannot write")]
     Io(#[source] io::Error),
-    /// The peer took nothing for the stall timeout.
+    /// The peer accepted no bytes for the stall timeout.
     #[error("timed out after {seconds} s: the peer has stopped reading")]
     TimedOut { seconds: u64 },
     #[error("cannot encode")]
@@ -69,7 +69,7 @@ pub enum WriteError {
 }
 
 impl WriteError {
-    /// What a send's error means, on a socket with this stall timeout.
+    /// Interprets the error of a send, on a socket with this stall timeout.
     pub(crate) fn of(error: io::Error, stall_timeout: Duration) -> Self {
         if is_stall(&error) {
             let seconds = stall_timeout.as_secs();
@@ -81,7 +81,7 @@ impl WriteError {
 }
 
 impl ChannelWriter {
-    /// A writer on `stream`, on which the initial packet has been sent already.
+    /// A writer on `stream`, whose initial packet has been sent.
     pub fn new(
         stream: Arc<Stream>,
         layout: Layout,
@@ -106,8 +106,8 @@ impl ChannelWriter {
         Self::on(sender, encoder.into())
     }
 
-    /// Another writer on the same channel. The packets of both go out whole, in any order; before a SYNC
-    /// is sent, the packets that belong before it have to be out.
+    /// Another writer on the same channel. The packets of both are sent whole, in any order. All packets that belong before a
+    /// SYNC must have been written before the SYNC is.
     pub fn sibling(&self, encoder: impl Into<PacketEncoder>) -> Self {
         Self::on(self.sender.clone(), encoder.into())
     }
@@ -126,11 +126,11 @@ impl ChannelWriter {
         }
     }
 
-    /// Lets [`write_memory`](ChannelWriter::write_memory) send pages from where they are, on this channel and
-    /// from now on. [`check_locked_memory`](crate::check_locked_memory) checks the limit that it needs.
+    /// Makes [`write_memory`](ChannelWriter::write_memory) send pages without a copy on this channel.
+    /// [`check_locked_memory`](crate::check_locked_memory) checks the limit that this needs.
     ///
     /// # Errors
-    /// When the channel is not TCP, the encoder is not of method none, or the kernel cannot.
+    /// When the channel is not TCP, the method is not none, or the kernel does not support it.
     pub fn enable_zero_copy(&mut self) -> Result<(), ZeroCopyError> {
         let method = self.encoder.method();
         if method != Method::None {
@@ -144,23 +144,22 @@ impl ChannelWriter {
         Ok(())
     }
 
-    /// Sends pages as the difference to what `cache` holds, where that pays, from now on. All writers of a migration need the
-    /// same cache, and the receiver one of its own ([`ChannelReader::take_differences`](crate::ChannelReader::take_differences)).
+    /// Sends pages as differences to the versions in `cache`, where these are smaller. All writers of a migration need the
+    /// same cache, and the receiver its own ([`ChannelReader::take_differences`](crate::ChannelReader::take_differences)).
     pub fn send_differences(&mut self, cache: Arc<DeltaSender>) {
         self.delta = Some(Outgoing::new(cache));
     }
 
-    /// Sends pages by the method that they had at the source's QEMU, where that is known (over a session), and not by the
+    /// Sends pages by the method that the source's QEMU used, if the first packet tells it (over a session), instead of the
     /// encoder's. The channel must have no other writer.
     pub fn restore(&mut self) {
         self.restores = true;
     }
 
-    /// Encodes and sends one packet; its header becomes the one sent, and its pages are undefined then.
+    /// Encodes and sends one packet. Its header becomes the one sent, and its pages become undefined.
     ///
     /// # Errors
-    /// When the connection breaks, or the peer stops reading for the stall timeout. The channel is
-    /// of no use any more then.
+    /// When the connection breaks, or the peer stops reading for the stall timeout. The channel is unusable then.
     pub fn write(&mut self, packet: &mut Packet) -> Result<(), WriteError> {
         if let Some(header) = packet.device_state() {
             let (header, state) = (header.as_bytes(), Payload::Borrowed(packet.state()));
@@ -170,7 +169,7 @@ impl ChannelWriter {
         self.write_ram(header, PageSource::Own(pages, len))
     }
 
-    /// Sends one packet as it came ([`ChannelReader::read_encoded`](crate::ChannelReader::read_encoded)), but for a SYNC in it.
+    /// Sends one packet as it was read ([`ChannelReader::read_encoded`](crate::ChannelReader::read_encoded)), without its SYNC.
     ///
     /// # Errors
     /// As [`ChannelWriter::write`].
@@ -192,16 +191,16 @@ impl ChannelWriter {
     /// Encodes and sends one packet whose normal pages are `pages`, back to back in the order of the header's
     /// offsets; `header` becomes the one sent. A slice may be a page or any run of bytes.
     ///
-    /// The guest may keep writing: raw pages are sent directly from its memory, torn perhaps,
-    /// and those that are encoded are copied first, since an encoder must not see them change.
+    /// The guest may keep writing. Raw pages are sent directly from its memory and may be torn; pages to be encoded are copied
+    /// first, since an encoder must not see them change.
     ///
-    /// With [`enable_zero_copy`](ChannelWriter::enable_zero_copy) the kernel may hold the pages from here on,
-    /// until [`flush`](ChannelWriter::flush) has returned. Until then they may be written and even be unmapped,
-    /// but the same page must not go out on another channel.
+    /// With [`enable_zero_copy`](ChannelWriter::enable_zero_copy) the kernel may hold the pages until
+    /// [`flush`](ChannelWriter::flush) has returned. Until then they may be written and even be unmapped, but the same page must
+    /// not be sent on another channel.
     ///
     /// # Errors
-    /// As [`ChannelWriter::write`]. Only when `pages` do not have the length in `header`, nothing has been sent and
-    /// the channel can be used on.
+    /// As [`ChannelWriter::write`]. If `pages` does not have the length in `header`, nothing has been sent and the channel
+    /// remains usable.
     pub fn write_memory(
         &mut self,
         header: &mut RamHeader,
@@ -215,26 +214,25 @@ impl ChannelWriter {
         self.write_ram(header, PageSource::Guest(pages))
     }
 
-    /// Sends a SYNC without pages, and waits until the kernel has released all pages that were sent
-    /// before it. The SYNC goes first, so that the peer need not wait too.
+    /// Sends a SYNC without pages, then waits until the kernel has released all pages sent before it. The SYNC is sent first, so
+    /// the peer need not wait.
     ///
     /// # Errors
     /// As [`ChannelWriter::write`] and [`ChannelWriter::flush`].
     pub fn write_sync(&mut self, packet_num: u64) -> Result<(), WriteError> {
         self.write_empty(true, packet_num)?;
-        // Before any writer of the channel goes on.
+        // Before any writer of the channel continues.
         self.sender.channel.epoch.fetch_add(1, Ordering::Relaxed);
         self.flush()
     }
 
-    /// Sends a packet without pages, and waits until the peer has begun to read it: so it has finished with everything
-    /// before it. This can be seen over a unix socket alone.
+    /// Sends a packet without pages, and waits until the peer has begun to read it, and so has finished with everything
+    /// before it. Works over unix sockets only.
     ///
-    /// The peer may take as long as it likes while it has no reason to read on, which `is_due` tells, and the stall
-    /// timeout from then on.
+    /// Until `is_due` says that the peer has a reason to read on, the wait has no limit; from then on, the stall timeout applies.
     ///
     /// # Errors
-    /// As [`ChannelWriter::write`], and over anything else than a unix socket.
+    /// As [`ChannelWriter::write`], and if the channel is not a unix socket.
     pub fn wait_for_reader(
         &mut self,
         packet_num: u64,
@@ -251,8 +249,8 @@ impl ChannelWriter {
         loop {
             let is_read = socket.is_read().ok_or_else(cannot_be_seen)?;
             let wait = if is_read { Duration::ZERO } else { pause };
-            // No event is asked for: what comes all the same is the end of the connection, at which the kernel
-            // discards what was not read.
+            // No events are requested: only the end of the connection is reported, after which the kernel has
+            // discarded unread bytes.
             let mut end = [PollFd::new(socket, PollFlags::empty())];
             if wait_for(&mut end, wait).map_err(WriteError::Io)? {
                 return Err(WriteError::Io(io::ErrorKind::BrokenPipe.into()));
@@ -268,12 +266,12 @@ impl ChannelWriter {
         }
     }
 
-    /// Waits until the kernel has released all pages that were sent without a copy: the peer's kernel has
-    /// their bytes, or ours has made a copy after all. Returns at once where nothing was sent like that.
+    /// Waits until the kernel has released all pages sent without a copy: the peer's kernel has their bytes, or this one
+    /// has made a copy after all. Returns at once if no page was sent that way.
     ///
     /// # Errors
-    /// When the connection breaks, is shut down, or acknowledges nothing for the stall timeout. The kernel may
-    /// then hold pages for as long as it tries to deliver them, and the migration has failed.
+    /// When the connection breaks, is shut down, or acknowledges nothing for the stall timeout. The migration has failed then,
+    /// and the kernel may hold pages for as long as it tries to deliver them.
     pub fn flush(&mut self) -> Result<(), WriteError> {
         let channel = &self.sender.channel;
         let mut turn = lock(&channel.turn);
@@ -296,7 +294,7 @@ impl ChannelWriter {
         self.sync.packet_num = packet_num;
         self.header.clear();
         self.sync.write(self.sender.layout, &mut self.header);
-        // The pacer lets a SYNC through: others wait for it.
+        // Past the pacer: all channels wait for a SYNC.
         self.sender.send_now(&self.header, Payload::Borrowed(&[]))
     }
 
@@ -305,7 +303,7 @@ impl ChannelWriter {
         header: &mut RamHeader,
         mut pages: PageSource<'_>,
     ) -> Result<(), WriteError> {
-        // What was received as one packet, pages and SYNC, leaves as two.
+        // A packet received with pages and a SYNC is sent as two.
         header.sync = false;
         if !header.is_empty() {
             self.follow_origin(header)?;
@@ -326,7 +324,7 @@ impl ChannelWriter {
             header.method = self.encoder.method();
             match pages {
                 PageSource::Own(buffer, len) => Payload::Buffer(buffer, len, None),
-                // What is sent again must be what was sent.
+                // A session may send the packet again, with the same bytes.
                 PageSource::Guest(slices) if self.sender.channel.stream.socket().is_none() => {
                     let len = copy_from_guest(slices, &mut self.payload).len();
                     Payload::Buffer(&mut self.payload, len, None)
@@ -351,7 +349,7 @@ impl ChannelWriter {
             header.method = encoded.method;
             match (encoded.len, pages) {
                 (Some(len), _) => Payload::Buffer(&mut self.payload, len, encoded.sum),
-                // What cannot be made smaller stays where it is.
+                // Pages that do not shrink are sent as they are.
                 (None, PageSource::Own(buffer, len)) => Payload::Buffer(buffer, len, None),
                 (None, PageSource::Guest(_)) => Payload::Borrowed(&self.copy[..page_bytes]),
             }
@@ -376,8 +374,8 @@ impl ChannelWriter {
 }
 
 impl ChannelWriter {
-    /// Another Vamoose is told what a QEMU has sent; a QEMU gets what that one has sent, if that is asked for. What software
-    /// cannot encode goes by the encoder's method.
+    /// Over a session, keeps the method of the source's QEMU in the header. With [`restore`](Self::restore), the first packet's
+    /// method replaces the encoder, if software can encode it.
     fn follow_origin(&mut self, header: &mut RamHeader) -> Result<(), WriteError> {
         let origin = header.origin.take();
         if self.sender.channel.stream.socket().is_none() {
@@ -396,7 +394,7 @@ impl ChannelWriter {
     }
 }
 
-/// How long to wait before looking again whether the peer has read: no event tells.
+/// Pauses between checks whether the peer has read: there is no event for it.
 const SHORTEST_PAUSE: Duration = Duration::from_micros(20);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 
@@ -404,14 +402,14 @@ fn cannot_be_seen() -> WriteError {
     WriteError::Io(io::ErrorKind::Unsupported.into())
 }
 
-/// What became of a packet's pages.
+/// The result of encoding a packet's pages.
 struct Encoded {
     method: Method,
-    /// The length of the payload, in the buffer for it; `None` if the pages are the payload.
+    /// Length of the payload in its buffer; `None` if the pages are the payload.
     len: Option<usize>,
-    /// The CRC-32C of the pages, where it was asked for.
+    /// CRC-32C of the pages, if requested.
     sum: Option<u32>,
-    /// Pages that go as differences.
+    /// Number of pages sent as differences.
     differences: usize,
 }
 
@@ -465,9 +463,9 @@ fn encode(
 /// The bytes behind a header.
 enum Payload<'a> {
     Borrowed(&'a [u8]),
-    /// As many bytes of a buffer that may be exchanged for another, and the checksum of the pages that they encode.
+    /// The first bytes of a buffer that may be exchanged for another, and the checksum of the pages they encode.
     Buffer(&'a mut Box<[u8]>, usize, Option<u32>),
-    /// Pages in the guest's memory.
+    /// Guest memory.
     Guest(&'a [VolatileSlice<'a>]),
 }
 
@@ -481,7 +479,7 @@ impl Payload<'_> {
     }
 }
 
-/// Where a writer's packets go.
+/// Sends a writer's packets on its channel.
 #[derive(Clone)]
 struct Sender {
     channel: Arc<Channel>,
@@ -539,17 +537,16 @@ impl Sender {
     }
 }
 
-/// What the writers of a channel share.
+/// A channel, shared by its writers.
 struct Channel {
     stream: Arc<Stream>,
     /// Held while a packet goes out; uncontended on a channel with one writer.
     turn: Mutex<Turn>,
-    /// SYNCs that were written. The packets of the channel's other writers are out then, and the next ones are given to them
-    /// later: they need no order here.
+    /// Number of SYNCs written. Relaxed: the channel's other writers have no packets while a SYNC is written.
     epoch: AtomicU64,
 }
 
-/// What is known of a connection by who sends on it.
+/// State of the connection, held by the writer that sends.
 struct Turn {
     backlog: Backlog,
     /// Once zero-copy sends are enabled.

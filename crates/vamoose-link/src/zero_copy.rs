@@ -1,7 +1,7 @@
 //! Sending guest memory without a copy (MSG_ZEROCOPY).
 //!
-//! The kernel pins the pages and sends them from where they are, so that a send costs page accounting in
-//! place of a copy. It reports later, on the socket's error queue, what it has released:
+//! The kernel pins the pages and sends them in place, so a send costs page accounting instead of a copy. It reports released pages
+//! later, on the socket's error queue:
 //!
 //! ```text
 //!  send header (copied, MSG_MORE) ── send pages (MSG_ZEROCOPY): outstanding + 1 ── look at the error queue ── …
@@ -12,15 +12,14 @@
 //!  flush: until nothing is outstanding, read the error queue, or wait (poll) for the stall timeout at most
 //! ```
 //!
-//! The guest keeps running and the bytes that leave are those of the moment at which the device
-//! fetches them. That is no less right than a copy is: the page was cleared in the dirty log before it was
-//! sent, so a write from then on makes it dirty and it is sent again. But an **older** send must be over
-//! before a newer one of the same page can leave on another channel. Therefore a channel is flushed at each
-//! SYNC, [`ChannelWriter::write_sync`](crate::ChannelWriter::write_sync).
+//! The guest keeps running, and the device sends the bytes that it finds when it reads the page. This is as correct as a
+//! copy: the page was cleared in the dirty log before it was sent, so a later write makes it dirty and it is sent again. But an
+//! **older** send must be complete before a newer one of the same page starts on another channel. Therefore a channel is flushed at
+//! each SYNC, [`ChannelWriter::write_sync`](crate::ChannelWriter::write_sync).
 //!
-//! The kernel numbers the sends of a socket that had MSG_ZEROCOPY and took at least a byte, from 0 and
-//! around. Each number is reported once, in ranges, perhaps out of order; so counting them is
-//! enough. Over loopback it copies when the bytes reach the receiving socket, and reports that.
+//! The kernel numbers the MSG_ZEROCOPY sends of a socket that took at least a byte, from 0, wrapping around. It reports each number
+//! once, in ranges, perhaps out of order, so counting them is enough. Over loopback the kernel copies when the bytes reach the
+//! receiving socket, and reports that.
 
 use std::{
     io,
@@ -50,22 +49,22 @@ use crate::{
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum ZeroCopyError {
-    /// There are no pages to send, only what an encoder makes of them.
+    /// An encoder produces other bytes than those of the pages.
     #[error("zero-copy send is for method none, and the method is {method}")]
     Method { method: Method },
-    /// Unix sockets copy always.
+    /// Unix sockets always copy.
     #[error("zero-copy send is for TCP, and the channel is a unix socket")]
     NotTcp,
-    /// What a session sends again must be what it has sent, so it keeps copies.
+    /// A session may send the same bytes again, so it keeps copies.
     #[error(
         "zero-copy send is for plain connections, and the channel is a stream of a session, which keeps copies of what it sends: \
          use a session without zero-copy send, or plain connections"
     )]
     Session,
-    /// A kernel without it (before 4.14).
+    /// A kernel before 4.14.
     #[error("this kernel does not do zero-copy send (SO_ZEROCOPY)")]
     Unsupported(#[source] io::Error),
-    /// The kernel would run into the limit of locked memory, and copy.
+    /// The kernel would reach the limit of locked memory, and copy.
     #[error(
         "zero-copy send on {channels} channels needs {needed} bytes of locked memory, and the limit is \
          {limit}: raise it with `ulimit -l {}` (systemd: LimitMEMLOCK={needed}; a process that runs: `prlimit \
@@ -81,24 +80,24 @@ pub enum ZeroCopyError {
 
 /// Checks that RLIMIT_MEMLOCK lets `channels` channels with packets of `layout` send without copies.
 ///
-/// The kernel accounts each send to the *user*, as its whole pages and two more for the ends, until all of it
-/// has been acknowledged. On one channel there can be: what the socket's send buffer holds (at most the
-/// third value of `net.ipv4.tcp_wmem`), a packet that is being queued, and one that is acknowledged
-/// in part, or up to 512 KiB of smaller ones, which the kernel lets go of together. Fewer than four pages
-/// are sent as a copy, so two for the ends are at most half as much again:
+/// The kernel accounts each send to the *user*, as whole pages plus two for the ends, until all of it
+/// has been acknowledged. One channel can have: the content of the socket's send buffer (at most the
+/// third value of `net.ipv4.tcp_wmem`), a packet being queued, and one that is partly acknowledged,
+/// or up to 512 KiB of smaller ones, which the kernel releases together. Fewer than four pages
+/// are sent as a copy, so the two pages for the ends add at most half:
 ///
 /// ```text
 /// needed = channels * 3/2 * (tcp_wmem[2] + packet + max(packet, 512 KiB))
 /// ```
 ///
-/// CAP_IPC_LOCK exempts from the limit, though not if it was granted in a user namespace: there this check is
-/// too kind. Other processes of the user that pin memory (io_uring, AF_XDP, QEMU) need theirs besides. A send
+/// CAP_IPC_LOCK exempts from the limit, except if granted in a user namespace, which this check does not notice. Other
+/// processes of the user that pin memory (io_uring, AF_XDP, QEMU) count towards the same limit. A send
 /// beyond the limit is a copy, see [`Snapshot::copied_sends`](crate::Snapshot::copied_sends).
 ///
 /// # Errors
-/// When the limit is too low, with the number it has to be.
+/// When the limit is too low; the error names the required one.
 pub fn check_locked_memory(channels: usize, layout: Layout) -> Result<(), ZeroCopyError> {
-    // When the capabilities cannot be read, the limit decides.
+    // If the capabilities cannot be read, the limit applies.
     let exempt = rustix::thread::capabilities(None)
         .is_ok_and(|sets| sets.effective.contains(CapabilitySet::IPC_LOCK));
     let limit = getrlimit(Resource::Memlock).current;
@@ -113,7 +112,7 @@ pub fn check_locked_memory(channels: usize, layout: Layout) -> Result<(), ZeroCo
     }
 }
 
-/// Lets the owner of `stream` send without copies.
+/// Enables sends without copies on `stream`.
 pub(crate) fn enable(stream: &Socket) -> Result<ZeroCopy, ZeroCopyError> {
     match stream {
         Socket::Unix(_) => Err(ZeroCopyError::NotTcp),
@@ -124,12 +123,12 @@ pub(crate) fn enable(stream: &Socket) -> Result<ZeroCopy, ZeroCopyError> {
     }
 }
 
-/// Whether `bytes` bytes of pages are worth it. Accounting a send costs as much as copying two or three pages.
+/// Whether `bytes` bytes of pages are enough. Accounting a send costs as much as copying two or three pages.
 pub(crate) fn is_worth_it(bytes: usize) -> bool {
     bytes >= MIN_PAGES * rustix::param::page_size()
 }
 
-/// What a channel knows of the sends that the kernel holds pages of.
+/// The sends of a channel whose pages the kernel still holds.
 #[derive(Debug, Default)]
 pub(crate) struct ZeroCopy {
     /// Sends that the kernel has not released.
@@ -169,14 +168,14 @@ impl ZeroCopy {
                     self.outstanding += 1;
                     self.sends.all += 1;
                     stats.add_zero_copy_send();
-                    // Otherwise the kernel would run out of memory for notifications.
+                    // So that the kernel does not run out of memory for notifications.
                     self.read_notifications(kernel, stats)?;
                 }
                 Err(error) if is_no_buffers(&error) => {
                     if self.outstanding > 0 {
                         self.wait_for_some(kernel, stats)?;
                     } else {
-                        // Not even one send may be pinned.
+                        // The limit does not allow a single pinned send.
                         left.advance(
                             kernel
                                 .send(&left, How::Copy)
@@ -205,7 +204,7 @@ impl ZeroCopy {
         Ok(())
     }
 
-    /// Waits until the kernel has released some of what is outstanding.
+    /// Waits until the kernel has released some outstanding sends.
     fn wait_for_some(&mut self, kernel: &impl Kernel, stats: &Stats) -> Result<(), WriteError> {
         let before = self.outstanding;
         self.read_notifications(kernel, stats)?;
@@ -259,16 +258,15 @@ impl ZeroCopy {
 
 const TOO_MANY: &str = "the kernel has reported more zero-copy sends than there were";
 
-/// What the kernel does for one socket. Tests have another one.
+/// The kernel's operations on one socket. Tests replace them.
 pub(crate) trait Kernel {
     /// Sends as much of `left` as one call takes, at least a byte.
     fn send(&self, left: &Left<'_>, how: How) -> io::Result<usize>;
 
-    /// Takes a message from the error queue and shows `each` the notifications in it; false when there is none.
+    /// Takes a message from the error queue and passes its notifications to `each`; false when the queue is empty.
     fn notifications(&self, each: &mut dyn FnMut(Notification)) -> io::Result<bool>;
 
-    /// Waits until there is a message in the error queue, for the stall timeout at most. A connection that
-    /// has broken or was shut down is an error.
+    /// Waits for a message in the error queue, for the stall timeout at most. A broken or shut-down connection is an error.
     fn wait(&self) -> io::Result<Wait>;
 
     fn stall_timeout(&self) -> Duration;
@@ -285,11 +283,11 @@ pub(crate) enum How {
     More,
     /// A copy.
     Copy,
-    /// Without one.
+    /// Without a copy.
     ZeroCopy,
 }
 
-/// What waiting came to.
+/// The result of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wait {
     Notified,
@@ -316,13 +314,13 @@ impl Kernel for Socket {
     fn wait(&self) -> io::Result<Wait> {
         let timeout = sockopt::socket_timeout(self, sockopt::Timeout::Send)?;
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        // Errors, which notifications count as, and hang-ups are reported unasked.
+        // Errors (notifications count as errors) and hang-ups are reported without being requested.
         let mut socket = [PollFd::new(self, PollFlags::empty())];
         if !wait_until(&mut socket, deadline)? {
             return Ok(Wait::TimedOut);
         }
         if socket[0].revents().contains(PollFlags::ERR) {
-            // Of the socket's own errors the queue knows nothing.
+            // The socket's own errors are not in the queue.
             sockopt::socket_error(self)??;
             return Ok(Wait::Notified);
         }
@@ -335,7 +333,7 @@ impl Kernel for Socket {
 }
 
 impl Notification {
-    /// How many sends it is about.
+    /// Number of sends in it.
     fn sends(self) -> u64 {
         u64::from(self.last.wrapping_sub(self.first)) + 1
     }
@@ -354,7 +352,7 @@ fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-/// Fewest pages that are sent without a copy.
+/// Fewer pages are copied.
 const MIN_PAGES: usize = 4;
 
 /// See [`check_locked_memory`].
@@ -367,7 +365,7 @@ fn needed_memory(channels: usize, layout: Layout, send_buffer: u64) -> u64 {
         .div_ceil(2)
 }
 
-/// Bytes of small sends that the kernel lets go of together.
+/// Bytes of small sends that the kernel releases together.
 const MERGED_SENDS: u64 = 512 * 1024;
 
 /// The largest send buffer that TCP gives a socket, bytes.
@@ -379,7 +377,7 @@ fn largest_send_buffer() -> u64 {
         .unwrap_or(DEFAULT_SEND_BUFFER)
 }
 
-/// What Linux has on a host with enough memory.
+/// The default of Linux on a host with enough memory.
 const DEFAULT_SEND_BUFFER: u64 = 4 * 1024 * 1024;
 
 #[cfg(test)]
@@ -388,17 +386,17 @@ mod tests {
 
     use super::*;
 
-    /// What happens next: each of the kernel's answers is given once, in order.
+    /// An answer of the kernel; each is given once, in order.
     enum Event {
-        /// A send takes at most so many bytes.
+        /// A send takes at most this many bytes.
         Takes(How, usize),
-        /// A send finds no memory to lock.
+        /// A send finds no lockable memory.
         NoBuffers,
-        /// The error queue holds these, in one message. It is empty where this is not what comes next.
+        /// The error queue has one message with these; it is empty unless this comes next.
         Notifies(Vec<Notification>),
-        /// There is something in it.
+        /// The error queue has a message.
         Wakes,
-        /// Nothing came for the stall timeout.
+        /// No message for the stall timeout.
         TimesOut,
         /// The connection was shut down.
         HangsUp,
@@ -471,7 +469,7 @@ mod tests {
         }
     }
 
-    /// What the counters and the result are after `packets` packets and, perhaps, a flush.
+    /// Result and counters after `packets` packets and, if requested, a flush.
     fn play(
         packets: usize,
         flush: bool,
@@ -489,7 +487,7 @@ mod tests {
         if flush {
             result = result.and_then(|()| zero_copy.flush(&script, &stats));
         }
-        assert!(script.0.borrow().is_empty(), "not all of it happened");
+        assert!(script.0.borrow().is_empty(), "unused answers");
         let counted = stats.snapshot();
         let sends = counted.zero_copy_sends;
         (
@@ -498,7 +496,7 @@ mod tests {
         )
     }
 
-    /// A packet that goes out whole.
+    /// A packet sent whole.
     fn whole() -> [Event; 2] {
         [Takes(How::More, ALL), Takes(How::ZeroCopy, ALL)]
     }
@@ -580,7 +578,7 @@ mod tests {
     }
 
     #[test]
-    fn without_memory_to_lock_earlier_sends_are_waited_for() {
+    fn without_lockable_memory_waits_for_earlier_sends() {
         let second = [
             Takes(How::More, ALL),
             NoBuffers,
@@ -595,7 +593,7 @@ mod tests {
     }
 
     #[test]
-    fn without_any_memory_to_lock_it_is_a_copy() {
+    fn without_any_lockable_memory_pages_are_copied() {
         let packet = || [Takes(How::More, ALL), NoBuffers, Takes(How::Copy, ALL)];
         let events = (0..3).flat_map(|_| packet());
         let (result, counted) = play(3, true, events);
@@ -622,7 +620,7 @@ mod tests {
     }
 
     #[test]
-    fn what_must_be_lockable_grows_with_channels_and_packets() {
+    fn needed_memory_grows_with_channels_and_packets() {
         let needed = |channels, packet_bytes| {
             let layout = Layout::X86.with_packet_bytes(packet_bytes).unwrap();
             needed_memory(channels, layout, 4 << 20)

@@ -1,10 +1,10 @@
-//! The memory that all page caches of a process may have together, handed out to one migration after the other.
+//! A limit for the memory of all page caches of a process.
 
 use std::sync::{Arc, Mutex};
 
 use crate::lock;
 
-/// A limit for the page caches of all sessions that have a clone of it.
+/// A limit for the page caches of all sessions that share a clone of it.
 #[derive(Clone, Debug)]
 pub struct PageCaches(Arc<Mutex<Memory>>);
 
@@ -14,28 +14,28 @@ struct Memory {
     taken: usize,
 }
 
-/// What one cache may have. Dropping it gives it back.
+/// The memory granted to one cache, returned when dropped.
 #[derive(Debug)]
 pub(crate) struct Share {
     of: PageCaches,
     bytes: usize,
 }
 
-/// Nobody gets more than one of so many parts of what is left, so that something is left for those who come later.
+/// No cache gets more than this fraction of the free memory, so that later migrations get some.
 const PARTS: usize = 4;
 
 impl PageCaches {
-    /// Caches of `limit` bytes in all.
+    /// A limit of `limit` bytes for all caches together.
     pub fn new(limit: usize) -> Self {
         Self(Arc::new(Mutex::new(Memory { limit, taken: 0 })))
     }
 
-    /// Hands out no more than `limit` bytes in all from now on. What has been handed out stays.
+    /// Changes the limit. Memory that has been granted stays granted.
     pub fn set_limit(&self, limit: usize) {
         lock(&self.0).limit = limit;
     }
 
-    /// As much of `wanted` bytes as there may be, which can be nothing.
+    /// Grants as much of `wanted` bytes as the limit allows, possibly nothing.
     pub(crate) fn take(&self, wanted: usize) -> Share {
         let mut memory = lock(&self.0);
         let bytes = wanted.min(memory.limit.saturating_sub(memory.taken) / PARTS);
@@ -45,7 +45,7 @@ impl PageCaches {
     }
 }
 
-/// Without a limit.
+/// No limit.
 impl Default for PageCaches {
     fn default() -> Self {
         Self::new(usize::MAX)
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_caches_together_stay_below_the_limit_and_each_gets_some_of_it() {
+    fn all_caches_stay_below_the_limit_and_each_gets_a_part() {
         let caches = PageCaches::new(4096);
         let shares: Vec<_> = (0..16).map(|_| caches.take(256)).collect();
         let bytes: Vec<_> = shares.iter().map(Share::bytes).collect();

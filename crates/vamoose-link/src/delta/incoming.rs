@@ -1,4 +1,4 @@
-//! A reader's side of the cache: packets with differences, restored.
+//! A reader's use of the cache: restores packets with differences.
 
 use std::sync::Arc;
 
@@ -12,20 +12,21 @@ use vm_memory::VolatileSlice;
 use super::{DeltaError, DeltaReceiver};
 use crate::pages::PageSink;
 
-/// What one reader needs for differences.
+/// Restores the packets of one reader.
 pub(crate) struct Incoming {
     versions: Versions,
     page_size: usize,
     marks: Vec<Mark>,
-    /// Pages that go to the guest's memory once they are right; of one of them what is there now.
+    /// Restored pages, before they are copied to guest memory.
     scratch: Vec<u8>,
+    /// The earlier version of a page in guest memory.
     page: Vec<u8>,
 }
 
-/// Where the versions are that differences are to.
+/// Where earlier versions are.
 enum Versions {
     Slots(Arc<DeltaReceiver>),
-    /// In the guest's memory, where the pages go.
+    /// In guest memory, where the pages go.
     Memory,
 }
 
@@ -33,7 +34,7 @@ enum Versions {
 pub(crate) enum Failure {
     Decode(DecodeError),
     Delta(DeltaError),
-    /// They are not those with the checksum that was sent: this is theirs.
+    /// The restored pages have this checksum, which is not the one sent.
     Changed(u32),
 }
 
@@ -50,12 +51,12 @@ impl From<DeltaError> for Failure {
 }
 
 impl Incoming {
-    /// For packets whose differences are to pages in slots.
+    /// Earlier versions are in slots.
     pub(crate) fn from_slots(slots: Arc<DeltaReceiver>, layout: Layout) -> Self {
         Self::of(Versions::Slots(slots), layout)
     }
 
-    /// For packets whose differences are to what is in the guest's memory.
+    /// Earlier versions are in guest memory.
     pub(crate) fn in_place(layout: Layout) -> Self {
         Self::of(Versions::Memory, layout)
     }
@@ -70,15 +71,15 @@ impl Incoming {
         }
     }
 
-    /// A packet has come, with differences or without.
+    /// A packet has arrived, with differences or without.
     pub(crate) fn note_arrival(&self) {
         if let Versions::Slots(slots) = &self.versions {
             slots.note_arrival();
         }
     }
 
-    /// Decodes a packet and restores its pages, which have the checksum `sum`, to where they go. What pages are compared
-    /// with stays as it is until they are known to be right: so once more is harmless.
+    /// Decodes a packet and restores its pages, whose checksum is `sum`. Pages for guest memory are left in
+    /// [`decoded`](Self::decoded). The cache stays as it is until the checksum is right, so decoding again is harmless.
     pub(crate) fn decode(
         &mut self,
         decoder: &mut Decoder,
@@ -103,7 +104,7 @@ impl Incoming {
         restored
     }
 
-    /// The pages that were [decoded](Self::decode) for the guest's memory.
+    /// The pages that were [decoded](Self::decode) for guest memory.
     pub(crate) fn decoded(&self) -> &[u8] {
         &self.scratch
     }
@@ -138,10 +139,10 @@ impl Incoming {
     }
 }
 
-/// How often a packet is decoded whose pages turn out wrong.
+/// Attempts at decoding a packet whose checksum is wrong.
 const ATTEMPTS: usize = 2;
 
-/// Makes pages of the differences among `pages`, to what is in `memory`: slices of whole pages, in the same order.
+/// Restores the differences among `pages` with the versions in `memory`: slices of whole pages, in the same order.
 fn restore_in_place(
     marks: &[Mark],
     before: &mut Vec<u8>,

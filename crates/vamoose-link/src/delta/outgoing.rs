@@ -1,4 +1,4 @@
-//! A writer's side of the cache: which pages of a packet go as differences, and the packet's payload.
+//! A writer's use of the cache: builds payloads with differences.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use vamoose_session::frame::MAX_LEN;
 use super::{DeltaSender, sender::Planned};
 use crate::PacketEncoder;
 
-/// What one writer needs for differences.
+/// Builds the payloads of one writer.
 pub(crate) struct Outgoing {
     cache: Arc<DeltaSender>,
     plan: Vec<Planned>,
@@ -20,11 +20,11 @@ pub(crate) struct Outgoing {
     sample: Sample,
 }
 
-/// A payload with a table.
+/// A payload with differences.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Made {
     pub(crate) len: usize,
-    /// Pages that go as differences.
+    /// Number of pages sent as differences.
     pub(crate) differences: usize,
 }
 
@@ -38,25 +38,25 @@ impl Outgoing {
         }
     }
 
-    /// Bytes of pages that are kept.
+    /// Bytes of pages in the cache.
     pub(crate) fn kept_bytes(&self) -> u64 {
         self.cache.kept_bytes()
     }
 
-    /// Whether there are pages in the packet that are kept, in the `epoch` of its channel. Then it must be
-    /// [encoded](Self::encode) next.
+    /// Plans a packet in the `epoch` of its channel. True if the packet touches slots; it must be
+    /// [encoded](Self::encode) next then.
     pub(crate) fn plan(&mut self, header: &RamHeader, epoch: u64) -> bool {
         self.cache.plan(header, epoch, &mut self.plan);
         !self.plan.is_empty()
     }
 
-    /// A packet goes without being looked at.
+    /// A packet is sent without the cache.
     pub(crate) fn pass_by(&self, header: &RamHeader) {
         self.cache.pass_by(header);
     }
 
-    /// Encodes the planned packet's `pages`, some of which become differences, to the beginning of `out`. `None` if they are
-    /// to go as any other packet's.
+    /// Encodes the planned packet's `pages`, some of which become differences, to the beginning of `out`. `None` if the packet is
+    /// to be sent without differences.
     pub(crate) fn encode(
         &mut self,
         encoder: &mut PacketEncoder,
@@ -83,7 +83,7 @@ impl Outgoing {
                 None
             })
         });
-        // Whatever became of it: without this packet there is no migration.
+        // Also after an error: without this packet the migration ends.
         cache.finish(plan);
         made
     }
@@ -111,18 +111,18 @@ fn encode(
     Ok(Made { len, differences })
 }
 
-/// Longer payloads go without a checksum of their pages. Only packets of a VMM can be that long
-/// ([`DeltaSender::over`] sees to it), and their pages can always go as they are.
+/// Longer payloads are sent without a checksum of their pages, so they must hold no differences. Only packets of a VMM can be
+/// that long ([`DeltaSender::over`] checks that).
 pub(super) const MOST_CHECKED: usize = MAX_LEN;
 
-/// Finds out on a part of a packet whether its differences are smaller than its pages.
+/// Encodes some pages of a packet, to see whether differences are smaller than pages.
 #[derive(Default)]
 struct Sample {
     differences: Vec<u8>,
     pages: Vec<u8>,
 }
 
-/// Pages in a sample: as many as there are neighbours in what changes together.
+/// Pages in a sample.
 const SAMPLE: usize = 4;
 
 impl Sample {
@@ -141,7 +141,7 @@ impl Sample {
             self.differences.extend_from_slice(difference);
             self.pages.extend_from_slice(page);
         });
-        // Next to nothing is left of it.
+        // So few changed bytes are smaller than any encoded page.
         let changed = self.differences.iter().filter(|byte| **byte != 0).count();
         if changed <= self.differences.len() / CLEARLY {
             return Ok(true);
@@ -154,7 +154,7 @@ impl Sample {
     }
 }
 
-/// A difference of which no more than one in so many bytes is left is smaller than what any encoder makes of pages.
+/// Differences with at most one changed byte in this many need no comparison.
 const CLEARLY: usize = 32;
 
 #[cfg(test)]
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_would_go_without_a_checksum_goes_as_it_is() {
+    fn payload_too_long_for_a_checksum_has_no_differences() {
         let layout = Layout::X86.with_packet_bytes(4 << 20).unwrap();
         let mut header = RamHeader::new(layout);
         header.block = BlockName::new(b"ram").unwrap();

@@ -1,4 +1,4 @@
-//! The receiver's cache: what packets have put into its slots.
+//! The receiver's cache.
 
 use std::{
     sync::{
@@ -19,10 +19,10 @@ use crate::{Stream, lock};
 pub struct DeltaReceiver {
     page_size: usize,
     limit: usize,
-    /// When no packet has come for this long, a version never comes.
+    /// After this long without any packet, a wait for a version fails.
     patience: Duration,
     slots: OnceLock<Box<[Mutex<Slot>]>>,
-    /// Packets that have come, of any kind, on all channels.
+    /// Packets of any kind that have arrived, on all channels.
     arrived: AtomicU64,
     has_given_up: Mutex<bool>,
     changed: Condvar,
@@ -31,11 +31,11 @@ pub struct DeltaReceiver {
 #[derive(Default)]
 struct Slot {
     version: u32,
-    /// Empty until something is put there.
+    /// Empty until the first touch.
     content: Box<[u8]>,
 }
 
-/// Since when no packet has come, as a wait has seen it.
+/// Time since the last packet, as observed by one wait.
 struct Silence {
     arrived: u64,
     since: Instant,
@@ -67,7 +67,7 @@ pub enum DeltaError {
 }
 
 impl DeltaReceiver {
-    /// A cache of `bytes`. A packet waits for those before it, on other channels, as long as any come within
+    /// A cache of `bytes`. A packet waits for versions from other channels while packets arrive at least once within
     /// `patience`.
     pub fn new(bytes: usize, layout: Layout, patience: Duration) -> Self {
         Self {
@@ -81,29 +81,29 @@ impl DeltaReceiver {
         }
     }
 
-    /// For what comes on `stream` and others of its session, if differences may.
+    /// The cache for the session of `stream`; `None` without a session.
     pub fn of(stream: &Stream, layout: Layout) -> Option<Self> {
         let session = stream.session()?;
         let config = session.config();
-        // A connection that is lost may take as long to come back.
+        // A lost connection may take that long to be restored.
         let patience = stream.stall_timeout() + config.reconnect_timeout;
-        // Whether packets have the checksums that differences need is for the sender to say.
+        // The sender decides whether packets have checksums.
         Some(Self::new(session.kept_pages(), layout, patience))
     }
 
-    /// Ends every wait: a packet that is waited for will never come.
+    /// Ends all waits: no more packets will arrive.
     pub fn give_up(&self) {
         *self.has_given_up() = true;
         self.changed.notify_all();
     }
 
-    /// A packet has come, with touches or without: those that are waited for may be behind many like it.
+    /// A packet has arrived, with touches or without: the expected one may be behind it.
     pub(crate) fn note_arrival(&self) {
         self.arrived.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Makes pages of the differences among `pages`, when the packets before have been carried out. The slots stay as they
-    /// are, so that it can be done again with the same packet.
+    /// Restores the differences among `pages`, once the touches before have been carried out. The slots stay as they
+    /// are, so restoring the same packet again is harmless.
     pub(crate) fn restore(&self, marks: &[Mark], pages: &mut [u8]) -> Result<(), DeltaError> {
         for (mark, page) in marks.iter().zip(pages.chunks_exact_mut(self.page_size)) {
             match *mark {
@@ -123,14 +123,14 @@ impl DeltaReceiver {
         Ok(())
     }
 
-    /// Puts the pages of a packet into their slots, once they are known to be right.
+    /// Carries out the touches of a packet whose checksum is right.
     pub(crate) fn keep(&self, marks: &[Mark], pages: &[u8]) -> Result<(), DeltaError> {
         for (mark, page) in marks.iter().zip(pages.chunks_exact(self.page_size)) {
             let (Mark::Store(touch) | Mark::Difference(touch)) = *mark else {
                 continue;
             };
             let mut slot = lock(self.slot(touch)?);
-            // Another packet with the same touch, or another touch in this one.
+            // Another packet had the same touch, or this one has it twice.
             if slot.version != touch.version {
                 return Err(passed(touch, &slot));
             }
@@ -140,13 +140,13 @@ impl DeltaReceiver {
             }
             slot.version = touch.version.wrapping_add(1);
         }
-        // With the lock: who waits has looked before, or is woken up.
+        // With the lock, so that a waiting reader has either not checked yet or is woken.
         drop(self.has_given_up());
         self.changed.notify_all();
         Ok(())
     }
 
-    /// The versions of the first `count` slots, and what is in them.
+    /// Version and content of the first `count` slots.
     #[cfg(test)]
     pub(super) fn all(&self, count: usize) -> Vec<(u32, Vec<u8>)> {
         let slots = self.slots.get().map_or(&[][..], |slots| &slots[..count]);
@@ -167,7 +167,7 @@ impl DeltaReceiver {
             if *has_given_up {
                 return Err(DeltaError::Ended);
             }
-            // With the lock: who changes a slot takes it afterwards, and wakes us up.
+            // With the lock: `keep` takes it after changing a slot, and wakes this thread.
             if self.is_there(touch)? {
                 return Ok(());
             }
@@ -184,12 +184,12 @@ impl DeltaReceiver {
         }
     }
 
-    /// Whether the slot has the version; an error if it will never have it again.
+    /// Whether the slot has the version; an error if the version has passed.
     fn is_there(&self, touch: Touch) -> Result<bool, DeltaError> {
         let slot = lock(self.slot(touch)?);
         match touch.version.wrapping_sub(slot.version) {
             0 => Ok(true),
-            // As many touches ahead as there cannot be, in a packet that comes at all.
+            // Versions wrap around; no packet is that many touches ahead.
             ahead if ahead < u32::MAX / 2 => Ok(false),
             _ => Err(passed(touch, &slot)),
         }
@@ -221,7 +221,7 @@ impl Silence {
         Self { arrived, since }
     }
 
-    /// What is left of `patience`, all of it if packets have come meanwhile.
+    /// What remains of `patience`: all of it if packets have arrived meanwhile.
     fn left(&mut self, patience: Duration, arrived: u64, now: Instant) -> Duration {
         if arrived != self.arrived {
             *self = Self::new(arrived, now);
@@ -243,7 +243,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn patience_begins_anew_with_every_packet() {
+    fn patience_restarts_with_every_packet() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut silence = Silence::new(3, start);

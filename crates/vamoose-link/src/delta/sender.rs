@@ -1,4 +1,4 @@
-//! The sender's cache: which page is in which slot, and what was put there last.
+//! The sender's cache: which page is in which slot, and the version sent last.
 
 use std::{
     collections::HashMap,
@@ -27,42 +27,42 @@ pub struct DeltaSender {
     _share: Option<Share>,
 }
 
-/// What is in a slot. Empty until it is used.
+/// The page in a slot. Empty until the first touch.
 type Content = Box<[u8]>;
 
-/// What the receiver has of a page.
+/// Which version of a page the receiver has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holds {
-    /// What is in the same slot of its own cache.
+    /// The one in the same slot of its own cache.
     Slots,
-    /// What was sent last: it writes to the guest's memory, and takes the version from there.
+    /// The one sent last, which is in the guest's memory.
     Memory,
 }
 
-/// What a packet does with the slot of one of its pages.
+/// A touch planned for one page of a packet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Planned {
-    /// Of the packet's normal pages.
+    /// Index among the packet's normal pages.
     page: usize,
     touch: Touch,
-    /// There is a version of this page in the slot.
+    /// The slot holds a version of this page.
     has_version: bool,
 }
 
-/// Pages by slot, and slots by page.
+/// Maps pages to slots and back.
 #[derive(Default)]
 struct Index {
     sent: Sent,
     slot_of: HashMap<Page, u32>,
     slots: Vec<Slot>,
-    /// Of no page.
+    /// Slots without a page.
     free: Vec<u32>,
     /// Where the search for a slot begins.
     hand: usize,
-    /// Counts the guest's rounds, roughly: a page that was touched in this one is touched again.
+    /// Counts the guest's rounds, roughly: a round ends when a page touched in it is touched again.
     round: u64,
-    /// Pages that wanted a slot in this round and got none.
-    vain: usize,
+    /// Pages that found no slot in this round.
+    misses: usize,
 }
 
 /// Number of the RAM block, and of the page in it.
@@ -71,39 +71,38 @@ type Page = (u32, u64);
 struct Slot {
     page: Page,
     version: u32,
-    /// When it was touched last, by SYNCs and by rounds.
+    /// Epoch and round of the last touch.
     epoch: u64,
     round: u64,
-    /// A packet that touches it is being made.
+    /// A packet that touches the slot is being built.
     is_busy: bool,
 }
 
-/// Slots that are looked at to find one whose page has not come for a while.
-const LOOK_AT: usize = 4;
+/// Slots examined in search of one whose page has not been sent for a while.
+const EXAMINED: usize = 4;
 
-/// Rounds in which a page has not come before its slot may be used for another one. So where more pages change than there are
-/// slots, the slots keep theirs.
-const ROUNDS: u64 = 2;
+/// Rounds for which a page keeps its slot without being sent. So where more pages change than there are slots, the slots keep
+/// their pages.
+const KEPT_ROUNDS: u64 = 2;
 
-/// So many times as many pages as there are slots want one in vain, and none of those in slots comes again: then it is
-/// another round, too.
-const VAIN: usize = 8;
+/// A new round also starts after this many misses per slot.
+const MISSES: usize = 8;
 
-/// A page in which more of the words have changed goes as it is: the difference would be no smaller.
+/// A page is sent as it is if more than one word in this many has changed: the difference would be no smaller.
 const DENSE: usize = 2;
 
 impl DeltaSender {
-    /// A cache of `bytes`, where the receiver has one that is not smaller.
+    /// A cache of `bytes`. The receiver's must not be smaller.
     pub fn new(bytes: usize, layout: Layout) -> Self {
         Self::of(Holds::Slots, bytes, layout, None)
     }
 
-    /// A cache of `bytes` for a receiver that has the pages in the guest's memory.
+    /// A cache of `bytes` for a receiver with the pages in guest memory.
     pub fn in_place(bytes: usize, layout: Layout) -> Self {
         Self::of(Holds::Memory, bytes, layout, None)
     }
 
-    /// For what is sent over `session`, where its server takes differences and both ends keep pages.
+    /// The cache for `session`; `None` unless its server takes differences and both ends keep pages.
     pub fn over(session: &Session, layout: Layout) -> Option<Self> {
         let share = session.config().page_caches.take(session.page_cache()?);
         let bytes = share.bytes();
@@ -112,7 +111,7 @@ impl DeltaSender {
         is_of_use.then(|| Self::of(Holds::Slots, bytes, layout, Some(share)))
     }
 
-    /// The same for a receiver that has the pages in the guest's memory.
+    /// The same for a receiver with the pages in guest memory.
     pub fn in_place_over(session: &Session, layout: Layout) -> Option<Self> {
         session.page_cache()?;
         let bytes = session.config().page_cache;
@@ -131,13 +130,13 @@ impl DeltaSender {
         }
     }
 
-    /// Bytes of pages that are kept.
+    /// Bytes of pages in the cache.
     pub(crate) fn kept_bytes(&self) -> u64 {
         self.kept.load(Ordering::Relaxed)
     }
 
-    /// Decides which of a packet's pages go into slots, in the `epoch` of its channel. If there are none, the packet goes as if
-    /// there were no cache; otherwise its pages must be [prepared](Self::prepare).
+    /// Plans the touches of a packet in the `epoch` of its channel. If there are some, its pages must be
+    /// [prepared](Self::prepare).
     pub(crate) fn plan(&self, header: &RamHeader, epoch: u64, plan: &mut Vec<Planned>) {
         plan.clear();
         let mut index = lock(&self.index);
@@ -166,7 +165,7 @@ impl DeltaSender {
         }
     }
 
-    /// The pages of a packet go another way than through [`prepare`](Self::prepare).
+    /// A packet is sent without [`prepare`](Self::prepare).
     pub(crate) fn pass_by(&self, header: &RamHeader) {
         let mut index = lock(&self.index);
         let Some(block) = index.sent.block(&header.block) else {
@@ -184,8 +183,8 @@ impl DeltaSender {
         }
     }
 
-    /// Puts the planned ones of `pages` into their slots, and makes differences of those that have changed little. `marks`
-    /// becomes what all of them are then.
+    /// Carries out the planned touches, and turns pages that have changed little into differences. `marks` becomes the kind of
+    /// each page.
     pub(crate) fn prepare(&self, plan: &[Planned], pages: &mut [u8], marks: &mut Vec<Mark>) {
         marks.clear();
         marks.resize(pages.len() / self.page_size, Mark::Plain);
@@ -212,7 +211,7 @@ impl DeltaSender {
         }
     }
 
-    /// Makes pages of the differences again, which [`prepare`](Self::prepare) has made.
+    /// Turns the differences that [`prepare`](Self::prepare) made back into pages.
     pub(crate) fn undo(&self, plan: &[Planned], pages: &mut [u8], marks: &mut [Mark]) {
         for planned in plan {
             let mark = &mut marks[planned.page];
@@ -228,7 +227,7 @@ impl DeltaSender {
         }
     }
 
-    /// Shows `each` the differences among the planned pages, every `step`-th of them, with the pages themselves.
+    /// Passes every `step`-th difference and its page to `each`.
     pub(crate) fn sample(
         &self,
         (plan, pages, marks): (&[Planned], &[u8], &[Mark]),
@@ -245,7 +244,7 @@ impl DeltaSender {
         }
     }
 
-    /// The packet has been made: others may touch its slots.
+    /// The packet is built: others may touch its slots.
     pub(crate) fn finish(&self, plan: &[Planned]) {
         let mut index = lock(&self.index);
         for planned in plan {
@@ -253,7 +252,7 @@ impl DeltaSender {
         }
     }
 
-    /// The versions of all slots that are used, and what is in them.
+    /// Version and content of all slots in use.
     #[cfg(test)]
     pub(super) fn all(&self) -> Vec<(u32, Vec<u8>)> {
         let index = lock(&self.index);
@@ -271,7 +270,7 @@ impl DeltaSender {
         }
     }
 
-    /// What is in a slot; only a packet that touches it asks, one at a time.
+    /// The page in a slot. Uncontended: one packet at a time touches a slot.
     fn content(&self, slot: u32) -> &Mutex<Content> {
         let contents = self
             .contents
@@ -281,8 +280,8 @@ impl DeltaSender {
 }
 
 impl Index {
-    /// Touches the slot of a page, or one that it gets; returns whether there is a version of it. `None` where it may not be
-    /// touched now, or there is no slot.
+    /// Touches the slot of a page, after finding one for a new page; returns whether the slot has a version of the page. `None` if
+    /// the slot may not be touched now, or no slot was found.
     fn touch(&mut self, page: Page, epoch: u64, limit: usize) -> Option<(Touch, bool)> {
         let known = self.slot_of.get(&page).copied();
         let number = match known {
@@ -308,7 +307,7 @@ impl Index {
         Some((Touch { slot, version }, known.is_some()))
     }
 
-    /// A slot for a page that has none.
+    /// Finds a slot for a page without one.
     fn slot_for(&mut self, page: Page, epoch: u64, limit: usize) -> Option<u32> {
         let number = if let Some(number) = self.free(epoch) {
             number
@@ -332,9 +331,9 @@ impl Index {
         Some(number)
     }
 
-    /// A slot of no page.
+    /// Takes a slot without a page.
     fn free(&mut self, epoch: u64) -> Option<u32> {
-        let last = self.free.len().saturating_sub(LOOK_AT);
+        let last = self.free.len().saturating_sub(EXAMINED);
         let found = self.free[last..].iter().position(|free| {
             let slot = &self.slots[*free as usize];
             !slot.is_busy && slot.epoch < epoch
@@ -342,22 +341,23 @@ impl Index {
         Some(self.free.swap_remove(last + found))
     }
 
-    /// A slot whose page has not come for some rounds.
+    /// Finds a slot whose page has not been sent for some rounds.
     fn unused(&mut self, epoch: u64) -> Option<u32> {
         let round = self.round;
-        for _ in 0..LOOK_AT.min(self.slots.len()) {
+        for _ in 0..EXAMINED.min(self.slots.len()) {
             let number = self.hand;
             self.hand = (number + 1) % self.slots.len();
             let slot = &self.slots[number];
             let number = u32::try_from(number).ok()?;
-            // One of no page is among the free ones, and is taken from there.
+            // Slots without a page are in `free`.
             let has_page = self.slot_of.get(&slot.page) == Some(&number);
-            if has_page && !slot.is_busy && slot.epoch < epoch && slot.round + ROUNDS <= round {
+            if has_page && !slot.is_busy && slot.epoch < epoch && slot.round + KEPT_ROUNDS <= round
+            {
                 return Some(number);
             }
         }
-        self.vain += 1;
-        if self.vain > VAIN * self.slots.len() {
+        self.misses += 1;
+        if self.misses > MISSES * self.slots.len() {
             self.next_round();
         }
         None
@@ -365,10 +365,10 @@ impl Index {
 
     fn next_round(&mut self) {
         self.round += 1;
-        self.vain = 0;
+        self.misses = 0;
     }
 
-    /// Nothing is known of the page any more.
+    /// Drops the version of a page.
     fn forget(&mut self, page: Page) {
         if let Some(number) = self.slot_of.remove(&page) {
             self.free.push(number);
@@ -405,7 +405,7 @@ mod tests {
     }
 
     impl InPlace {
-        /// Sends pages as a writer does; the receiver must have them then.
+        /// Sends pages as a writer does, and checks what the receiver has.
         fn send(&mut self, now: &[Vec<u8>], epoch: u64, pages: &[usize]) {
             let (mut plan, mut marks) = (Vec::new(), Vec::new());
             self.sender.plan(&header(pages, &[]), epoch, &mut plan);
@@ -427,9 +427,9 @@ mod tests {
         }
     }
 
-    /// Also where pages come twice in an epoch, so that free slots cannot be used yet.
+    /// Also when pages are sent twice in an epoch, so that free slots cannot be used yet.
     #[test]
-    fn a_slot_is_of_one_page() {
+    fn a_slot_belongs_to_one_page() {
         let bytes = 6 * (PAGE + super::super::SLOT_OVERHEAD);
         let mut ends = InPlace {
             sender: DeltaSender::in_place(bytes, Layout::X86),
@@ -442,7 +442,7 @@ mod tests {
         ends.sender.plan(&header(&[], &[0]), 2, &mut Vec::new());
         ends.received[0].fill(0);
         ends.send(&now, 80, &[1, 2, 3, 4]);
-        // Those of these are, too.
+        // So are the slots of these.
         ends.send(&now, 80, &[1, 2, 3, 4]);
         ends.send(&now, 80, &[10]);
         ends.send(&now, 81, &[11, 12, 13, 14, 15]);

@@ -1,14 +1,14 @@
-//! Which pages were sent before: a bit a page.
+//! Which pages were sent before: a bit per page.
 
 use std::collections::HashMap;
 
 use multifd::BlockName;
 
-/// RAM blocks by name, and the pages of each.
+/// The pages sent, by RAM block.
 #[derive(Default)]
 pub(super) struct Sent {
     blocks: Vec<BlockName>,
-    /// By block and number.
+    /// By block and chunk number.
     chunks: HashMap<(u32, u64), Box<Chunk>>,
 }
 
@@ -20,11 +20,11 @@ const CHUNK_PAGES: u64 = 64 * CHUNK_WORDS as u64;
 /// Guests have a dozen blocks.
 const MOST_BLOCKS: usize = 1024;
 
-/// Enough for 16 TiB in pages of 4 KiB, and half a gigabyte itself. What is beyond counts as never sent.
+/// Enough for 16 TiB in pages of 4 KiB; takes half a gigabyte. Pages beyond count as never sent.
 const MOST_CHUNKS: usize = 1 << 20;
 
 impl Sent {
-    /// The number of the block with this name, if there are not too many of them.
+    /// Number of the block with this name; `None` if there are too many blocks.
     pub(super) fn block(&mut self, name: &BlockName) -> Option<u32> {
         let known = self.blocks.iter().position(|known| known == name);
         let index = known.or_else(|| {
@@ -36,7 +36,7 @@ impl Sent {
         u32::try_from(index?).ok()
     }
 
-    /// Notes that a page is sent; returns whether it was before.
+    /// Records that a page is sent; returns whether it was sent before.
     pub(super) fn insert(&mut self, block: u32, page: u64) -> bool {
         let key = (block, page / CHUNK_PAGES);
         let is_full = self.chunks.len() >= MOST_CHUNKS;
@@ -68,7 +68,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_page_was_sent_if_it_was(
+        fn matches_a_set(
             pages in vec((0..3_u32, prop_oneof![0..9000_u64, u64::MAX / 4096 - 9000..=u64::MAX / 4096]), 0..300),
         ) {
             let (mut sent, mut model) = (Sent::default(), HashSet::new());
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_have_numbers_and_are_not_without_limit() {
+    fn blocks_are_numbered_up_to_a_limit() {
         let name = |number: usize| BlockName::new(format!("block{number}").as_bytes()).unwrap();
         let mut sent = Sent::default();
         assert_eq!(sent.block(&name(0)), Some(0));

@@ -1,6 +1,6 @@
 //! A model of both ends: channels with several writers, packets that overtake each other, sockets that hold a few of them,
-//! and more pages than slots. Whatever is done in whatever order, pages arrive as they were sent, both caches are the same,
-//! and somebody can always go on.
+//! and more pages than slots. In any order of steps, pages arrive as they were sent, both caches are the same, and some step is
+//! always possible.
 
 use std::collections::VecDeque;
 
@@ -17,7 +17,7 @@ fn layout() -> Layout {
     layout.with_packet_bytes(64 << 10).unwrap()
 }
 
-/// What a socket carries.
+/// What is on a socket.
 enum Wire {
     Packet(Packet),
     Sync,
@@ -25,20 +25,20 @@ enum Wire {
 
 struct Packet {
     marks: Vec<Mark>,
-    /// As they go over the wire.
+    /// On the wire.
     pages: Vec<u8>,
-    /// As they are.
+    /// As given to the writer.
     sent: Vec<u8>,
 }
 
-/// A packet that a writer is at.
+/// The packet a writer is working on.
 enum Work {
     Planned(Vec<Planned>, Vec<u8>),
     Made(Packet),
 }
 
 struct Channel {
-    /// The rounds' packets, of page numbers, that are left for it.
+    /// Rounds still to send: packets of page numbers.
     rounds: VecDeque<VecDeque<Vec<u64>>>,
     epoch: u64,
     writers: Vec<Option<Work>>,
@@ -67,7 +67,7 @@ impl World {
         };
         Self {
             sender: DeltaSender::new(bytes, layout()),
-            // What has not come yet is reported at once.
+            // Waits fail at once.
             receiver: DeltaReceiver::new(bytes, layout(), std::time::Duration::ZERO),
             memory: (0..pages)
                 .map(|page| vec![u8::try_from(page % 251).unwrap(); PAGE])
@@ -77,7 +77,7 @@ impl World {
         }
     }
 
-    /// Does something on this channel, if there is something to be done: `at` chooses what.
+    /// Takes a step on this channel, chosen by `at`; false if that step is not possible now.
     fn step(&mut self, channel: usize, at: usize) -> bool {
         let writers = self.channels[channel].writers.len();
         match at % (writers + 1) {
@@ -154,7 +154,7 @@ impl World {
         true
     }
 
-    /// Until nothing is left, as `choices` say and then in turn.
+    /// Runs to the end: steps by `choices`, then in turn.
     fn run(&mut self, choices: &[(usize, usize)]) {
         for (channel, at) in choices {
             self.step(channel % self.channels.len(), *at);
@@ -181,7 +181,7 @@ impl World {
     }
 }
 
-/// A round of a guest: bytes that it has changed by now, and the packets of each channel.
+/// A round of a guest: the bytes it has changed, and the packets of each channel.
 type Round = (Vec<(usize, usize, u8)>, Vec<Vec<Vec<u64>>>);
 
 const PAGES: usize = 24;
@@ -195,9 +195,9 @@ fn round() -> impl Strategy<Value = Round> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Also of a source that sends a page several times in a round.
+    /// Pages may be sent several times in a round.
     #[test]
-    fn both_ends_keep_the_same_and_nobody_waits_for_ever(
+    fn both_caches_are_the_same_and_no_reader_waits_for_ever(
         rounds in vec(round(), 1..8),
         slots in 1..40_usize,
         channels in 1..=3_usize,
@@ -213,7 +213,7 @@ proptest! {
             for (channel, packets) in world.channels.iter_mut().zip(packets) {
                 channel.rounds.push_back(packets.into());
             }
-            // Some of it now; the rest is mixed with the rounds behind.
+            // Some steps now; the rest is mixed with later rounds.
             for (channel, at) in choices.next().unwrap_or_default() {
                 world.step(channel % channels, *at);
             }
@@ -222,7 +222,7 @@ proptest! {
     }
 }
 
-/// A round in which each page is sent once, on channels in turn.
+/// Sends each page once, on channels in turn.
 fn send_all(world: &mut World, pages: std::ops::Range<u64>) {
     let pages: Vec<u64> = pages.collect();
     let channels = world.channels.len();
@@ -244,7 +244,7 @@ fn a_page_goes_as_a_difference_from_the_third_time_on() {
     let mut world = World::new(64, 64, 2, 2);
     for (round, differences) in [0, 0, 64, 128].into_iter().enumerate() {
         send_all(&mut world, 0..64);
-        // A third of the packets are undone, those whose first page's first byte says so.
+        // A third of the packets are undone, chosen by their first byte.
         assert!(world.differences <= differences, "round {round}");
         assert_eq!(world.differences > 0, round >= 2);
     }
@@ -256,17 +256,17 @@ fn with_more_pages_than_slots_the_slots_keep_theirs() {
     for _ in 0..6 {
         send_all(&mut world, 0..200);
     }
-    // Four rounds, without the packets that were undone: not one here and there.
+    // Four rounds, without the packets that were undone.
     assert!(world.differences > 60, "{}", world.differences);
 }
 
 #[test]
-fn slots_of_pages_that_do_not_come_any_more_are_used_again() {
+fn slots_of_pages_no_longer_sent_are_reused() {
     let mut world = World::new(200, 40, 1, 1);
     for _ in 0..4 {
         send_all(&mut world, 0..40);
     }
-    // The first of the others come together with a few of before.
+    // The first of the other pages are sent together with some of the earlier ones.
     for (other, rounds) in [(30..70, 8), (120..160, 80)] {
         let before = world.differences;
         for _ in 0..rounds {
@@ -280,7 +280,7 @@ fn slots_of_pages_that_do_not_come_any_more_are_used_again() {
     }
 }
 
-/// One packet of page 0 through the cache of a sender whose receiver has pages in the guest's memory.
+/// Sends page 0 to a receiver with pages in guest memory.
 fn mark_of(sender: &DeltaSender, epoch: u64, page: &[u8]) -> (Mark, Vec<u8>) {
     let (mut plan, mut marks, mut bytes) = (Vec::new(), Vec::new(), page.to_vec());
     sender.plan(&header(&[0], &[]), epoch, &mut plan);
@@ -297,7 +297,7 @@ fn header(normal: &[u64], zero: &[u64]) -> RamHeader {
 }
 
 #[test]
-fn where_the_guests_memory_is_the_version_other_ways_are_not_forgotten() {
+fn in_place_a_page_sent_without_the_cache_is_forgotten() {
     let sender = DeltaSender::in_place(1 << 20, layout());
     let (old, new) = (vec![7; PAGE], [vec![8; 16], vec![7; PAGE - 16]].concat());
     let mut epoch = 0;
@@ -310,7 +310,7 @@ fn where_the_guests_memory_is_the_version_other_ways_are_not_forgotten() {
     let (mark, difference) = next(&new);
     assert_eq!(mark, Mark::InPlace);
     assert!(difference[16..].iter().all(|byte| *byte == 0));
-    // Sent without a copy, and as a zero page in packets that are looked at and that are not.
+    // Sent past the cache, and as a zero page in packets that are planned and that are not.
     sender.pass_by(&header(&[0], &[]));
     assert_eq!(next(&old).0, Mark::Plain);
     assert_eq!(next(&new).0, Mark::InPlace);
@@ -319,7 +319,7 @@ fn where_the_guests_memory_is_the_version_other_ways_are_not_forgotten() {
     assert_eq!(next(&new).0, Mark::InPlace);
     sender.plan(&header(&[], &[0]), 100, &mut Vec::new());
     assert_eq!(next(&old).0, Mark::Plain);
-    // Twice in an epoch: what was sent second is not what is kept.
+    // Twice in an epoch: the second version is not kept.
     let twice = next(&new);
     assert_eq!(twice.0, Mark::InPlace);
     assert_eq!(mark_of(&sender, 9, &old), (Mark::Plain, old.clone()));
