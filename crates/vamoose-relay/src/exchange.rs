@@ -6,14 +6,13 @@
 //!  reader N ─┘                                           └─ writer M   give_back()
 //! ```
 //!
-//! A channel has one writer, or several: **streams**, which encode its packets side by side, so that an
-//! engine with a latency is kept busy. They share its socket.
+//! A channel has one writer, or several: **streams**, which encode the channel's packets in parallel, so that an engine with a
+//! latency stays busy. They share the channel's socket.
 //!
 //! Between two SYNCs no page appears twice, so any writer may take any packet: the queue is shared
 //! and the faster channel gets more. **SYNC is a barrier on both sides**: the last reader to reach
-//! it puts one SYNC per writer behind everything read so far, and no reader continues before that. Of
-//! a channel's writers the last to take its own sends it, when the others' packets are out; and
-//! none continues before all channels have theirs.
+//! it puts one SYNC per writer behind everything read so far, and no reader continues before that. The last of a channel's
+//! writers to take its SYNC sends it, after the other writers' packets. No writer continues before every channel has sent its SYNC.
 //!
 //! **The packets that exist are all the packets that can wait**: two per channel, or one per reader
 //! and stream where these are more. More would falsify the bandwidth that the source measures (it
@@ -25,8 +24,8 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use multifd::Layout;
 use vamoose_link::{Packet, lock};
 
-/// The ends for `readers` readers and for `streams` writers on each of `channels` channels, channel
-/// by channel, and what makes all of them give up.
+/// The ends for `readers` readers and for `streams` writers on each of `channels` channels, in the channels' order, and the
+/// barriers that release them.
 pub(crate) fn exchange(
     readers: usize,
     channels: usize,
@@ -152,7 +151,7 @@ impl Barriers {
     }
 }
 
-/// A barrier that can be given up, used again and again.
+/// A reusable barrier whose waits can be ended.
 struct Barrier {
     parties: usize,
     state: Mutex<State>,
@@ -177,8 +176,8 @@ impl Barrier {
 
     /// Waits for all parties; the last one runs `complete` before any continues.
     ///
-    /// The lock is not held meanwhile: `complete` may have to wait for a thread that never
-    /// comes, and it takes [`Barrier::give_up`] to end that.
+    /// The lock is not held while `complete` runs: `complete` may wait for a thread that never comes, until
+    /// [`Barrier::give_up`] ends the wait.
     fn wait(&self, complete: impl FnOnce() -> Result<(), Closed>) -> Result<(), Closed> {
         let mut state = lock(&self.state);
         if state.given_up {
@@ -189,7 +188,7 @@ impl Barrier {
             drop(state);
             let completed = complete();
             state = lock(&self.state);
-            // None has arrived since: all parties were here.
+            // No party has arrived since: all of them were waiting.
             state.arrived = 0;
             state.round += 1;
             state.given_up |= completed.is_err();
@@ -341,19 +340,24 @@ mod tests {
         }
     }
 
-    /// The writers are stuck, so the queue is full when the last reader reaches its SYNC. (A thread of
-    /// its own, so that a test that fails ends.)
+    /// The writers are stuck: all packets and a SYNC per writer fill the queue, so the next SYNC has to wait for room.
     #[test]
     fn a_reader_at_a_sync_with_a_full_queue_does_not_block_giving_up() {
         let (reader_ends, writer_ends, barriers) = exchange(1, 2, 1, LAYOUT);
         let end = reader_ends[0].clone();
-        while end.work.try_send(Work::Sync { packet_num: 0 }).is_ok() {}
-        let read = end.sync.clone();
-        let syncing = thread::spawn(move || end.sync(0));
-        // It is inside when the lock is taken, or it has been counted.
-        while read.state.try_lock().is_ok_and(|state| state.arrived == 0) {
-            thread::yield_now();
-        }
+        let (tell, told) = bounded(1);
+        let syncing = thread::spawn(move || {
+            for _ in 0..4 {
+                end.submit(end.take().unwrap()).unwrap();
+            }
+            end.sync(0).unwrap();
+            tell.send(()).unwrap();
+            end.sync(1)
+        });
+        told.recv_timeout(LIMIT).unwrap();
+        // Time to block in the second SYNC.
+        thread::sleep(Duration::from_millis(50));
+        // In a thread of its own, so that the test ends if it fails.
         let (tell, told) = bounded(1);
         thread::spawn(move || {
             barriers.give_up();

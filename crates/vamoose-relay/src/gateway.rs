@@ -18,6 +18,7 @@ mod announce;
 mod config;
 mod endpoint;
 #[cfg(feature = "fuzzing")]
+#[path = "gateway/tests/fuzzing.rs"]
 pub mod fuzzing;
 mod guest;
 mod incoming;
@@ -44,9 +45,8 @@ use vamoose_link::{
 
 pub use announce::AnnounceError;
 pub use config::{GatewayConfig, GatewayPeer, GatewayStream};
-use endpoint::Endpoint;
 use incoming::{Admission, IncomingMigration};
-use listeners::Listeners;
+use listeners::{EndpointListener, Listeners};
 use outgoing::{Held, OutgoingMigration};
 
 use crate::{Observer, UnderWay, accept::PAUSE};
@@ -56,8 +56,8 @@ pub struct Gateway {
     config: Mutex<Arc<GatewayConfig>>,
     sessions: Sessions,
     listeners: Listeners,
-    /// Migrations from this host.
-    outgoing: Mutex<HashMap<Endpoint, Arc<OutgoingMigration>>>,
+    /// Migrations from this host, by the numbers of their listeners.
+    outgoing: Mutex<HashMap<u64, Arc<OutgoingMigration>>>,
     /// Migrations to this host.
     incoming: Mutex<Vec<Arc<IncomingMigration>>>,
     admission: Admission,
@@ -232,8 +232,8 @@ impl Gateway {
             for introduced in iter::from_fn(|| self.sessions.try_next()).take(MOST_TAKEN) {
                 self.take(scope, introduced);
             }
-            for (at, listener) in self.listeners.ready()? {
-                self.begin(scope, at, listener, VecDeque::new());
+            for listener in self.listeners.ready()? {
+                self.begin(scope, listener, VecDeque::new());
             }
         }
         Ok(())
@@ -259,27 +259,26 @@ impl Gateway {
         is_late
     }
 
-    /// Begins the migration whose connections have come to an endpoint; some have been accepted already.
+    /// Begins the migration whose connections have come to an endpoint. Those in `held` have been accepted already.
     fn begin<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
-        at: Endpoint,
-        listener: Arc<Listener>,
+        listener: Arc<EndpointListener>,
         held: VecDeque<Held>,
     ) {
         let mut outgoing = lock(&self.outgoing);
         // A migration that still accepts there resumes listening when it ends.
-        if outgoing.contains_key(&at) || self.is_draining() {
+        if outgoing.contains_key(&listener.number) || self.is_draining() {
             return;
         }
         let config = lock(&self.config).clone();
-        let Some(peer) = config.behind(&at) else {
+        let Some(peer) = config.behind(&listener.at) else {
             // It has just been removed from the configuration.
             return;
         };
         let migration = OutgoingMigration::new(
             peer.clone(),
-            (at.clone(), listener.clone()),
+            listener.clone(),
             &config,
             self.admission.slots.clone(),
             self.observer.clone(),
@@ -287,21 +286,21 @@ impl Gateway {
         );
         let started = migration.and_then(|migration| {
             let migration = Arc::new(migration);
-            let span = error_span!("migration", to = peer.name, at = %at.target());
-            let (begun, place) = (migration.clone(), (at.clone(), listener.clone()));
-            let work = move || span.in_scope(|| self.run_outgoing(scope, place, &begun));
+            let span = error_span!("migration", to = peer.name, at = %listener.at.target());
+            let (begun, at) = (migration.clone(), listener.clone());
+            let work = move || span.in_scope(|| self.run_outgoing(scope, at, begun));
             thread::Builder::new().spawn_scoped(scope, work)?;
             Ok(migration)
         });
         match started {
-            Ok(migration) => drop(outgoing.insert(at, migration)),
+            Ok(migration) => drop(outgoing.insert(listener.number, migration)),
             Err(error) => {
                 drop(outgoing);
-                warn!("{at}: its connections are closed: {error}");
-                while let Ok(Some(_)) = listener.try_accept() {}
-                // Without file descriptors nothing could be accepted: that may pass.
+                warn!("{}: its connections are closed: {error}", listener.at);
+                while let Ok(Some(_)) = listener.listener.try_accept() {}
+                // The lack of file descriptors may be temporary.
                 thread::sleep(PAUSE);
-                self.listeners.resume(&at);
+                self.listeners.resume(&listener);
             }
         }
     }
@@ -309,8 +308,8 @@ impl Gateway {
     fn run_outgoing<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
-        (at, listener): (Endpoint, Arc<Listener>),
-        migration: &Arc<OutgoingMigration>,
+        listener: Arc<EndpointListener>,
+        migration: Arc<OutgoingMigration>,
     ) {
         let closing = panic::catch_unwind(AssertUnwindSafe(|| migration.run()));
         if closing.is_err() {
@@ -318,11 +317,15 @@ impl Gateway {
             migration.hang_up();
         }
         let leftover = migration.leftover();
-        lock(&self.outgoing).remove(&at);
+        lock(&self.outgoing).remove(&listener.number);
+        // Saying goodbye to the other gateway takes seconds. A listener that the configuration no longer has must not stay open
+        // so long.
+        drop(migration);
         match leftover.is_empty() {
-            true => self.listeners.resume(&at),
-            false => self.begin(scope, at, listener, leftover),
+            true => self.listeners.resume(&listener),
+            false => self.begin(scope, listener.clone(), leftover),
         }
+        drop(listener);
         if let Ok(closing) = closing {
             closing.finish();
         }
@@ -371,7 +374,8 @@ impl Gateway {
 mod tests {
     use std::{
         io::{Read as _, Write as _},
-        net::{IpAddr, Ipv4Addr, TcpStream},
+        net::{IpAddr, Ipv4Addr, TcpListener, TcpStream},
+        os::unix::net::UnixStream,
         sync::atomic::{AtomicUsize, Ordering},
     };
 
@@ -395,11 +399,19 @@ mod tests {
         fn ended(&self, _: &Arc<Observed>, _: End) {}
     }
 
+    const LIMIT: Duration = Duration::from_secs(60);
+
     /// A gateway with one endpoint, to a peer that is not there.
     fn gateway() -> (Gateway, (IpAddr, u16)) {
+        let (config, listener, endpoint) = config();
+        (Gateway::bind(config, vec![listener]).unwrap(), endpoint)
+    }
+
+    /// A configuration with one endpoint, and the socket that listens there.
+    fn config() -> (GatewayConfig, Listener, (IpAddr, u16)) {
         let alias = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 2));
         let at = "tcp:127.0.0.2:0".parse().unwrap();
-        let listener = Listener::bind(&at, Duration::from_secs(60)).unwrap();
+        let listener = Listener::bind(&at, LIMIT).unwrap();
         let Address::Tcp { port, .. } = *listener.address() else {
             unreachable!();
         };
@@ -428,12 +440,9 @@ mod tests {
             outgoing: config.clone(),
             incoming: config,
             sessions,
-            drain_timeout: Duration::from_secs(60),
+            drain_timeout: LIMIT,
         };
-        (
-            Gateway::bind(config, vec![listener]).unwrap(),
-            (alias, port),
-        )
+        (config, listener, (alias, port))
     }
 
     #[test]
@@ -446,8 +455,7 @@ mod tests {
             let closed = [(), ()].map(|()| {
                 let mut source = TcpStream::connect(endpoint).unwrap();
                 source.write_all(&MAIN_MAGIC.to_be_bytes()).unwrap();
-                let limit = Some(Duration::from_secs(60));
-                source.set_read_timeout(limit).unwrap();
+                source.set_read_timeout(Some(LIMIT)).unwrap();
                 source.read(&mut [0])
             });
             gateway.drain();
@@ -458,6 +466,67 @@ mod tests {
             }
         });
         assert_eq!(faulty.0.load(Ordering::Relaxed), 2);
+    }
+
+    #[test]
+    fn a_stream_that_moves_to_another_socket_accepts_there_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        // Accepts connections and never answers, so a migration to it stays under way.
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        let (mut config, listener, _) = config();
+        let to: Address = format!("tcp:{}", silent.local_addr().unwrap())
+            .parse()
+            .unwrap();
+        let peer = Arc::make_mut(&mut config.peers[0]);
+        peer.remote.paths = vec![to.into()];
+        peer.migrations = 3;
+        let at = |name: &str| {
+            let mut config = config.clone();
+            config.streams = vec![GatewayStream {
+                name: "stream".into(),
+                peer: "other".to_owned(),
+                listen: Some(Address::Unix(dir.path().join(name))),
+                to: None,
+            }];
+            config
+        };
+        let connect = |name| {
+            let mut source = UnixStream::connect(dir.path().join(name)).unwrap();
+            source.write_all(b"GET ").unwrap();
+            source
+        };
+        let gateway = Gateway::bind(at("first"), vec![listener]).unwrap();
+        let wait_for = |migrations| {
+            let deadline = Instant::now() + LIMIT;
+            while gateway.under_way().len() != migrations {
+                assert!(
+                    Instant::now() < deadline,
+                    "not {migrations}: {:?}",
+                    gateway.under_way()
+                );
+                thread::sleep(Duration::from_millis(5));
+            }
+        };
+        thread::scope(|scope| {
+            let runs = scope.spawn(|| gateway.run());
+            // A test that fails ends.
+            let checked = panic::catch_unwind(AssertUnwindSafe(|| {
+                let _first = connect("first");
+                wait_for(1);
+                gateway.reload(at("second")).unwrap();
+                let _second = connect("second");
+                wait_for(2);
+                // The first migration still accepts at the first socket.
+                gateway.reload(at("first")).unwrap();
+                let _third = connect("first");
+                thread::sleep(TICK);
+                assert_eq!(gateway.under_way().len(), 2);
+            }));
+            drop(silent);
+            gateway.stop();
+            runs.join().unwrap().unwrap();
+            checked.unwrap();
+        });
     }
 
     #[test]

@@ -14,13 +14,14 @@
 //! first bytes 0x16 0x03 (TLS) on any connection:        all is passed through
 //! ```
 //!
-//! A connection that is silent when `ram` is on the main stream is no channel: a channel has sent its SYNC by then. It may be for
-//! post-copy: sources of machine types before 8.0 open that one at the beginning. Nothing is known of it until a page is asked for.
+//! A connection that is silent when `ram` is on the main stream is not a channel, because a channel has sent its SYNC by then. It
+//! may be the post-copy connection, which sources of machine types before 8.0 open at the beginning. That connection stays silent
+//! until the destination requests a page.
 //!
-//! Strangers may connect as well: port scanners, a client with the wrong address. **Until a main stream or a channel
-//! is identified by its first bytes, a connection that is neither is closed**, and the relay keeps waiting; one
-//! that sends nothing is closed later, too. Once a source has begun, a protocol error ends the migration, except where others
-//! may connect to the same socket ([`Accept::is_shared`]).
+//! Foreign clients may connect as well: port scanners, a client with the wrong address. **Until a main stream or a channel is
+//! identified by its first bytes, any other connection is closed**, and the relay keeps waiting. A silent connection is closed
+//! after a timeout. Once a source has begun, a protocol error ends the migration, unless other clients may connect to the same
+//! socket ([`Accept::is_shared`]).
 
 use std::{
     collections::BTreeMap,
@@ -111,28 +112,28 @@ pub(crate) fn gather(
     }
 }
 
-/// How long after the main stream's first bytes a first channel may still come from another host, where it is not known
-/// whether there will be one.
+/// How long to wait for a first channel from another host after the main stream's first bytes, if the number of channels is
+/// unknown.
 const PLAIN_AFTER: Duration = Duration::from_secs(1);
 
-/// How long after the section `ram` the first bytes of a channel may still come, where it is not known whether they are on the
-/// way: the source sent them long before.
+/// How long to wait for a channel's first bytes after the section `ram`, if the system cannot tell whether any are in transit. The
+/// source sent them long before.
 const SILENT_AFTER: Duration = Duration::from_secs(1);
 
-/// How often the main stream is looked at for its section `ram`, which is milliseconds away.
+/// Interval at which the main stream is searched for its section `ram`, which follows within milliseconds.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// How the section's name stands on a main stream: with its length.
+/// The section's name on a main stream, after its length.
 const RAM_SECTION: &[u8] = b"\x03ram";
 
 struct Gathering<'a> {
     arrivals: Arrivals<'a>,
-    /// Whether strangers are turned away also when the source has begun.
+    /// Whether foreign connections are rejected even after the source has begun.
     is_shared: bool,
     expected: Option<usize>,
     timeout: Duration,
     main: Option<Main>,
-    /// Since when the section `ram` is on the main stream.
+    /// When the section `ram` was first seen on the main stream.
     ram_seen: Option<Instant>,
     channels: BTreeMap<u8, Arc<Stream>>,
     uuid: Option<[u8; 16]>,
@@ -142,7 +143,7 @@ struct Gathering<'a> {
 
 struct Main {
     stream: Arc<Stream>,
-    /// When it connected, and when its first bytes were there: other connections may come between.
+    /// When it connected, and when its first bytes arrived. Other connections may arrive in between.
     connected: Instant,
     began: Instant,
     /// Whether the source is on this host.
@@ -150,7 +151,7 @@ struct Main {
 }
 
 impl Gathering<'_> {
-    /// The main stream, when everything else is there, too.
+    /// The main stream, once all channels have arrived.
     fn complete(&mut self, now: Instant) -> Result<Option<Arc<Stream>>, RelayError> {
         if let Some(expected) = self.expected
             && let Some(id) = self
@@ -197,8 +198,8 @@ impl Gathering<'_> {
         highest.is_some_and(|(id, _)| usize::from(*id) + 1 == self.channels.len())
     }
 
-    /// Whether the source opens no channels: `ram` is on the main stream, and they would have come before. From another host
-    /// they may have been overtaken.
+    /// Whether the source opens no channels: `ram` is on the main stream, and channels would have arrived before it. From another
+    /// host they may arrive later.
     fn has_no_channels(&mut self, now: Instant) -> Result<bool, RelayError> {
         if self.expected.is_some() || !self.channels.is_empty() {
             return Ok(false);
@@ -214,27 +215,27 @@ impl Gathering<'_> {
 
     /// Whether `ram` is on the main stream and all connections that came before that have been accepted.
     fn all_have_come(&mut self, main: &Stream) -> Result<bool, RelayError> {
-        // In this order: what the main stream shows holds for connections that came before.
+        // Before accepting: connections made before `ram` was sent are waiting by now.
         if !has_ram(main) {
             return Ok(false);
         }
         self.arrivals.accept_all()?;
-        // Without file descriptors some may still wait.
+        // Without file descriptors, some connections may not have been accepted.
         Ok(!self.arrivals.is_pausing())
     }
 
-    /// When it is a migration without multifd, unless a channel comes before.
+    /// When to assume a migration without multifd, unless a channel arrives first.
     fn plain_at(&self) -> Option<Instant> {
         let main = self.main.as_ref()?;
         let after = match main.is_near {
-            // `ram` tells, unless so much comes before it that it is not seen. On a busy host a second is not enough.
+            // `ram` decides, unless too many bytes precede it. On a busy host a second is not enough.
             true => PLAIN_AFTER.max(self.timeout / 2),
             false => PLAIN_AFTER,
         };
         (self.expected.is_none() && self.channels.is_empty()).then(|| main.began + after)
     }
 
-    /// Closes connections that have sent nothing for too long, and does not wait for ever for a source that has begun.
+    /// Closes connections that have been silent for too long, and limits the wait for a source that has begun.
     fn end_waiting(&mut self, now: Instant) -> Result<(), RelayError> {
         if let Some(began) = self.began {
             if now >= began + self.timeout {
@@ -265,7 +266,7 @@ impl Gathering<'_> {
         self.arrivals.wait(next.into_iter().flatten().min())
     }
 
-    /// Reads what has come on unclassified connections.
+    /// Reads the bytes available on unclassified connections.
     fn read_all(&mut self) -> Result<(), RelayError> {
         for mut connection in mem::take(&mut self.arrivals.unclassified) {
             if !connection.read() {
@@ -296,7 +297,7 @@ impl Gathering<'_> {
         Ok(())
     }
 
-    /// A connection ended before it had introduced itself.
+    /// Handles a connection that ended before it was classified.
     fn closed(&self, connection: &UnclassifiedConnection) -> Result<(), RelayError> {
         let got = connection.bytes().len();
         let wanted = connection.wanted();
@@ -311,7 +312,7 @@ impl Gathering<'_> {
         }
     }
 
-    /// A connection that behaves as no source does is foreign, until a source has begun.
+    /// Rejects a connection that cannot be the source's. After the source has begun, this is an error unless the socket is shared.
     fn turn_away(&self, error: RelayError) -> Result<(), RelayError> {
         if self.began.is_some() && !self.is_shared {
             return Err(error);
@@ -380,7 +381,7 @@ impl Gathering<'_> {
         Arrival::Multifd {
             source: Connections {
                 main,
-                // Complete means: distinct ids, all below their number. So the order is the id.
+                // The ids are distinct and below the number of channels, so their order is that of the ids.
                 channels: self.channels.into_values().collect(),
             },
             uuid: self.uuid.unwrap_or_default(),
@@ -388,8 +389,8 @@ impl Gathering<'_> {
         }
     }
 
-    /// Without connections from before a main stream in plain text that are silent: what belongs to it comes behind it. Behind
-    /// TLS they may be about to send.
+    /// Drops silent connections that are older than a main stream in plain text: the migration's own follow the main stream. With
+    /// TLS, silent connections may be about to send.
     fn into_opaque(self, why: &'static str, kind: Opaque) -> Arrival {
         let connected = self.main.as_ref().map(|main| main.connected);
         let mut others = self.arrivals.unclassified;
@@ -451,8 +452,8 @@ mod tests {
 
     use super::*;
 
-    /// Connections that are all there. What is `held` back of their first bytes comes when the relay looks for further ones for
-    /// the second time, which it does when it has seen `ram`.
+    /// All connections are waiting. The `held` part of their first bytes is sent when the relay looks for connections the second
+    /// time, which it does after seeing `ram`.
     struct Slow {
         looks: AtomicUsize,
         waiting: Mutex<Vec<Arc<Stream>>>,
@@ -500,7 +501,7 @@ mod tests {
                 ((channel, held.to_vec()), stream)
             })
             .unzip();
-        // They come last, when the source has begun.
+        // They are accepted last, after the source has begun.
         let (ends, strangers): (Vec<_>, Vec<_>) = [&b"GET "[..], &[0x16, 3, 1, 0]]
             .into_iter()
             .map(|first| {
@@ -517,7 +518,7 @@ mod tests {
             never_readable,
         };
         let hangup = Arc::new(Hangup::new().unwrap());
-        // Nothing else would wake a relay that waits although it has everything.
+        // Ends a relay that waits although all connections are there.
         let (done, is_done) = mpsc::channel::<()>();
         let alarm = thread::spawn({
             let hangup = hangup.clone();

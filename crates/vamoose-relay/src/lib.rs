@@ -62,7 +62,7 @@ pub use handover::{AttemptId, GuestLocation};
 pub use instance::Instance;
 pub use journal::{Journal, JournalError};
 pub use migrate::{Cause, Failure, Migration, Moved, Progress};
-pub use observer::{End, EndKind, Observed, Observer, Way};
+pub use observer::{End, EndKind, Observed, Observer};
 pub use placement::{NotPlaced, PlaceError, Placement, PlacementMode};
 pub use process::ProcessId;
 pub use qemu::{QemuError, Version};

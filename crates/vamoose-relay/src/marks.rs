@@ -1,4 +1,4 @@
-//! Finds the marks in a main stream: where a destination waits until it has a SYNC of every channel.
+//! Finds the marks in a main stream: the points at which a destination waits for a SYNC from every channel.
 //!
 //! ```text
 //! section   type u8 (1 start, 2 part, 3 end), id u32; a start goes on: name, instance u32, version u32
@@ -6,32 +6,32 @@
 //! footer    7e, id u32                            command   08, command u16, length u16, data
 //! ```
 //!
-//! The mark is FLUSH, or EOS where a source does not send FLUSH in its first section: older ones, and newer
-//! ones that keep to old habits. **The n-th mark belongs to the n-th SYNC of every channel**, so nothing
-//! has to be known of the times at which they come.
+//! The mark is FLUSH. For sources that send no FLUSH in the first section (older QEMUs, and newer ones with older machine
+//! types) the mark is EOS. **The n-th mark belongs to the n-th SYNC of every channel**, so the times at which they come do not
+//! matter.
 //!
-//! Whatever is not understood (other sections that iterate, postcopy) ends the search: from there on there
-//! are no marks, and the stream is passed on as the opaque bytes that it is otherwise.
+//! Unsupported content (other iterating sections, postcopy) ends the search: the rest of the stream has no marks and is forwarded
+//! as opaque bytes.
 
 use multifd::Layout;
 
-/// Follows a main stream, whatever the pieces in which it comes.
+/// Parses a main stream that arrives in pieces of any size.
 pub(crate) struct Marks {
     state: State,
     page_size: u64,
     /// Of the section `ram`.
     id: u64,
     section: Section,
-    /// Bytes of RAM blocks that the list has not named yet.
+    /// Total size of the RAM blocks that the list has yet to name.
     unlisted: u64,
     /// The source sends FLUSH, so EOS is no mark.
     flushes: bool,
-    /// There was a page with content.
+    /// A page with content has been seen.
     pages: bool,
 }
 
 enum State {
-    /// Looking for the section's start: the last 16 bytes.
+    /// Searching for the section's start; holds the last 16 bytes.
     Seek(u128),
     /// Collecting a number.
     Number {
@@ -76,7 +76,7 @@ enum Section {
 }
 
 impl Marks {
-    /// Of a main stream from its first bytes on, or from shortly behind them.
+    /// Starts at a main stream's first bytes, or shortly after them.
     pub(crate) fn new(layout: Layout) -> Self {
         Self {
             state: State::Seek(0),
@@ -89,8 +89,8 @@ impl Marks {
         }
     }
 
-    /// Follows `bytes`, those that come next, to the end of the next mark: the index behind it. `None`
-    /// when there is none in them, and then all of them have been followed.
+    /// Parses `bytes`, the next of the stream, up to the end of the next mark, and returns the index after that mark. `None` if
+    /// they contain no mark: then all of them have been parsed.
     pub(crate) fn next(&mut self, bytes: &[u8]) -> Option<usize> {
         let mut at = 0;
         while at < bytes.len() {
@@ -135,17 +135,17 @@ impl Marks {
         None
     }
 
-    /// Looks for no more marks.
+    /// Ends the search for marks.
     pub(crate) fn stop(&mut self) {
         self.state = State::Over;
     }
 
-    /// Whether there may have been pages with content: there were some, or the stream is not understood.
+    /// Whether pages with content may have been sent: some were seen, or the stream cannot be parsed any more.
     pub(crate) fn may_have_pages(&self) -> bool {
         self.pages || self.are_over()
     }
 
-    /// Whether there are no more marks, or they are not found any more.
+    /// Whether the search for marks has ended.
     pub(crate) fn are_over(&self) -> bool {
         matches!(self.state, State::Over)
     }
@@ -202,7 +202,7 @@ impl Marks {
                 }
             }
             FLUSH => Number::Record.collect(),
-            // Device state is all that comes behind the last one.
+            // Only device state follows the last section.
             EOS if self.section == Section::End => State::Over,
             EOS => Number::SectionType.collect(),
             _ => State::Over,
@@ -239,7 +239,7 @@ impl Number {
         }
     }
 
-    /// Behind `left` other bytes.
+    /// Collects the number after skipping `left` bytes.
     fn behind(self, left: u64) -> State {
         match left {
             0 => self.collect(),
@@ -248,7 +248,7 @@ impl Number {
     }
 }
 
-/// Name, instance 0 and version 4 of the section `ram`; its id comes before.
+/// Name, instance 0 and version 4 of the section `ram`. The section's id precedes them.
 const START: u128 = 0x0372_616d_0000_0000_0000_0004;
 const START_MASK: u128 = (1 << 96) - 1;
 
@@ -257,7 +257,7 @@ const END: u64 = 0x03;
 const COMMAND: u64 = 0x08;
 const FOOTER: u64 = 0x7e;
 
-/// Commands of postcopy, in which the guest's pages come on the main stream.
+/// Commands of postcopy, during which the guest's pages are sent on the main stream.
 const POSTCOPY: std::ops::RangeInclusive<u64> = 4..=10;
 
 const ZERO: u64 = 0x02;
@@ -359,7 +359,7 @@ mod tests {
             for size in 1..64 {
                 assert_eq!(marks(main.chunks(size)), whole, "{folder}, {size}");
             }
-            // A relay reads the first four bytes by itself.
+            // The relay has read the first four bytes before.
             let behind: Vec<_> = whole.iter().map(|end| end - 4).collect();
             assert_eq!(marks([&main[4..]]), behind);
         }
@@ -370,7 +370,7 @@ mod tests {
         let main = recorded("qemu-7.2.22-none", "main.bin.zst");
         let second = marks([&main[..]])[1];
         for (at, other) in [
-            // Another section that iterates, in the place of the footer's ram; a flag of another method.
+            // Another iterating section in place of the footer, and an unknown flag.
             (second, PART),
             (second, 0x01),
             (second - 1, 0x40),

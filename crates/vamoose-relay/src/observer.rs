@@ -1,15 +1,15 @@
 //! Reports the migrations of a gateway or a server to an observer, which counts them.
 //!
-//! The counters are those that the data path has anyway: an observer reads them whenever it likes, and nothing waits for it
-//! but the beginning and the end of a migration.
+//! The counters are the data path's own. An observer may read them at any time. Only the beginning and the end of a migration wait
+//! for the observer.
 
 use std::{sync::Arc, time::Instant};
 
 use vamoose_link::{LinkFaults, Stats};
 
-use crate::{Outcome, RelayError, Summary, Switchover};
+use crate::{Outcome, RelayError, Role, Summary, Switchover};
 
-/// Is told of every migration. `()` ignores them.
+/// Receives the beginning and the end of every migration. `()` ignores them.
 pub trait Observer: Send + Sync {
     /// A migration has begun.
     fn begun(&self, migration: &Arc<Observed>);
@@ -20,9 +20,9 @@ pub trait Observer: Send + Sync {
 /// A migration.
 #[derive(Debug)]
 pub struct Observed {
-    /// Whether the guest leaves this host or comes to it.
-    pub way: Way,
-    /// The other host, by the name in the configuration or by what it has proved to be; empty where neither is known.
+    /// Whether the guest leaves this host or arrives.
+    pub role: Role,
+    /// The other host: its name in the configuration, or its authenticated identity. Empty if neither is known.
     pub peer: String,
     /// When its first connection came.
     pub began: Instant,
@@ -30,20 +30,12 @@ pub struct Observed {
     pub stats: Arc<Stats>,
 }
 
-/// Seen from this host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[allow(missing_docs, reason = "named after what is there")]
-pub enum Way {
-    To,
-    From,
-}
-
 /// How a migration ended.
 #[derive(Clone, Copy, Debug)]
 pub struct End {
     /// The outcome.
     pub kind: EndKind,
-    /// When the steps of the switchover were done, where that was seen.
+    /// When the steps of the switchover were done, if the relay saw them.
     pub switchover: Option<Switchover>,
     /// What went wrong on the link to the other host.
     pub faults: LinkFaults,
@@ -56,16 +48,16 @@ pub enum EndKind {
     Loaded,
     /// Everything was delivered, without a confirmation.
     Unconfirmed,
-    /// Its connections ended in good order; what they were is not known here.
+    /// Its connections ended without an error. Their content is unknown.
     Passed,
     /// Refused before any of its bytes were taken.
     Refused,
-    /// Failed after that.
+    /// Failed after some bytes were taken.
     Failed,
 }
 
 impl EndKind {
-    /// All there are.
+    /// All outcomes.
     pub const ALL: [Self; 5] = [
         Self::Loaded,
         Self::Unconfirmed,
@@ -103,7 +95,7 @@ impl Observer for () {
     fn ended(&self, _: &Arc<Observed>, _: End) {}
 }
 
-/// A migration that its observer knows of.
+/// A migration whose beginning has been reported.
 pub(crate) struct Observation {
     pub(crate) migration: Arc<Observed>,
     observer: Arc<dyn Observer>,
@@ -112,14 +104,14 @@ pub(crate) struct Observation {
 impl Observation {
     pub(crate) fn begin(
         observer: &Arc<dyn Observer>,
-        way: Way,
+        role: Role,
         peer: impl Into<String>,
         began: Instant,
         stats: Arc<Stats>,
     ) -> Self {
         let peer = peer.into();
         let migration = Arc::new(Observed {
-            way,
+            role,
             peer,
             began,
             stats,
@@ -133,8 +125,8 @@ impl Observation {
     }
 
     /// Reports a migration that is refused at once.
-    pub(crate) fn refused(observer: &Arc<dyn Observer>, way: Way, peer: impl Into<String>) {
-        let observation = Self::begin(observer, way, peer, Instant::now(), Arc::default());
+    pub(crate) fn refused(observer: &Arc<dyn Observer>, role: Role, peer: impl Into<String>) {
+        let observation = Self::begin(observer, role, peer, Instant::now(), Arc::default());
         observation.end(EndKind::Refused, None, LinkFaults::default());
     }
 

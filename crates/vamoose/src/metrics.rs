@@ -27,7 +27,7 @@ use prometheus_client::{
 };
 use tracing::info;
 use vamoose_link::{Address, LinkFaults, Snapshot, lock};
-use vamoose_relay::{End, EndKind, Observed, Observer, Way};
+use vamoose_relay::{End, EndKind, Observed, Observer, Role};
 
 pub use responder::Responder;
 
@@ -44,7 +44,7 @@ pub struct MetricsOption {
 pub struct Counts(Mutex<BTreeMap<Host, Count>>);
 
 /// Direction of migrations, and the other host.
-type Host = (Way, String);
+type Host = (Role, String);
 
 #[derive(Debug)]
 struct Count {
@@ -82,8 +82,8 @@ impl Counts {
     pub fn expect<'a>(&self, peers: impl IntoIterator<Item = &'a str>) {
         let mut counts = lock(&self.0);
         for peer in peers {
-            for way in [Way::To, Way::From] {
-                counts.entry((way, peer.to_owned())).or_default();
+            for role in [Role::Source, Role::Destination] {
+                counts.entry((role, peer.to_owned())).or_default();
             }
         }
     }
@@ -114,13 +114,13 @@ impl Observer for Counts {
 }
 
 fn host(migration: &Observed) -> Host {
-    (migration.way, migration.peer.clone())
+    (migration.role, migration.peer.clone())
 }
 
 fn add(values: &mut [f64], migration: &Observed, faults: &LinkFaults) {
     let snapshot = migration.stats.snapshot();
     for (value, counter) in values.iter_mut().zip(&COUNTERS) {
-        *value += (counter.of)(migration.way, &snapshot, faults);
+        *value += (counter.of)(migration.role, &snapshot, faults);
     }
 }
 
@@ -145,7 +145,7 @@ struct Counter {
     /// The label besides those of [`Host`].
     label: Option<Label>,
     /// What a migration has added so far.
-    of: fn(Way, &Snapshot, &LinkFaults) -> f64,
+    of: fn(Role, &Snapshot, &LinkFaults) -> f64,
 }
 
 type Label = (&'static str, &'static str);
@@ -157,9 +157,9 @@ const COUNTERS: [Counter; 14] = [
         help: "Bytes between this process and QEMUs, before encoding and after decoding",
         unit: Some(&Unit::Bytes),
         label: None,
-        of: |way, moved, _| match way {
-            Way::To => moved.received_bytes as f64,
-            Way::From => moved.wire_bytes as f64,
+        of: |role, moved, _| match role {
+            Role::Source => moved.received_bytes as f64,
+            Role::Destination => moved.wire_bytes as f64,
         },
     },
     Counter {
@@ -167,9 +167,9 @@ const COUNTERS: [Counter; 14] = [
         help: "Bytes between this process and the other host's, encoded, without the overhead of TLS",
         unit: Some(&Unit::Bytes),
         label: None,
-        of: |way, moved, _| match way {
-            Way::To => moved.wire_bytes as f64,
-            Way::From => moved.received_bytes as f64,
+        of: |role, moved, _| match role {
+            Role::Source => moved.wire_bytes as f64,
+            Role::Destination => moved.received_bytes as f64,
         },
     },
     Counter {
@@ -329,10 +329,10 @@ impl Collector for Counts {
     }
 }
 
-fn labels((way, peer): &Host, more: Option<Label>) -> Vec<(&'static str, String)> {
-    let direction = match way {
-        Way::To => "outgoing",
-        Way::From => "incoming",
+fn labels((role, peer): &Host, more: Option<Label>) -> Vec<(&'static str, String)> {
+    let direction = match role {
+        Role::Source => "outgoing",
+        Role::Destination => "incoming",
     };
     let mut labels = vec![("direction", direction.to_owned()), ("peer", peer.clone())];
     labels.extend(more.map(|(name, value)| (name, value.to_owned())));

@@ -7,7 +7,7 @@ use tracing::{info, warn};
 use vamoose_link::LinkFaults;
 
 use super::endpoint::Target;
-use crate::{EndKind, RelayError, Summary, Switchover, Way, chain, observer::Observation};
+use crate::{EndKind, RelayError, Role, Summary, Switchover, chain, observer::Observation};
 
 /// A migration, as its line describes it.
 pub(super) struct Account {
@@ -50,11 +50,11 @@ impl Account {
         let [before, after] = [moved.received_bytes, moved.wire_bytes].map(Size);
         let took = Seconds(migration.began.elapsed());
         let (peer, target) = (&migration.peer, &self.target);
-        let way = match migration.way {
-            Way::To => "to",
-            Way::From => "from",
+        let role = match migration.role {
+            Role::Source => "to",
+            Role::Destination => "from",
         };
-        format!("{guest} {way} {peer}, {target}: {end}; {before} as {after} in {took}")
+        format!("{guest} {role} {peer}, {target}: {end}; {before} as {after} in {took}")
     }
 }
 
@@ -134,7 +134,7 @@ mod tests {
         stats.add_received(3 << 20);
         stats.add_sent(1 << 19);
         let account = Account {
-            observation: Observation::begin(&observer, Way::To, "kvm2", Instant::now(), stats),
+            observation: Observation::begin(&observer, Role::Source, "kvm2", Instant::now(), stats),
             target: Target::Port(49_152),
             guest: Some("web1".to_owned()),
         };

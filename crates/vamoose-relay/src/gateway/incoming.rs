@@ -27,8 +27,8 @@ use super::{
     slots::{Slot, Slots},
 };
 use crate::{
-    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, Way, chain,
-    first_bytes::peek, observer::Observation, opaque::pass_bytes,
+    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, chain, first_bytes::peek,
+    observer::Observation, opaque::pass_bytes,
 };
 
 /// A session that another gateway has begun.
@@ -146,7 +146,7 @@ impl IncomingMigration {
             Err(reason) => {
                 let peer = config.who_is(self.session.identity(), self.session.peer());
                 let peer = peer.map_or("", |peer| &peer.name);
-                Observation::refused(&self.observer, Way::From, peer);
+                Observation::refused(&self.observer, Role::Destination, peer);
                 // The peer may have gone.
                 let _ = conversation.send(&Message::Refused { reason });
                 self.session.drain(DRAIN);
@@ -189,7 +189,9 @@ impl IncomingMigration {
         let peer =
             peer.ok_or_else(|| refused(format!("{shown_peer} is not a peer of this gateway")))?;
         let at = config.waiting_at(&target, &peer.name).map_err(refused)?;
-        let slot = admission.slots.take(Way::From, &peer.name, peer.migrations);
+        let slot = admission
+            .slots
+            .take(Role::Destination, &peer.name, peer.migrations);
         let slot = slot.ok_or_else(|| {
             let most = peer.migrations;
             refused(format!(
@@ -216,7 +218,7 @@ impl IncomingMigration {
         let (began, stats) = (Instant::now(), self.stats.clone());
         let from = &*admitted.from;
         let account = Account {
-            observation: Observation::begin(&self.observer, Way::From, from, began, stats),
+            observation: Observation::begin(&self.observer, Role::Destination, from, began, stats),
             target: admitted.target.clone(),
             guest: admitted.guest.clone(),
         };

@@ -20,21 +20,28 @@ use vamoose_link::{Address, Listener, SocketError, lock};
 
 use super::{GatewayConfig, GatewayError, endpoint::Endpoint};
 
-/// Listens at all endpoints. One that has a connection is reported once; its migration accepts there until it
-/// [resumes](Self::resume).
+/// Listens at all endpoints. A listener that has a connection is reported once. Its migration accepts there until the listener
+/// [resumes](Listeners::resume).
 pub(super) struct Listeners {
-    /// By the numbers that epoll reports.
-    listening: Mutex<HashMap<u64, (Endpoint, Arc<Listener>)>>,
+    /// By their numbers.
+    listening: Mutex<HashMap<u64, Arc<EndpointListener>>>,
     last: AtomicU64,
     /// Of all listeners: there are 64 for each peer, too many for poll.
     epoll: OwnedFd,
-    /// Listened already when this process was started.
+    /// Sockets that were listening when this process started.
     passed: Mutex<Vec<Listener>>,
-    /// Removed from the configuration, perhaps while a migration still accepts there.
-    retired: Mutex<Vec<(Endpoint, Weak<Listener>)>>,
+    /// Removed from the configuration. A migration may still accept there.
+    retired: Mutex<Vec<Weak<EndpointListener>>>,
 }
 
-/// No time at all.
+/// Listens at one endpoint. An endpoint whose address changes gets another listener.
+pub(super) struct EndpointListener {
+    pub(super) at: Endpoint,
+    pub(super) listener: Listener,
+    /// What epoll reports for it. No two listeners have the same number.
+    pub(super) number: u64,
+}
+
 const NOW: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 0,
@@ -58,67 +65,68 @@ impl Listeners {
     /// Listens where `config` says, and nowhere else.
     pub(super) fn listen(&self, config: &GatewayConfig) -> Result<(), GatewayError> {
         let mut listening = lock(&self.listening);
-        let known = listening
-            .iter()
-            .map(|(number, (at, listener))| (at, (*number, listener)));
-        let known: HashMap<_, _> = known.collect();
+        let known: HashMap<_, _> = listening.values().map(|it| (&it.at, it)).collect();
         let mut next = HashMap::new();
         for (at, address) in config.endpoints() {
-            let kept = known.get(&at);
-            let (number, listener) = match kept.filter(|(_, it)| *it.address() == address) {
-                Some((number, listener)) => (*number, (*listener).clone()),
-                None => {
-                    let number = self.last.fetch_add(1, Ordering::Relaxed);
-                    let listener = self.bind(&at, &address, config)?;
-                    let data = epoll::EventData::new_u64(number);
-                    let added = epoll::add(&self.epoll, &*listener, data, ONCE);
-                    added.map_err(io::Error::from)?;
-                    (number, listener)
-                }
+            let kept = known
+                .get(&at)
+                .filter(|it| *it.listener.address() == address);
+            let listener = match kept {
+                Some(listener) => Arc::clone(listener),
+                None => self.add(at, &address, config)?,
             };
-            next.insert(number, (at, listener));
+            next.insert(listener.number, listener);
         }
         let gone = listening
-            .iter()
-            .filter(|(number, _)| !next.contains_key(number));
-        let gone = gone.map(|(_, (at, listener))| (at.clone(), Arc::downgrade(listener)));
+            .values()
+            .filter(|it| !next.contains_key(&it.number));
         let mut retired = lock(&self.retired);
-        retired.retain(|(_, listener)| listener.strong_count() > 0);
-        retired.extend(gone);
+        retired.retain(|listener| listener.strong_count() > 0);
+        retired.extend(gone.map(Arc::downgrade));
         *listening = next;
         Ok(())
     }
 
-    fn bind(
+    /// Listens at an endpoint that is new, or has another address than before.
+    fn add(
         &self,
-        endpoint: &Endpoint,
+        at: Endpoint,
         address: &Address,
         config: &GatewayConfig,
-    ) -> Result<Arc<Listener>, SocketError> {
-        // Another endpoint cannot have the socket: its connections would go where the first one's go.
-        let retired = lock(&self.retired).clone();
-        let mut in_use = retired.iter().filter(|(at, _)| at == endpoint);
-        let is_it = |listener: Arc<Listener>| (listener.address() == address).then_some(listener);
-        if let Some(listener) = in_use.find_map(|(_, it)| it.upgrade().and_then(is_it)) {
-            // Its number was another one.
-            let _ = epoll::delete(&self.epoll, &*listener);
+    ) -> Result<Arc<EndpointListener>, GatewayError> {
+        // Another endpoint must not get the socket: its connections would reach the first endpoint's destination.
+        let is_it = |it: &Arc<EndpointListener>| it.at == at && it.listener.address() == address;
+        let retired = lock(&self.retired);
+        let in_use = retired.iter().filter_map(Weak::upgrade).find(is_it);
+        if let Some(listener) = in_use {
+            self.arm(&listener)?;
             return Ok(listener);
         }
+        let listener = Arc::new(EndpointListener {
+            listener: self.bind(address, config)?,
+            at,
+            number: self.last.fetch_add(1, Ordering::Relaxed),
+        });
+        let data = epoll::EventData::new_u64(listener.number);
+        epoll::add(&self.epoll, &listener.listener, data, ONCE).map_err(io::Error::from)?;
+        Ok(listener)
+    }
+
+    fn bind(&self, address: &Address, config: &GatewayConfig) -> Result<Listener, SocketError> {
         let patience = config.outgoing.stall_timeout;
         let mut passed = lock(&self.passed);
-        let bound = match passed.iter().position(|it| it.address() == address) {
+        match passed.iter().position(|it| it.address() == address) {
             Some(found) => Ok(passed.swap_remove(found)),
             None if matches!(address, Address::Unix(_)) => {
                 Listener::bind_for(address, patience, config.users.clone())
             }
-            // The migration turns others away: users may change, and other hosts are never welcome.
+            // The migration turns others away: users may change, and other hosts are never allowed.
             None => Listener::bind(address, patience),
-        };
-        Ok(Arc::new(bound?))
+        }
     }
 
-    /// Endpoints that have connections, each reported once.
-    pub(super) fn ready(&self) -> io::Result<Vec<(Endpoint, Arc<Listener>)>> {
+    /// Listeners that have connections, each reported once.
+    pub(super) fn ready(&self) -> io::Result<Vec<Arc<EndpointListener>>> {
         let listening = lock(&self.listening);
         let mut events: Vec<epoll::Event> = Vec::with_capacity(listening.len().max(1));
         match epoll::wait(&self.epoll, spare_capacity(&mut events), Some(&NOW)) {
@@ -130,19 +138,22 @@ impl Listeners {
         Ok(ready.collect())
     }
 
-    /// Reports connections at this endpoint again.
-    pub(super) fn resume(&self, endpoint: &Endpoint) {
-        let listening = lock(&self.listening);
-        let found = listening.iter().find(|(_, (at, _))| at == endpoint);
-        if let Some((number, (_, listener))) = found {
-            let data = epoll::EventData::new_u64(*number);
-            if let Err(error) = epoll::modify(&self.epoll, &**listener, data, ONCE) {
-                warn!("{endpoint}: no further connections are accepted: {error}");
-            }
+    /// Reports connections at this listener again, unless it has been removed from the configuration.
+    pub(super) fn resume(&self, listener: &EndpointListener) {
+        if lock(&self.listening).contains_key(&listener.number)
+            && let Err(error) = self.arm(listener)
+        {
+            let at = &listener.at;
+            warn!("{at}: no further connections are accepted: {error}");
         }
     }
 
-    /// Closes all sockets, but for those where a migration accepts.
+    fn arm(&self, listener: &EndpointListener) -> io::Result<()> {
+        let data = epoll::EventData::new_u64(listener.number);
+        Ok(epoll::modify(&self.epoll, &listener.listener, data, ONCE)?)
+    }
+
+    /// Closes all sockets except those at which a migration accepts.
     pub(super) fn close(&self) {
         lock(&self.listening).clear();
     }

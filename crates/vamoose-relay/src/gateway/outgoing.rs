@@ -24,8 +24,7 @@ use std::{
 use rustix::event::{PollFd, PollFlags};
 use tracing::{debug, info, warn};
 use vamoose_link::{
-    Hangup, LinkFaults, Listener, Peer, Peers, Session, SocketError, Stats, Stream, lock, peer_of,
-    wait_for,
+    Hangup, LinkFaults, Peer, Peers, Session, SocketError, Stats, Stream, lock, peer_of, wait_for,
 };
 
 use super::{
@@ -34,10 +33,11 @@ use super::{
     announce::{AnnounceError, Conversation, DRAIN, MIGRATION, Message, OPAQUE, TICK, announce},
     endpoint::Endpoint,
     guest,
+    listeners::EndpointListener,
     slots::{Slot, Slots},
 };
 use crate::{
-    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, Way,
+    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay,
     accept::PAUSE,
     chain,
     first_bytes::{FirstBytes, look},
@@ -48,8 +48,7 @@ use crate::{
 /// What connects to one endpoint.
 pub(super) struct OutgoingMigration {
     peer: Arc<GatewayPeer>,
-    at: Endpoint,
-    listener: Arc<Listener>,
+    listener: Arc<EndpointListener>,
     users: Peers,
     config: Config,
     slots: Arc<Slots>,
@@ -94,7 +93,7 @@ const MOST_HELD: usize = 512;
 impl OutgoingMigration {
     pub(super) fn new(
         peer: Arc<GatewayPeer>,
-        (at, listener): (Endpoint, Arc<Listener>),
+        listener: Arc<EndpointListener>,
         gateway: &GatewayConfig,
         slots: Arc<Slots>,
         observer: Arc<dyn Observer>,
@@ -102,10 +101,8 @@ impl OutgoingMigration {
     ) -> io::Result<Self> {
         let mut config = gateway.outgoing.clone();
         config.max_bandwidth = peer.max_bandwidth.or(config.max_bandwidth);
-        let guest = held.iter().find_map(|held| guest::name_of(&held.stream));
         Ok(Self {
             peer,
-            at,
             listener,
             users: gateway.users.clone(),
             config,
@@ -114,7 +111,7 @@ impl OutgoingMigration {
             carries: Mutex::default(),
             held: Mutex::new(held),
             announced: Mutex::default(),
-            guest: Mutex::new(guest),
+            guest: Mutex::default(),
             began: Instant::now(),
             stats: Arc::default(),
             hangup: Hangup::new()?,
@@ -131,7 +128,7 @@ impl OutgoingMigration {
         let carries = *lock(&self.carries);
         UnderWay {
             name: lock(&self.guest).clone(),
-            target: Some(self.at.target().to_string()),
+            target: Some(self.listener.at.target().to_string()),
             method: (carries == Carries::Migration).then(|| self.config.method.name().to_owned()),
             ..UnderWay::new("gateway", Role::Source, peer, self.began, &moved)
         }
@@ -142,7 +139,7 @@ impl OutgoingMigration {
     pub(super) fn leftover(&self) -> VecDeque<Held> {
         lock(&self.held).clear();
         if let Err(error) = self.accept_all() {
-            warn!("{}: {}", self.at, chain(&error));
+            warn!("{}: {}", self.listener.at, chain(&error));
         }
         let is_migration = *lock(&self.carries) == Carries::Migration;
         let is_next = |held: &Held| {
@@ -154,17 +151,22 @@ impl OutgoingMigration {
 
     /// Runs to the end of the last connection.
     pub(super) fn run(self: &Arc<Self>) -> Closing {
+        let held: Vec<_> = lock(&self.held)
+            .iter()
+            .map(|it| it.stream.clone())
+            .collect();
+        held.iter().for_each(|stream| self.look_for_guest(stream));
         let decided = self.decide();
         let begin = || {
             let (peer, stats) = (&*self.peer.name, self.stats.clone());
-            Observation::begin(&self.observer, Way::To, peer, self.began, stats)
+            Observation::begin(&self.observer, Role::Source, peer, self.began, stats)
         };
         if let Ok(carries) = decided {
             *lock(&self.carries) = carries;
         }
         let ended = match decided {
             Ok(Carries::Opaque(why)) => {
-                let (peer, target) = (&self.peer.name, self.at.target());
+                let (peer, target) = (&self.peer.name, self.listener.at.target());
                 info!("to {peer}, {target}: passing bytes through as they are, encrypted: {why}");
                 Some((begin(), self.pass(OPAQUE)))
             }
@@ -178,7 +180,7 @@ impl OutgoingMigration {
             ended: ended.map(|(observation, ending)| {
                 let account = Account {
                     observation,
-                    target: self.at.target(),
+                    target: self.listener.at.target(),
                     guest: lock(&self.guest).take(),
                 };
                 (account, ending)
@@ -249,8 +251,8 @@ impl OutgoingMigration {
 
     /// A connection that has come from somebody who may connect.
     fn accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
-        while let Some(socket) = self.listener.try_accept()? {
-            if is_welcome(&self.at, &self.users, peer_of(&socket)) {
+        while let Some(socket) = self.listener.listener.try_accept()? {
+            if is_welcome(&self.listener.at, &self.users, peer_of(&socket)) {
                 return Ok(Some(Arc::new(socket.into())));
             }
         }
@@ -258,17 +260,21 @@ impl OutgoingMigration {
     }
 
     fn hold(&self, stream: Arc<Stream>) {
-        let mut guest = lock(&self.guest);
-        if guest.is_none() {
-            *guest = guest::name_of(&stream);
-        }
-        drop(guest);
+        self.look_for_guest(&stream);
         let mut held = lock(&self.held);
         if held.len() >= MOST_HELD {
             return debug!("{MOST_HELD} connections wait already: one is closed");
         }
         let since = Instant::now();
         held.push_back(Held { stream, since });
+    }
+
+    /// Looks for the guest's name, unless it is known. This scans /proc, so no lock may be held.
+    fn look_for_guest(&self, stream: &Stream) {
+        let is_known = lock(&self.guest).is_some();
+        if let Some(name) = (!is_known).then(|| guest::name_of(stream)).flatten() {
+            *lock(&self.guest) = Some(name);
+        }
     }
 
     fn wait(&self, time: Duration) -> Result<(), RelayError> {
@@ -278,7 +284,7 @@ impl OutgoingMigration {
             .collect();
         let mut fds = vec![
             PollFd::new(&self.hangup, PollFlags::IN),
-            PollFd::new(&*self.listener, PollFlags::IN),
+            PollFd::new(&self.listener.listener, PollFlags::IN),
         ];
         let sockets = held.iter().filter_map(|stream| stream.socket());
         fds.extend(sockets.map(|socket| PollFd::new(socket, PollFlags::IN)));
@@ -296,13 +302,13 @@ impl OutgoingMigration {
             return Ok(announced.session.clone());
         }
         let peer = &self.peer;
-        let slot = self.slots.take(Way::To, &peer.name, peer.migrations);
+        let slot = self.slots.take(Role::Source, &peer.name, peer.migrations);
         let slot = slot.ok_or_else(|| AnnounceError::Busy {
             peer: peer.name.clone(),
             most: peer.migrations,
         })?;
         let guest = lock(&self.guest).clone();
-        let (session, conversation) = announce(peer, &self.at.target(), guest)?;
+        let (session, conversation) = announce(peer, &self.listener.at.target(), guest)?;
         *announced = Some(Announced {
             session: session.clone(),
             conversation,
@@ -373,7 +379,7 @@ impl Accept for OutgoingMigration {
 
 impl AsFd for OutgoingMigration {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.listener.as_fd()
+        self.listener.listener.as_fd()
     }
 }
 

@@ -7,22 +7,22 @@ use std::{
 
 use vamoose_link::lock;
 
-use crate::Way;
+use crate::Role;
 
 /// Counts migrations: to each peer, and from each.
 #[derive(Default)]
-pub(super) struct Slots(Mutex<HashMap<(Way, String), usize>>);
+pub(super) struct Slots(Mutex<HashMap<(Role, String), usize>>);
 
 /// One migration that counts, until it is dropped.
 pub(super) struct Slot {
     slots: Arc<Slots>,
-    key: (Way, String),
+    key: (Role, String),
 }
 
 impl Slots {
     /// Counts a migration, if there are fewer than `most`.
-    pub(super) fn take(self: &Arc<Self>, way: Way, peer: &str, most: usize) -> Option<Slot> {
-        let key = (way, peer.to_owned());
+    pub(super) fn take(self: &Arc<Self>, role: Role, peer: &str, most: usize) -> Option<Slot> {
+        let key = (role, peer.to_owned());
         let mut taken = lock(&self.0);
         let count = taken.entry(key.clone()).or_default();
         if *count >= most {
@@ -47,13 +47,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_peer_has_its_own_places_each_way() {
+    fn slots_are_counted_per_peer_and_direction() {
         let slots = Arc::<Slots>::default();
-        let take = |way, peer| slots.take(way, peer, 1);
-        let first = take(Way::To, "a");
-        assert!(first.is_some() && take(Way::To, "a").is_none());
-        assert!(take(Way::From, "a").is_some() && take(Way::To, "b").is_some());
+        let take = |role, peer| slots.take(role, peer, 1);
+        let first = take(Role::Source, "a");
+        assert!(first.is_some() && take(Role::Source, "a").is_none());
+        assert!(take(Role::Destination, "a").is_some() && take(Role::Source, "b").is_some());
         drop(first);
-        assert!(take(Way::To, "a").is_some());
+        assert!(take(Role::Source, "a").is_some());
     }
 }

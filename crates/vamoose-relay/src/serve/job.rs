@@ -17,7 +17,7 @@ use vamoose_link::{Hangup, PollQueue, Session, Stats, Stream, lock, send_message
 
 use super::qemu::{DestinationQemu, LOADING};
 use crate::{
-    Config, Dialer, EndKind, Observer, Outcome, Relay, RelayError, Role, UnderWay, Way, chain,
+    Config, Dialer, EndKind, Observer, Outcome, Relay, RelayError, Role, UnderWay, chain,
     journal::{AtDestination, Entry},
     observer::Observation,
 };
@@ -107,7 +107,8 @@ impl Job {
         };
         let (stats, session) = (transfer.stats.clone(), &transfer.session);
         let peer = session.identity().unwrap_or_default();
-        let observation = Observation::begin(observer, Way::From, peer, transfer.began, stats);
+        let observation =
+            Observation::begin(observer, Role::Destination, peer, transfer.began, stats);
         let result = Relay {
             accept: &transfer.connections,
             dialer,

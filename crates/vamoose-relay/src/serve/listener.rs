@@ -27,7 +27,7 @@ use super::{
     setup::{PrepareError, Prepared},
     span,
 };
-use crate::{Way, chain, observer::Observation};
+use crate::{Role, chain, observer::Observation};
 
 /// Most connections at a time. Further ones are closed. A migration has one per channel, and two more.
 const MOST_CONNECTIONS: u64 = 4096;
@@ -195,7 +195,7 @@ impl Server {
             Err(error) => {
                 warn!("refused: {}", chain(&error));
                 let peer = session.identity().unwrap_or_default();
-                Observation::refused(&self.observer, Way::From, peer);
+                Observation::refused(&self.observer, Role::Destination, peer);
                 return refuse(stream, &error);
             }
         };
