@@ -1,4 +1,4 @@
-//! Where a relay's incoming connections come from: a socket of its own, or another thread.
+//! Sources of a relay's incoming connections: a listening socket, a session, or another thread.
 
 use std::{
     os::fd::AsFd,
@@ -21,12 +21,12 @@ pub trait Accept: AsFd + Sync {
     /// When the system refuses.
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError>;
 
-    /// Whether strangers may connect to the same socket: they are turned away even when the source has begun.
+    /// Whether foreign clients may connect to the same socket. Their connections are closed even after the source has begun.
     fn is_shared(&self) -> bool {
         false
     }
 
-    /// Waits until the peer has what was sent to it, where the process's end would lose it.
+    /// Waits until the peer has received all that was sent, if the end of the process would lose it.
     fn drain(&self, _timeout: Duration) {}
 }
 
@@ -42,7 +42,7 @@ pub(crate) struct Acceptor<'a> {
     again_at: Option<Instant>,
 }
 
-/// How long to wait for the system to have file descriptors again. A full queue keeps the listener readable, so polling would be a busy wait.
+/// Pause while the system has no file descriptors. A full queue keeps the listener readable, so polling would be a busy wait.
 pub(crate) const PAUSE: Duration = Duration::from_millis(100);
 
 impl<'a> Acceptor<'a> {

@@ -1,4 +1,4 @@
-//! What a connection is, by its first bytes; and connections of which too few have come.
+//! Classifies connections by their first bytes, and keeps unclassified connections.
 
 use std::{
     os::fd::AsFd,
@@ -28,7 +28,7 @@ pub(crate) enum FirstBytes {
     Tls,
     /// Anything else.
     Other,
-    /// Nothing has come in time: the server may speak first.
+    /// No byte has arrived in time: the server may speak first.
     Silent,
 }
 
@@ -38,7 +38,7 @@ const MAGIC_LEN: usize = 4;
 /// The beginning of a TLS handshake, in all versions in use.
 const TLS: [u8; 2] = [0x16, 3];
 
-/// Classifies the bytes that have come; `None` while they are too few. When it `is_late`, no more are expected.
+/// Classifies a connection by the bytes that have arrived. `None` if more bytes are needed, which are not expected if it `is_late`.
 pub(crate) fn classify(bytes: &[u8], is_late: bool) -> Option<FirstBytes> {
     let known = [
         (&MAIN_MAGIC.to_be_bytes()[..], FirstBytes::Main),
@@ -57,7 +57,7 @@ pub(crate) fn classify(bytes: &[u8], is_late: bool) -> Option<FirstBytes> {
     }
 }
 
-/// Peeks at the bytes that have come, as far as they fit: how many. `None` when the connection has ended.
+/// Peeks at the bytes that have arrived, as many as fit, and returns their number. `None` if the connection has ended.
 pub(crate) fn peek(socket: impl AsFd, bytes: &mut [u8]) -> Option<usize> {
     match recv(socket, &mut *bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
         Ok((_, 0)) => None,
@@ -70,7 +70,7 @@ pub(crate) fn peek(socket: impl AsFd, bytes: &mut [u8]) -> Option<usize> {
 /// How long a connection may be silent before the server is assumed to speak first.
 const SILENCE: Duration = Duration::from_millis(50);
 
-/// Peeks at what a socket's connection, accepted at `since`, begins with, if that is known, and at its first bytes; `None` when it
+/// Peeks at the first bytes of a connection that was accepted at `since`, and classifies them if possible. `None` if the connection
 /// has ended.
 pub(crate) fn look(stream: &Stream, since: Instant) -> Option<(Option<FirstBytes>, Vec<u8>)> {
     let mut bytes = [0; MAGIC_LEN];
@@ -79,7 +79,7 @@ pub(crate) fn look(stream: &Stream, since: Instant) -> Option<(Option<FirstBytes
     Some((classify(&bytes, since.elapsed() >= SILENCE), bytes))
 }
 
-/// An unclassified connection, and what has been read from it.
+/// An unclassified connection, and the bytes that have been read from it.
 pub(crate) struct UnclassifiedConnection {
     pub(crate) stream: Arc<Stream>,
     bytes: [u8; INITIAL_LEN],
@@ -97,7 +97,7 @@ impl UnclassifiedConnection {
         }
     }
 
-    /// Reads what has come; false when the connection has ended.
+    /// Reads the bytes that have arrived. False if the connection has ended.
     pub(crate) fn read(&mut self) -> bool {
         let wanted = self.wanted();
         let missing = &mut self.bytes[self.got..wanted];
@@ -116,7 +116,7 @@ impl UnclassifiedConnection {
         true
     }
 
-    /// What has been read.
+    /// The bytes that have been read.
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.bytes[..self.got]
     }
@@ -126,18 +126,18 @@ impl UnclassifiedConnection {
         self.bytes().first_chunk().copied()
     }
 
-    /// What it begins with; `None` while fewer than four bytes have come, except for TLS.
+    /// Its classification. `None` while fewer than four bytes have arrived, except for TLS.
     pub(crate) fn first(&self) -> Option<FirstBytes> {
         let first = classify(self.bytes(), false);
         first.filter(|first| *first == FirstBytes::Tls || self.got >= MAGIC_LEN)
     }
 
-    /// A channel's first packet, when all of it has come.
+    /// A channel's first packet, once it is complete.
     pub(crate) fn initial(&self) -> Option<&[u8; INITIAL_LEN]> {
         (self.got == INITIAL_LEN).then_some(&self.bytes)
     }
 
-    /// How many bytes identify it.
+    /// Number of bytes that classify it.
     pub(crate) fn wanted(&self) -> usize {
         match self.first() {
             Some(FirstBytes::Channel) => INITIAL_LEN,
@@ -153,7 +153,7 @@ pub(crate) struct Arrivals<'a> {
     pub(crate) unclassified: Vec<UnclassifiedConnection>,
 }
 
-/// How often streams of a session are read, which cannot be polled.
+/// Interval at which streams of a session are read: they cannot be polled.
 const READ_EVERY: Duration = Duration::from_millis(5);
 
 impl<'a> Arrivals<'a> {
@@ -177,7 +177,7 @@ impl<'a> Arrivals<'a> {
         Ok(())
     }
 
-    /// Whether connections may wait that could not be accepted.
+    /// Whether connections may be waiting that could not be accepted.
     pub(crate) fn is_pausing(&self) -> bool {
         self.acceptor.again_at().is_some()
     }

@@ -1,10 +1,11 @@
-//! Connections that come when a multifd migration is under way.
+//! Handles connections that arrive during a multifd migration.
 //!
 //! ```text
-//!  another migration's (main stream, channel, TLS):  turned away at once, so that its QEMU need not wait
-//!  a channel for post-copy (QEMU 10.1 and later):    passed on, both ways; it has no magic, but begins with the
-//!                                                    offset of a page, whose highest two bytes are zero
-//!  anything else, or nothing:                        turned away, or waited for
+//!  another migration's (main stream, channel, TLS):  closed at once, so that its QEMU does not wait
+//!  a channel for post-copy (QEMU 10.1 and later):    forwarded in both directions; it has no magic, but begins with
+//!                                                    the offset of a page, whose highest two bytes are zero
+//!  other bytes:                                      closed
+//!  nothing yet:                                      kept until bytes arrive
 //! ```
 //! A post-copy channel may be silent until the destination misses a page. It is dialled with its first bytes, so that the
 //! destination never receives a foreign connection.
@@ -23,10 +24,10 @@ use crate::{
     main_stream::{Unseen, forward},
 };
 
-/// Connections that may be silent at once: a source opens one.
+/// Limit of silent connections. A source opens one.
 const MOST_SILENT: usize = 16;
 
-/// Handles them, and those that were `silent` before, until the migration ends.
+/// Handles these connections and the ones in `silent`, until the migration ends.
 pub(crate) fn attend(relay: &Relay<'_>, silent: Vec<UnclassifiedConnection>) {
     let mut arrivals = Arrivals::new(relay.accept, relay.hangup, silent);
     thread::scope(|scope| {
@@ -48,7 +49,7 @@ pub(crate) fn attend(relay: &Relay<'_>, silent: Vec<UnclassifiedConnection>) {
     });
 }
 
-/// Reads what has come, and handles the connection unless it stays unclassified.
+/// Reads the available bytes, and handles the connection once it is classified. Returns whether it is still unclassified.
 fn is_unclassified<'scope, 'env>(
     scope: &'scope Scope<'scope, 'env>,
     relay: &'env Relay<'env>,
@@ -78,7 +79,7 @@ fn is_unclassified<'scope, 'env>(
     false
 }
 
-/// Passes a channel for post-copy on until it ends. When it breaks, the QEMUs notice and know how to go on.
+/// Forwards a channel for post-copy until it ends. The QEMUs notice when it breaks, and recover by themselves.
 fn pass(relay: &Relay<'_>, near: &Arc<Stream>, first: [u8; 4]) {
     let far = match relay.dial_one(&first) {
         Ok(far) => far,

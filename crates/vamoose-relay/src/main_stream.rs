@@ -15,7 +15,7 @@ use vamoose_link::{Pacer, Stats, Stream, is_stall, lock};
 
 use crate::{Direction, Outcome, RelayError, return_path::ReturnPath};
 
-/// What the bytes of a main stream have shown so far: it tells how the migration ended.
+/// The state of a main stream, from which the migration's outcome is derived.
 #[derive(Default)]
 pub(crate) struct MainState {
     return_path: AtomicBool,
@@ -25,8 +25,8 @@ pub(crate) struct MainState {
 }
 
 impl MainState {
-    /// Whether closing the main stream now breaks the migration off: the destination has yet to report
-    /// how loading went, or the stream is not at its end.
+    /// Whether closing the main stream now aborts the migration: the destination has not reported the result of loading, or the
+    /// stream is incomplete.
     ///
     /// The source may close it upon the destination's report while the thread that delivered the report
     /// is still at work, so the report counts from its arrival here.
@@ -35,14 +35,14 @@ impl MainState {
             && (self.return_path.load(Ordering::Acquire) || !self.is_at_end())
     }
 
-    /// Notes a piece of the forward direction, whose last byte shows whether the stream is at its end.
+    /// Records a piece of the forward direction. Its last byte shows whether the stream is complete.
     pub(crate) fn received(&self, piece: &[u8]) {
         if let Some(last) = piece.last() {
             self.last_byte.store(*last, Ordering::Release);
         }
     }
 
-    /// Notes that all that has been received has been sent.
+    /// Records that all received bytes have been sent.
     pub(crate) fn sent(&self) {
         *lock(&self.last_sent) = Some(Instant::now());
     }
@@ -69,9 +69,9 @@ impl MainState {
 
 /// Observes what goes through a [`Pump`].
 pub(crate) trait Witness {
-    /// A piece that came, before it is passed on.
+    /// A piece has been received.
     fn received(&mut self, piece: &[u8]);
-    /// Passes the piece on, all of it, when and in whatever parts is right.
+    /// Forwards the whole piece, in one or several parts.
     fn pass(
         &mut self,
         piece: &[u8],
@@ -79,9 +79,9 @@ pub(crate) trait Witness {
     ) -> Result<(), RelayError> {
         write(piece)
     }
-    /// The same piece has been passed on.
+    /// The piece has been forwarded.
     fn delivered(&mut self) {}
-    /// Whether to pass the stream's end on.
+    /// Whether to forward the stream's end.
     fn ends(&self) -> bool {
         true
     }
@@ -137,7 +137,7 @@ pub(crate) struct Pump<'a> {
 }
 
 impl Pump<'_> {
-    /// Forwards bytes until the sender has no more, then passes the end on, unless the witness objects.
+    /// Forwards bytes until the sender ends, then forwards the end, unless the witness objects.
     pub(crate) fn run(&self, mut witness: impl Witness) -> Result<(), RelayError> {
         let mut buffer = vec![0; PIECE];
         loop {
@@ -175,7 +175,7 @@ impl Pump<'_> {
     }
 }
 
-/// Passes two connections on to each other. When one direction breaks, so does the other.
+/// Connects two connections in both directions. When one direction breaks, so does the other.
 pub(crate) fn forward(
     near: &Arc<Stream>,
     far: &Arc<Stream>,
@@ -210,7 +210,7 @@ pub(crate) fn forward(
     })
 }
 
-/// Observes nothing.
+/// Ignores the bytes.
 pub(crate) struct Unseen;
 
 impl Witness for Unseen {
@@ -220,7 +220,7 @@ impl Witness for Unseen {
 /// Large enough for a migration without multifd to be cheap.
 const PIECE: usize = 128 * 1024;
 
-/// Whether to try again: a connection may be idle for any time.
+/// Whether to retry: a connection may be idle for any time.
 pub(crate) fn is_transient(error: &io::Error) -> bool {
     matches!(
         error.kind(),

@@ -1,9 +1,9 @@
-//! Passes connections through as bytes: a migration without multifd or behind TLS, and whatever else comes to a gateway.
+//! Forwards connections as bytes: a migration without multifd or with QEMU's TLS, and all other protocols at a gateway.
 //!
-//! Each connection of the source becomes one to the destination. Behind TLS the client of each connection sends first, and it is
-//! dialled then. All others are dialled at once, one after the other, because a QEMU takes the first to come for the main stream.
-//! A connection that follows the main stream (postcopy preemption) may stay idle for long; if it begins a migration of its own, or
-//! the destination does not accept it, it is turned away.
+//! Each connection of the source becomes one connection to the destination. With TLS, the client sends first, and the destination
+//! is dialled then. All other connections are dialled at once, one after the other, because a QEMU takes the first connection for
+//! the main stream. A connection that follows the main stream (postcopy preemption) may be idle for long. It is closed if it
+//! begins a migration of its own, or if the destination does not accept it.
 
 use std::{
     mem,
@@ -25,33 +25,33 @@ use crate::{
     main_stream::{MainState, ReturnWitness, Unseen, Witness, forward},
 };
 
-/// What is known of connections that are passed through.
+/// The kind of connections that are forwarded as bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Opaque {
-    /// A migration behind TLS.
+    /// A migration with QEMU's TLS.
     Tls,
     /// A migration without channels.
     Single,
-    /// A migration whose channels have not come in time, if it has any.
+    /// A migration without channels, or whose channels are late.
     PerhapsSingle,
-    /// Nothing: one connection may fail without the others.
+    /// Unknown. One connection may fail without the others.
     Bytes,
 }
 
-/// How often the threads' reports are read while no connection comes.
+/// Interval at which the threads' reports are read while no connection arrives.
 const TICK: Duration = Duration::from_millis(50);
 
 enum Report {
-    /// A connection ended in good order.
+    /// A connection ended without an error.
     Ended,
     Failed(RelayError),
     /// The destination has loaded the guest.
     Loaded,
-    /// The main stream has ended: what that means for the migration.
+    /// The main stream has ended, with this outcome of the migration.
     MainEnded(Result<Outcome, RelayError>),
 }
 
-/// Passes a migration through to its end: until every connection has ended.
+/// Forwards a migration until every connection has ended.
 pub(crate) fn pass_migration(
     relay: &Relay<'_>,
     main: Option<Arc<Stream>>,
@@ -62,7 +62,7 @@ pub(crate) fn pass_migration(
     pass(relay, main, others, kind, start, &mut || true)
 }
 
-/// Passes all connections through until they have ended and there are `no_more`.
+/// Forwards connections until all have ended and there are `no_more`.
 pub(crate) fn pass_bytes(
     relay: &Relay<'_>,
     no_more: &mut dyn FnMut() -> bool,
@@ -170,8 +170,8 @@ fn pass(
     })
 }
 
-/// Whether a connection is passed through; `None` while that is not known. Behind TLS it has to begin with a handshake. At a socket
-/// that is shared with others, one that ends at once is not, nor one that is no channel for post-copy beside a main stream.
+/// Whether to forward a connection; `None` if that is not known yet. With TLS, a connection must begin with a handshake. At a
+/// shared socket, a connection that ends at once is not forwarded. Beside a main stream, only a channel for post-copy is.
 fn client_begins(
     connection: &mut UnclassifiedConnection,
     kind: Opaque,
@@ -201,7 +201,7 @@ fn client_begins(
     }
 }
 
-/// As [`client_begins`], at a socket that is shared with others.
+/// [`client_begins`] at a shared socket.
 fn belongs(connection: &UnclassifiedConnection, kind: Opaque) -> Option<bool> {
     let Some((first, bytes)) = look(&connection.stream, connection.since) else {
         debug!("a connection was closed before its first bytes");
@@ -210,7 +210,7 @@ fn belongs(connection: &UnclassifiedConnection, kind: Opaque) -> Option<bool> {
     let is_foreign = match first? {
         _ if kind == Opaque::Bytes => false,
         FirstBytes::Tls => true,
-        // Post-copy's begins with the offset of a page, whose highest two bytes are zero.
+        // A channel for post-copy begins with the offset of a page, whose highest two bytes are zero.
         FirstBytes::Other => bytes.iter().take(2).any(|byte| *byte != 0),
         FirstBytes::Main | FirstBytes::Channel | FirstBytes::Silent => false,
     };
@@ -231,7 +231,7 @@ struct Connection<'a> {
 }
 
 impl Connection<'_> {
-    /// `far` is its connection to the destination.
+    /// Forwards to `far`, the connection to the destination.
     fn run(self, far: Result<Arc<Stream>, RelayError>) {
         let end = match far.and_then(|far| self.pass(&far)) {
             Ok(()) => Report::Ended,
@@ -244,7 +244,7 @@ impl Connection<'_> {
         self.report(end);
     }
 
-    /// Whether a connection that fails like this does not belong to the migration.
+    /// Whether this failure shows that the connection does not belong to the migration.
     fn is_foreign(&self, error: &RelayError) -> bool {
         let is_refused = matches!(error, RelayError::Socket(_) | RelayError::Session(_));
         let follows_main = !self.is_main && self.follows_main();
@@ -280,12 +280,12 @@ impl Connection<'_> {
     }
 
     fn report(&self, report: Report) {
-        // The receiver may have seen enough and be gone.
+        // The receiver may have returned already.
         let _ = self.report.send(report);
     }
 }
 
-/// Notes what the main stream shows, and stops a connection behind it that begins another migration.
+/// Records the state of the main stream, and rejects a later connection that begins another migration.
 struct Opened<'a> {
     main: &'a MainState,
     kind: Opaque,
@@ -323,7 +323,7 @@ mod tests {
 
     use super::*;
 
-    /// What becomes of a connection on which these bytes have come, so long ago; `None`: it has ended.
+    /// The decision on a connection that was accepted `ago` and has sent `bytes`, or has ended if `None`.
     fn begins(bytes: Option<&[u8]>, ago: Duration, kind: Opaque, is_shared: bool) -> Option<bool> {
         let (mut theirs, ours) = UnixStream::pair().unwrap();
         let stream = Arc::new(Stream::Socket(Socket::Unix(ours)));
@@ -341,7 +341,7 @@ mod tests {
         use Opaque::{Bytes, PerhapsSingle, Single};
         let (now, ago) = (Duration::ZERO, Duration::from_secs(1));
         for kind in [Single, PerhapsSingle, Bytes] {
-            // A port scanner, and a connection of which nothing is known yet, or whose server speaks first.
+            // A port scanner; a connection that is still silent; one whose server speaks first.
             assert_eq!(begins(None, now, kind, true), Some(false));
             assert_eq!(begins(Some(b""), now, kind, true), None);
             assert_eq!(begins(Some(b""), ago, kind, true), Some(true));
@@ -350,7 +350,7 @@ mod tests {
                 let begun = begins(Some(stranger), now, kind, true);
                 assert_eq!(begun, Some(kind == Bytes), "{kind:?} {stranger:?}");
             }
-            // A socket of the migration alone: the first to come is the first to be dialled.
+            // At the migration's own socket, connections are dialled in the order in which they arrive.
             assert_eq!(begins(Some(b""), now, kind, false), Some(true));
         }
     }

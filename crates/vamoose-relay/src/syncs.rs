@@ -1,12 +1,11 @@
-//! Keeps the main stream behind the SYNCs that it belongs to.
+//! Sends each mark of the main stream after the SYNCs that belong to it.
 //!
-//! A destination that has read a mark in the main stream (see `marks`) waits for the SYNCs that belong to it,
-//! one of each channel, and for nothing else: if they never come, because this relay or the one before it
-//! died with them inside, QEMU 7.2 hangs. So **a mark goes out when its SYNCs are out on all channels**,
-//! and whatever breaks then, the destination has all that it waits for, as it does without a relay.
+//! A destination that has read a mark in the main stream (see `marks`) waits for the mark's SYNCs, one from each channel. If a
+//! relay dies before it has sent them, QEMU 7.2 hangs. So **a mark is sent only after its SYNCs have been sent on all channels**.
+//! Whatever breaks then, the destination has all that it waits for, as it does without a relay.
 //!
-//! This delays nothing: the destination would wait there anyway, and takes the SYNCs before it without
-//! a mark. Marks and SYNCs are counted, so either may come first.
+//! This causes no delay: the destination would wait at the mark anyway, and reads SYNCs before their mark. Marks and SYNCs are
+//! counted, so either may come first.
 
 use std::{
     sync::{Condvar, Mutex, PoisonError},
@@ -23,7 +22,7 @@ use crate::{
     marks::Marks,
 };
 
-/// How many SYNCs are out on each channel to the destination.
+/// Counts the SYNCs sent on each channel to the destination.
 pub(crate) struct Syncs {
     state: Mutex<State>,
     changed: Condvar,
@@ -32,9 +31,9 @@ pub(crate) struct Syncs {
 struct State {
     out: Vec<u64>,
     last: Option<Instant>,
-    /// Marks that are out on the main stream.
+    /// Marks sent on the main stream.
     marked: u64,
-    /// Pages with content may have gone out there.
+    /// Pages with content may have been sent on the main stream.
     main_has_pages: bool,
     awaited: bool,
     given_up: bool,
@@ -43,7 +42,7 @@ struct State {
 /// How waiting for SYNCs ended.
 #[derive(Debug, PartialEq, Eq)]
 enum Waited {
-    /// They are out.
+    /// They have been sent.
     Out,
     /// Nothing moved within the timeout.
     InVain,
@@ -66,7 +65,7 @@ impl Syncs {
         }
     }
 
-    /// Counts a SYNC that is out on `channel`.
+    /// Counts a SYNC that has been sent on `channel`.
     pub(crate) fn sent(&self, channel: usize) {
         let mut state = lock(&self.state);
         if let Some(out) = state.out.get_mut(channel) {
@@ -78,12 +77,12 @@ impl Syncs {
         }
     }
 
-    /// Whether the destination has the mark that belongs to SYNC `number`, so that it goes on when it has that SYNC.
+    /// Whether the mark that belongs to SYNC `number` has been sent, so that the destination continues once it has that SYNC.
     pub(crate) fn is_marked(&self, number: u64) -> bool {
         lock(&self.state).marked >= number
     }
 
-    /// Whether pages with content may have gone out on the main stream, before a mark that is out.
+    /// Whether pages with content may have been sent on the main stream.
     pub(crate) fn main_has_pages(&self) -> bool {
         lock(&self.state).main_has_pages
     }
@@ -114,8 +113,7 @@ impl Syncs {
         self.changed.notify_all();
     }
 
-    /// Waits until `number` SYNCs are out on all channels, for as long as `moved` changes within
-    /// `timeout`.
+    /// Waits until `number` SYNCs have been sent on all channels, for as long as `moved` changes within `timeout`.
     fn wait_for(&self, number: u64, timeout: Duration, moved: impl Fn() -> u64) -> Waited {
         let mut state = lock(&self.state);
         let mut before = moved();
@@ -143,7 +141,7 @@ impl Syncs {
     }
 }
 
-/// Passes a main stream on, its marks behind their SYNCs.
+/// Forwards a main stream, and each mark after its SYNCs.
 pub(crate) struct BehindSyncs<'a> {
     state: &'a MainState,
     syncs: &'a Syncs,
@@ -171,7 +169,7 @@ impl<'a> BehindSyncs<'a> {
         }
     }
 
-    /// Waits for the SYNCs of the mark that was found last.
+    /// Waits for the SYNCs of the latest mark.
     fn wait(&mut self) -> Result<(), RelayError> {
         let moved = || {
             let moved = self.stats.snapshot();
@@ -181,7 +179,7 @@ impl<'a> BehindSyncs<'a> {
             Waited::Out => Ok(()),
             Waited::GivenUp => Err(RelayError::Cancelled),
             Waited::InVain => {
-                // This was no mark, or the destination will wait in vain, too.
+                // This was not a mark, or the destination will not get its SYNC either.
                 warn!(
                     "the source's main stream seems to ask for SYNC {} and no such SYNC comes: \
                      from here on it is passed on at once",
@@ -209,7 +207,7 @@ impl Witness for BehindSyncs<'_> {
             followed += end;
             self.found += 1;
             self.syncs.note_pages(&self.marks);
-            // Without its last byte it is no mark.
+            // Without its last byte, the mark has no effect.
             write(&piece[written..followed - 1])?;
             self.syncs.mark(self.found - 1);
             written = followed - 1;
@@ -217,7 +215,7 @@ impl Witness for BehindSyncs<'_> {
         }
         self.syncs.note_pages(&self.marks);
         write(&piece[written..])?;
-        // Where marks cannot be recognized any more, no SYNC is waited for.
+        // If marks cannot be recognized any more, the destination does not wait for a SYNC.
         let marked = if self.marks.are_over() {
             u64::MAX
         } else {
