@@ -8,7 +8,7 @@ use std::{io::Write as _, os::unix::net::UnixStream};
 use libfuzzer_sys::fuzz_target;
 use vamoose_link::{
     Socket,
-    session_seam::{Came, Receiving, Wanted},
+    session_testing::{Came, Receiving, Wanted},
 };
 use vamoose_session::frame::{FrameError, HEADER_LEN, Header, Kind};
 use vm_memory::VolatileSlice;

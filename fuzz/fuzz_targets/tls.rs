@@ -8,7 +8,7 @@ use std::{io::Write as _, os::unix::net::UnixStream};
 use libfuzzer_sys::fuzz_target;
 use vamoose_link::{
     Cipher, PublicKey, Socket,
-    tls_seam::{Forging, MAX_CONTENT, Opening, common_name, matches, parse_trusted},
+    tls_testing::{Forging, MAX_CONTENT, Opening, common_name, matches, parse_trusted},
 };
 
 fuzz_target!(|input: &[u8]| {

@@ -29,7 +29,7 @@ use vamoose_codec::{Decoder, Settings, encoder};
 use vamoose_link::{
     ChannelReader, ChannelWriter, Cipher, Keys, Listener, Packet, Received, Security, Session,
     SessionConfig, Sessions, Socket, Stats, Stream,
-    tls_seam::{MAX_CONTENT, Opening, Sealing},
+    tls_testing::{MAX_CONTENT, Opening, Sealing},
 };
 
 const LAYOUT: Layout = Layout::X86;

@@ -22,7 +22,9 @@ use std::{
 };
 
 use rustix::net::{AddressFamily, SocketType, bind, connect, ipproto, socket};
-use vamoose_link::{Address, Listener, Security, SessionConfig, Sessions, session_seam::Strangers};
+use vamoose_link::{
+    Address, Listener, Security, SessionConfig, Sessions, session_testing::Strangers,
+};
 
 const PLACES: usize = 512;
 const MILLION: u64 = 1_000_000;

@@ -45,6 +45,7 @@ mod session;
 mod socket;
 mod stats;
 mod stream;
+mod timeouts;
 mod tls;
 mod wait;
 mod writer;
@@ -71,7 +72,7 @@ pub use queue::PollQueue;
 pub use reader::{ChannelReader, ReadError, Received};
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
-pub use session::seam as session_seam;
+pub use session::testing as session_testing;
 pub use session::{
     DialError, Introduced, LinkFaults, Path, PathStatus, Remote, Resumable, Session, SessionConfig,
     Sessions, SessionsError, StreamError,
@@ -81,7 +82,7 @@ pub use stats::{Snapshot, Stats};
 pub use stream::Stream;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
-pub use tls::seam as tls_seam;
+pub use tls::testing as tls_testing;
 pub use tls::{
     Certificates, Cipher, End, FileFault, Keys, Objection, OneTimeKey, PublicKey, PublicKeyError,
     Refusal, Security, TlsError, TrustedError,

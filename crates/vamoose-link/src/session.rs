@@ -16,9 +16,9 @@ mod dialer;
 mod incoming;
 mod keeper;
 mod resumable;
-#[cfg(feature = "fuzzing")]
-pub mod seam;
 mod server;
+#[cfg(feature = "fuzzing")]
+pub mod testing;
 
 use std::{
     collections::HashMap,
@@ -27,7 +27,7 @@ use std::{
     ptr,
     sync::{
         Arc, Mutex, Weak,
-        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -48,10 +48,12 @@ pub use self::{
 use self::{dialer::Paths, resumable::ResumableStream};
 use tracing::warn;
 
-use crate::{Address, AddressError, Cipher, PageCaches, Security, Stream, delta::Share, lock};
-
-/// How often a thread that waits looks around.
-const LOOK: Duration = Duration::from_millis(500);
+use crate::{
+    Address, AddressError, Cipher, PageCaches, Security, Stream,
+    delta::Share,
+    lock,
+    timeouts::{self, LOOK},
+};
 
 /// How sessions behave.
 #[derive(Clone, Debug)]
@@ -85,8 +87,8 @@ impl SessionConfig {
             security,
             cipher: Cipher::default(),
             check: true,
-            reconnect_timeout: Duration::from_secs(30),
-            stall_timeout: Duration::from_secs(30),
+            reconnect_timeout: timeouts::RECONNECT,
+            stall_timeout: timeouts::STALL,
             window: 64 << 20,
             page_cache: 256 << 20,
             page_caches: PageCaches::default(),
@@ -177,6 +179,8 @@ pub(crate) struct Shared {
     /// The server's memory for versions of pages, at the client; `None` where it takes no differences to them.
     offered: Option<usize>,
     streams: Mutex<HashMap<u32, Arc<ResumableStream>>>,
+    /// How many: writers ask for it at every packet.
+    count: AtomicUsize,
     next: AtomicU32,
     /// Held while a stream is opened: their numbers go up.
     opening: Mutex<()>,
@@ -355,6 +359,7 @@ impl Shared {
             cipher,
             offered,
             streams: Mutex::default(),
+            count: AtomicUsize::new(0),
             next: AtomicU32::new(0),
             opening: Mutex::default(),
             reconnects: AtomicU64::new(0),
@@ -383,7 +388,10 @@ impl Shared {
             self.clone(),
             self.config.stall_timeout,
         ));
-        lock(&self.streams).insert(number, stream.clone());
+        let mut streams = lock(&self.streams);
+        streams.insert(number, stream.clone());
+        self.count.store(streams.len(), Ordering::Relaxed);
+        drop(streams);
         stream
     }
 
@@ -401,6 +409,7 @@ impl Shared {
         if found.is_some_and(|found| ptr::eq(&**found, stream)) {
             streams.remove(&stream.number);
         }
+        self.count.store(streams.len(), Ordering::Relaxed);
     }
 
     fn streams(&self) -> Vec<Arc<ResumableStream>> {
@@ -409,7 +418,7 @@ impl Shared {
 
     /// The most bytes that one stream may have unacknowledged: those of all streams are the window at most.
     fn bounds(&self) -> Bounds {
-        let streams = lock(&self.streams).len();
+        let streams = self.count.load(Ordering::Relaxed);
         Bounds {
             usual: self.config.window / streams.max(FEW_STREAMS),
             most: self.config.window / streams.max(1),

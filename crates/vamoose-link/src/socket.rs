@@ -34,7 +34,7 @@ use crate::{
     Address, Peers,
     memory::{self, Left},
     peer::{Peer, peer_of},
-    wait_until,
+    timeouts, wait_until,
 };
 
 /// One connection, unix or TCP. Reads and writes go through a shared reference, so that one thread
@@ -147,6 +147,16 @@ impl Socket {
         }
     }
 
+    /// Ends the direction to the peer, and waits until the peer has closed the connection, or until `deadline`: closing a socket with
+    /// unread bytes would destroy what was written last.
+    pub(crate) fn linger(&self, deadline: Instant) {
+        self.finish();
+        let mut unread = [0; 4096];
+        while let Ok(Some(1..)) = self.read_until(&mut unread, Some(deadline))
+            && Instant::now() < deadline
+        {}
+    }
+
     /// Reads until `buffer` is full, or the peer has closed the connection. Returns the bytes read.
     ///
     /// # Errors
@@ -192,17 +202,7 @@ impl Socket {
     /// The system's; see [`is_stall`] for a peer that took nothing for the stall timeout.
     pub fn write_both(&self, head: &[u8], tail: &[u8]) -> io::Result<()> {
         let mut slices = [IoSlice::new(head), IoSlice::new(tail)];
-        let mut left = &mut slices[..];
-        IoSlice::advance_slices(&mut left, 0);
-        while !left.is_empty() {
-            match (&mut &*self).write_vectored(left) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(bytes) => IoSlice::advance_slices(&mut left, bytes),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
+        self.write_all(&mut slices, &mut || Err(io::ErrorKind::WouldBlock.into()))
     }
 
     /// Writes `header` and then `pages`, straight from guest memory, in one system call where the socket
@@ -276,18 +276,12 @@ impl Socket {
     /// # Errors
     /// When `timeout` is zero.
     pub fn set_stall_timeout(&self, timeout: Duration) -> io::Result<()> {
-        match self {
-            Self::Tcp(stream) => {
-                stream.set_read_timeout(Some(timeout))?;
-                stream.set_write_timeout(Some(timeout))?;
-                // Bytes that the peer's kernel never acknowledges end the connection too.
-                let millis = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
-                sockopt::set_tcp_user_timeout(stream, millis)?;
-            }
-            Self::Unix(stream) => {
-                stream.set_read_timeout(Some(timeout))?;
-                stream.set_write_timeout(Some(timeout))?;
-            }
+        sockopt::set_socket_timeout(self, sockopt::Timeout::Recv, Some(timeout))?;
+        sockopt::set_socket_timeout(self, sockopt::Timeout::Send, Some(timeout))?;
+        if let Self::Tcp(stream) = self {
+            // Bytes that the peer's kernel never acknowledges end the connection too.
+            let millis = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
+            sockopt::set_tcp_user_timeout(stream, millis)?;
         }
         Ok(())
     }
@@ -312,10 +306,9 @@ impl Socket {
             Self::Tcp(stream) => {
                 stream.set_nonblocking(false)?;
                 stream.set_nodelay(true)?;
-                // A host that vanished while nothing was under way is noticed within half a minute.
                 sockopt::set_socket_keepalive(stream, true)?;
-                sockopt::set_tcp_keepidle(stream, Duration::from_secs(10))?;
-                sockopt::set_tcp_keepintvl(stream, Duration::from_secs(5))?;
+                sockopt::set_tcp_keepidle(stream, timeouts::KEEPALIVE_IDLE)?;
+                sockopt::set_tcp_keepintvl(stream, timeouts::KEEPALIVE_INTERVAL)?;
                 sockopt::set_tcp_keepcnt(stream, 4)?;
             }
             Self::Unix(stream) => stream.set_nonblocking(false)?,

@@ -23,9 +23,9 @@ mod opener;
 mod record;
 mod revocation;
 mod sealer;
-#[cfg(feature = "fuzzing")]
-pub mod seam;
 mod terms;
+#[cfg(feature = "fuzzing")]
+pub mod testing;
 #[cfg(test)]
 mod tests;
 

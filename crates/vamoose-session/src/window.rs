@@ -25,7 +25,13 @@ pub struct Window {
     has_ended: bool,
     /// Buffers for the next packets, the one used last on top: its bytes may still be in a cache.
     free: Vec<Buffer>,
+    /// Buffers for the next copies, and their capacity in all: [`MAX_SPARE`] at most.
+    spare: Vec<Vec<u8>>,
+    spare_bytes: usize,
 }
+
+/// Acknowledged copies whose buffers are used again.
+const MAX_SPARE: usize = 1 << 20;
 
 /// One frame that can be sent again.
 #[derive(Debug)]
@@ -37,7 +43,7 @@ pub struct Frame {
 
 #[derive(Debug)]
 enum Bytes {
-    Small(Box<[u8]>),
+    Copy(Vec<u8>),
     /// The first bytes of a packet's buffer.
     Packet(Buffer),
     None,
@@ -92,6 +98,8 @@ impl Window {
             next: first,
             has_ended: false,
             free: Vec::new(),
+            spare: Vec::new(),
+            spare_bytes: 0,
         }
     }
 
@@ -160,14 +168,21 @@ impl Window {
         for lent in loan.frames.into_iter().flatten() {
             let offset = lent.header.offset;
             let found = (self.frames).binary_search_by_key(&offset, |frame| frame.header.offset);
-            match (
-                found.ok().and_then(|at| self.frames.get_mut(at)),
-                lent.bytes,
-            ) {
-                (Some(frame), bytes) => frame.bytes = bytes,
-                (None, Bytes::Packet(buffer)) => self.free.push(buffer),
-                (None, _) => {}
+            match found.ok().and_then(|at| self.frames.get_mut(at)) {
+                Some(frame) => frame.bytes = lent.bytes,
+                None => self.recycle(lent.bytes),
             }
+        }
+    }
+
+    fn recycle(&mut self, bytes: Bytes) {
+        match bytes {
+            Bytes::Packet(buffer) => self.free.push(buffer),
+            Bytes::Copy(copy) if self.spare_bytes + copy.capacity() <= MAX_SPARE => {
+                self.spare_bytes += copy.capacity();
+                self.spare.push(copy);
+            }
+            Bytes::Copy(_) | Bytes::None | Bytes::Lent => {}
         }
     }
 
@@ -182,7 +197,11 @@ impl Window {
     /// When there are not, or the stream has been ended; nothing was added.
     pub fn push_copy(&mut self, bytes: &[u8], sums: Sums) -> Result<(), PushError> {
         let header = self.header(Kind::Data, bytes.len())?;
-        self.push(sums.on(header), Bytes::Small(bytes.into()));
+        let mut copy = self.spare.pop().unwrap_or_default();
+        self.spare_bytes -= copy.capacity();
+        copy.clear();
+        copy.extend_from_slice(bytes);
+        self.push(sums.on(header), Bytes::Copy(copy));
         Ok(())
     }
 
@@ -235,9 +254,9 @@ impl Window {
             acknowledged: self.acknowledged,
             next: self.next,
         })?;
-        for frame in self.frames.drain(..=last) {
-            if let Bytes::Packet(buffer) = frame.bytes {
-                self.free.push(buffer);
+        for _ in 0..=last {
+            if let Some(frame) = self.frames.pop_front() {
+                self.recycle(frame.bytes);
             }
         }
         self.acknowledged = received;
@@ -299,7 +318,7 @@ impl Frame {
     /// The bytes behind the header.
     pub fn bytes(&self) -> &[u8] {
         match &self.bytes {
-            Bytes::Small(bytes) => bytes,
+            Bytes::Copy(bytes) => bytes,
             Bytes::Packet(buffer) => &buffer[..self.header.len.min(buffer.len())],
             Bytes::None | Bytes::Lent => &[],
         }

@@ -16,8 +16,10 @@
 use std::{
     collections::{BTreeMap, HashMap},
     net::{IpAddr, Ipv6Addr},
-    time::{Duration, Instant},
+    time::Instant,
 };
+
+use crate::timeouts::GRACE;
 
 /// The places, taken by connections of which `T` is kept.
 pub(crate) struct Admission<T> {
@@ -60,9 +62,6 @@ enum State {
     HasSpoken,
     IsKnown,
 }
-
-/// The first message of an honest peer takes one round trip to come.
-const GRACE: Duration = Duration::from_secs(1);
 
 /// So many connections at most may have given their places up and not noticed yet: each still has a thread.
 const LEAVING: usize = 64;
@@ -228,6 +227,8 @@ impl<T> Admission<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     const LIMIT: usize = 6;

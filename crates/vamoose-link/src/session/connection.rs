@@ -24,6 +24,7 @@ use crate::{
     left,
     memory::{self, Left},
     socket::is_transient,
+    timeouts::LOOK,
     tls::{Opener, Sealer, Secured},
     wait_for,
 };
@@ -78,10 +79,10 @@ pub(crate) struct Receiver {
 const AHEAD: usize = 2048;
 
 impl Connection {
-    /// A connection that has just been set up. Reads and writes come back after [`LOOK`](super::LOOK) at the latest,
+    /// A connection that has just been set up. Reads and writes come back after [`LOOK`] at the latest,
     /// to see whether the peer has gone silent.
     fn new(socket: Arc<Socket>, path: usize, name: String) -> io::Result<Self> {
-        socket.set_patience(super::LOOK)?;
+        socket.set_patience(LOOK)?;
         Ok(Self {
             socket,
             path,

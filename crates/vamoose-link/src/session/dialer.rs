@@ -28,7 +28,10 @@ use super::{
     resumable::{Old, Resumable, ResumableStream},
 };
 use crate::{
-    Address, Security, SocketError, Stream, TlsError, chain, dial::Destination, left, lock,
+    Address, Security, SocketError, Stream, TlsError, chain,
+    dial::Destination,
+    left, lock,
+    timeouts::{ATTEMPT, LAST_ATTEMPT, RETRY_PAUSES, SHUN},
     tls::ClientTerms,
 };
 
@@ -245,17 +248,6 @@ impl Paths {
     }
 }
 
-/// How long a path that failed is tried last: the first time, and if it goes on failing.
-const SHUN: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
-
-/// How long one attempt may take: when there may be another path, or another attempt; and the last one of a session that has not
-/// begun, whose peer may be a host under load.
-const ATTEMPT: Duration = Duration::from_secs(3);
-const LAST_ATTEMPT: Duration = Duration::from_secs(10);
-
-/// Between two rounds of attempts: the first pause, and the longest.
-const PAUSES: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(1)];
-
 pub(crate) fn begin(
     list: Vec<Path>,
     config: SessionConfig,
@@ -395,7 +387,7 @@ fn connect(stream: &Arc<ResumableStream>, intent: Intent) -> Result<(), DialErro
     let began = stream
         .trouble()
         .map_or_else(Instant::now, |(_, since)| since);
-    let mut pause = PAUSES[0];
+    let mut pause = RETRY_PAUSES[0];
     loop {
         for path in paths.order(stream.number) {
             if stream.is_closed() {
@@ -424,7 +416,7 @@ fn connect(stream: &Arc<ResumableStream>, intent: Intent) -> Result<(), DialErro
             });
         }
         thread::sleep(pause);
-        pause = (pause * 2).min(PAUSES[1]);
+        pause = (pause * 2).min(RETRY_PAUSES[1]);
     }
 }
 

@@ -7,14 +7,10 @@
 //! A stream's own path is the one of its number, so that streams are spread evenly to begin with. How much a path delivers is
 //! known from what the peer acknowledges, for streams that are busy.
 
-use std::{
-    collections::HashMap,
-    sync::Weak,
-    thread,
-    time::{Duration, Instant},
-};
+use std::{collections::HashMap, sync::Weak, thread, time::Instant};
 
-use super::{LOOK, Role, Shared, dialer};
+use super::{Role, Shared, dialer};
+use crate::timeouts::{COMPARE, LOOK, STAY};
 
 /// Looks after the paths of a session until it is gone.
 pub(super) fn keep(session: &Weak<Shared>) {
@@ -65,14 +61,8 @@ struct Keeper {
     moved: HashMap<u32, Instant>,
 }
 
-/// Over which time it is counted what a path delivers.
-const INTERVAL: Duration = Duration::from_secs(2);
-
 /// What a stream must have delivered in that time to be counted as busy.
 const BUSY: u64 = 1 << 20;
-
-/// How long a stream stays on a path that is faster than its own before it tries its own again.
-const STAY: Duration = Duration::from_secs(60);
 
 /// By which factor a stream must get more on another path.
 const BETTER: f64 = 1.25;
@@ -108,7 +98,7 @@ impl Keeper {
             self.since = None;
             return returned;
         }
-        if (self.since).is_some_and(|since| now.saturating_duration_since(since) < INTERVAL) {
+        if (self.since).is_some_and(|since| now.saturating_duration_since(since) < COMPARE) {
             return None;
         }
         let is_first = self.since.replace(now).is_none();
@@ -196,7 +186,7 @@ mod tests {
             })
             .collect();
         let first = keeper.next_move(begin, &none, usable);
-        first.or_else(|| keeper.next_move(begin + INTERVAL, &list, usable))
+        first.or_else(|| keeper.next_move(begin + COMPARE, &list, usable))
     }
 
     #[test]
@@ -239,11 +229,11 @@ mod tests {
         };
         assert_eq!(keeper.next_move(begin, &slow(0), &usable), None);
         assert_eq!(
-            keeper.next_move(begin + INTERVAL / 2, &slow(1), &usable),
+            keeper.next_move(begin + COMPARE / 2, &slow(1), &usable),
             None
         );
         assert_eq!(
-            keeper.next_move(begin + INTERVAL, &slow(1), &usable),
+            keeper.next_move(begin + COMPARE, &slow(1), &usable),
             Some((3, 0))
         );
         // After a while its own path is tried again.

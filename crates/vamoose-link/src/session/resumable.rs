@@ -30,11 +30,11 @@ use vamoose_session::{
 use vm_memory::VolatileSlice;
 
 use super::{
-    LOOK, Shared as Session,
+    Shared as Session,
     connection::{Connection, Receiver, Sender},
     incoming::{Failure, Incoming, Target},
 };
-use crate::{chain, left, lock, memory::Left};
+use crate::{chain, left, lock, memory::Left, timeouts::LOOK};
 
 /// What a user of a stream holds. Dropping it ends the stream: what was written before
 /// [`finish`](crate::Stream::finish) still arrives, and the peer does not take the stream for given up.
@@ -424,12 +424,9 @@ impl ResumableStream {
             let sums = Sums::of(bytes, check);
             self.write(bytes.len(), |state| state.write_copy(bytes, sums))
         };
-        if head.len() + tail.len() <= SMALL {
-            let both = [head, tail].concat();
-            return match both.is_empty() {
-                true => Ok(()),
-                false => write(&both),
-            };
+        let is_split = !head.is_empty() && !tail.is_empty();
+        if is_split && head.len() + tail.len() <= SMALL {
+            return write(&[head, tail].concat());
         }
         let pieces = [head, tail].into_iter();
         pieces

@@ -41,8 +41,12 @@ use super::{
     resumable::{Old, Resumable, ResumableStream},
 };
 use crate::{
-    Address, Listener, PollQueue, Security, Socket, Stream, TlsError, chain, delta::Share, left,
-    lock, tls::ServerTerms, wait_for, wait_until,
+    Address, Listener, PollQueue, Security, Socket, Stream, TlsError, chain,
+    delta::Share,
+    left, lock,
+    timeouts::{ACCEPT_PAUSE, HANDSHAKE, LINGER},
+    tls::ServerTerms,
+    wait_for, wait_until,
 };
 
 /// Accepts sessions on listeners of its own, until it is dropped. Its file descriptor is readable while a stream waits
@@ -99,12 +103,6 @@ const LIMITS: Limits = Limits {
     sessions: 1024,
     streams: 4096,
 };
-
-/// How long a handshake may take, and then a stream's first bytes.
-const HANDSHAKE: Duration = Duration::from_secs(10);
-
-/// How long a client that is refused may take to read why.
-const LINGER: Duration = Duration::from_secs(1);
 
 /// Warnings a second about who is turned away: anyone can be.
 const WARNINGS: u32 = 10;
@@ -247,7 +245,7 @@ impl Server {
                     Ok(None) => {}
                     Err(error) => {
                         warn!("{}; trying again", chain(&error));
-                        thread::sleep(Duration::from_millis(100));
+                        thread::sleep(ACCEPT_PAUSE);
                     }
                 }
             }
@@ -523,12 +521,7 @@ fn refuse_plain(socket: &Socket) {
     let answer = Answer::refuse(Refusal::Insecure).encode();
     // It may have gone, or be something else that does not care.
     if socket.set_patience(LINGER).is_ok() && socket.write_both(&answer, &[]).is_ok() {
-        socket.finish();
-        // Closing a socket with unread bytes would destroy the answer.
-        let end = Instant::now() + LINGER;
-        while let Ok(Some(1..)) = socket.read_until(&mut [0; 4096], Some(end))
-            && Instant::now() < end
-        {}
+        socket.linger(Instant::now() + LINGER);
     }
 }
 

@@ -20,7 +20,7 @@ use super::{
     names,
     record::{HEADER_LEN, MAX_BODY, RecordKey, is_tls_header},
 };
-use crate::{Socket, left};
+use crate::{Socket, left, socket::is_transient, timeouts::LINGER};
 
 /// A connection whose ends have authenticated each other.
 pub(crate) struct Secured {
@@ -47,9 +47,6 @@ const BINDING_LABEL: &[u8] = b"EXPORTER-vamoose";
 /// What the server sends when it has accepted the client.
 const CONFIRMATION: u8 = 1;
 
-/// How long a peer that is refused may take to read the alert.
-const LINGER: Duration = Duration::from_secs(1);
-
 /// Does the handshake of `connection` on `socket`, whose timeouts are as before when it returns.
 pub(super) fn run(
     connection: Connection,
@@ -66,7 +63,7 @@ pub(super) fn run(
     };
     let done = handshake.run();
     if matches!(done, Err(Fault::Tls(_) | Fault::OtherProtocol)) {
-        handshake.linger();
+        socket.linger(handshake.deadline.min(Instant::now() + LINGER));
     }
     done?;
     let connection = handshake.connection;
@@ -210,7 +207,7 @@ impl Handshake<'_> {
             match (&mut &*self.socket).read(&mut buffer[read..]) {
                 Ok(0) => return Err(Fault::Closed),
                 Ok(bytes) => read += bytes,
-                Err(error) if is_passing(&error) => {}
+                Err(error) if is_transient(&error) => {}
                 Err(error) => return Err(error.into()),
             }
         }
@@ -224,7 +221,7 @@ impl Handshake<'_> {
             match self.connection.write_tls(&mut &*self.socket) {
                 Ok(0) => return Err(Fault::Closed),
                 Ok(_) => {}
-                Err(error) if is_passing(&error) => {}
+                Err(error) if is_transient(&error) => {}
                 Err(error) => return Err(error.into()),
             }
         }
@@ -241,31 +238,6 @@ impl Handshake<'_> {
         sockopt::set_socket_timeout(self.socket, which, Some(rest)).map_err(io::Error::from)?;
         Ok(())
     }
-
-    /// Waits until the peer has read the alert and closed, for a bounded time and number of bytes.
-    fn linger(&mut self) {
-        self.socket.finish();
-        self.deadline = self.deadline.min(Instant::now() + LINGER);
-        let mut buffer = [0; 4096];
-        for _ in 0..MAX_HANDSHAKE / buffer.len() {
-            if self.limit(Timeout::Recv).is_err() {
-                return;
-            }
-            match (&mut &*self.socket).read(&mut buffer) {
-                Ok(1..) => {}
-                Err(error) if is_passing(&error) => {}
-                Ok(0) | Err(_) => return,
-            }
-        }
-    }
-}
-
-/// Whether a read or write can be repeated: the deadline decides for how long.
-fn is_passing(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock
-    )
 }
 
 /// Takes the secrets out of a connection whose handshake is done.

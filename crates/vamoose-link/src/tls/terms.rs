@@ -23,7 +23,7 @@ use rustls::{
 };
 
 use super::{
-    Certificates, Cipher, End, Keys, OneTimeKey, PublicKey, Security, TlsError,
+    Certificates, Cipher, End, Security, TlsError,
     certificates::NameVerifier,
     error::{Refusal, Shown},
     handshake::{self, ALPN, Secured},
@@ -32,23 +32,19 @@ use super::{
 };
 use crate::Socket;
 
-/// What the end that dials needs.
-#[derive(Clone)]
-pub(crate) struct ClientTerms {
+/// What the client needs.
+pub(crate) type ClientTerms = Terms<dyn ServerCertVerifier>;
+
+/// What the server needs.
+pub(crate) type ServerTerms = Terms<dyn ClientCertVerifier>;
+
+/// An end's own certificate or key, and what decides whether its peer is accepted. `V` verifies the peer's role.
+pub(crate) struct Terms<V: ?Sized> {
     provider: Arc<CryptoProvider>,
-    certified: Arc<CertifiedKey>,
+    pub(super) certified: Arc<CertifiedKey>,
     shown: Shown,
     server_name: Option<String>,
-    trust: Trust<dyn ServerCertVerifier>,
-}
-
-/// What the end that accepts needs.
-#[derive(Clone)]
-pub(crate) struct ServerTerms {
-    provider: Arc<CryptoProvider>,
-    certified: Arc<CertifiedKey>,
-    shown: Shown,
-    trust: Trust<dyn ClientCertVerifier>,
+    trust: Trust<V>,
 }
 
 /// Who is accepted.
@@ -71,75 +67,63 @@ pub(super) fn refuse(slot: &RefusalSlot, refusal: Refusal) -> rustls::Error {
 }
 
 impl Security {
-    /// Reads what the end that dials needs.
+    /// Reads what the client needs.
     ///
     /// # Errors
     /// When a file is missing or cannot be used, or there is no security.
     pub(crate) fn client_terms(&self, cipher: Cipher) -> Result<ClientTerms, TlsError> {
-        let provider = provider(cipher);
-        match self {
-            Self::Insecure => Err(TlsError::Insecure),
-            Self::Certificates(certificates) => {
-                let own = certificates.own(End::Client, &provider)?;
-                Ok(ClientTerms {
-                    trust: Trust::Certificates {
-                        chains: certificates.server_chains(&provider)?.into(),
-                        allow: allow(certificates),
-                    },
-                    certified: own.certified,
-                    shown: Shown::Certificate {
-                        path: own.path,
-                        names: own.names,
-                    },
-                    server_name: certificates.server_name.clone(),
-                    provider,
-                })
-            }
-            Self::Keys(keys) => Ok(ClientTerms::by_keys(provider, read_keys(keys)?)),
-            Self::OneTime { own, peer } => Ok(ClientTerms::by_keys(provider, one_time(own, *peer))),
-        }
+        self.terms(End::Client, cipher, Certificates::server_chains)
     }
 
-    /// Reads what the end that accepts needs.
+    /// Reads what the server needs.
     ///
     /// # Errors
     /// As [`Security::client_terms`].
     pub(crate) fn server_terms(&self, cipher: Cipher) -> Result<ServerTerms, TlsError> {
+        self.terms(End::Server, cipher, Certificates::client_chains)
+    }
+
+    fn terms<V: ?Sized>(
+        &self,
+        end: End,
+        cipher: Cipher,
+        chains: fn(&Certificates, &Arc<CryptoProvider>) -> Result<Chains<V>, TlsError>,
+    ) -> Result<Terms<V>, TlsError> {
         let provider = provider(cipher);
-        match self {
-            Self::Insecure => Err(TlsError::Insecure),
+        let mut server_name = None;
+        let (certified, shown, trust) = match self {
+            Self::Insecure => return Err(TlsError::Insecure),
             Self::Certificates(certificates) => {
-                let own = certificates.own(End::Server, &provider)?;
-                Ok(ServerTerms {
-                    trust: Trust::Certificates {
-                        chains: certificates.client_chains(&provider)?.into(),
-                        allow: allow(certificates),
-                    },
-                    certified: own.certified,
-                    shown: Shown::Certificate {
-                        path: own.path,
-                        names: own.names,
-                    },
-                    provider,
-                })
+                let own = certificates.own(end, &provider)?;
+                let (path, names) = (own.path, own.names);
+                let trust = Trust::Certificates {
+                    chains: chains(certificates, &provider)?.into(),
+                    allow: certificates.allow.clone().map(Arc::from),
+                };
+                server_name.clone_from(&certificates.server_name);
+                (own.certified, Shown::Certificate { path, names }, trust)
             }
-            Self::Keys(keys) => Ok(ServerTerms::by_keys(provider, read_keys(keys)?)),
-            Self::OneTime { own, peer } => Ok(ServerTerms::by_keys(provider, one_time(own, *peer))),
-        }
+            Self::Keys(keys) => {
+                let own = keys.own()?;
+                let trust = Trust::Keys(keys.all_trusted()?.into());
+                (own.certified, Shown::Key(own.public), trust)
+            }
+            Self::OneTime { own, peer } => {
+                let trust = Trust::Keys([(*peer).into()].into());
+                (own.certified(), Shown::Key(own.public()), trust)
+            }
+        };
+        Ok(Terms {
+            provider,
+            certified,
+            shown,
+            server_name,
+            trust,
+        })
     }
 }
 
 impl ClientTerms {
-    fn by_keys(provider: Arc<CryptoProvider>, keys: ReadKeys) -> Self {
-        Self {
-            provider,
-            certified: keys.certified,
-            shown: keys.shown,
-            server_name: None,
-            trust: Trust::Keys(keys.trusted),
-        }
-    }
-
     /// Makes `socket`, which has been dialled, a secured connection to `host`. When this returns, the server has accepted
     /// this end.
     ///
@@ -200,13 +184,6 @@ impl ClientTerms {
         Ok(config)
     }
 
-    /// Shows the public key of `other`, without having its secret half.
-    #[cfg(test)]
-    pub(super) fn show_key_of(&mut self, other: &Self) {
-        let shown = other.certified.cert.clone();
-        self.certified = Arc::new(CertifiedKey::new(shown, self.certified.key.clone()));
-    }
-
     /// The name that the server's certificate must be for. Keys have no names.
     fn name(&self, host: &str) -> Result<ServerName<'static>, TlsError> {
         let name = match &self.trust {
@@ -220,15 +197,6 @@ impl ClientTerms {
 }
 
 impl ServerTerms {
-    fn by_keys(provider: Arc<CryptoProvider>, keys: ReadKeys) -> Self {
-        Self {
-            provider,
-            certified: keys.certified,
-            shown: keys.shown,
-            trust: Trust::Keys(keys.trusted),
-        }
-    }
-
     /// Makes `socket`, which has been accepted, a secured connection. When this returns, the client has been told that it
     /// is welcome.
     ///
@@ -275,33 +243,6 @@ impl ServerTerms {
     }
 }
 
-fn allow(certificates: &Certificates) -> Option<Arc<[String]>> {
-    certificates.allow.clone().map(Arc::from)
-}
-
-struct ReadKeys {
-    certified: Arc<CertifiedKey>,
-    shown: Shown,
-    trusted: Arc<[Trusted]>,
-}
-
-fn read_keys(keys: &Keys) -> Result<ReadKeys, TlsError> {
-    let own = keys.own()?;
-    Ok(ReadKeys {
-        certified: own.certified,
-        shown: Shown::Key(own.public),
-        trusted: keys.all_trusted()?.into(),
-    })
-}
-
-fn one_time(own: &OneTimeKey, peer: PublicKey) -> ReadKeys {
-    ReadKeys {
-        certified: own.certified(),
-        shown: Shown::Key(own.public()),
-        trusted: [peer.into()].into(),
-    }
-}
-
 /// A connection could not even be begun.
 fn local(source: rustls::Error, peer: End) -> TlsError {
     TlsError::Handshake { peer, source }
@@ -340,29 +281,9 @@ impl Cipher {
     }
 }
 
-impl<V: ?Sized> Clone for Trust<V> {
-    fn clone(&self) -> Self {
-        match self {
-            Self::Certificates { chains, allow } => Self::Certificates {
-                chains: chains.clone(),
-                allow: allow.clone(),
-            },
-            Self::Keys(trusted) => Self::Keys(trusted.clone()),
-        }
-    }
-}
-
-impl fmt::Debug for ClientTerms {
+impl<V: ?Sized> fmt::Debug for Terms<V> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ClientTerms")
-            .field("shown", &self.shown)
-            .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for ServerTerms {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ServerTerms")
+        f.debug_struct("Terms")
             .field("shown", &self.shown)
             .finish_non_exhaustive()
     }
