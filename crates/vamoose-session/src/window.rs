@@ -31,7 +31,7 @@ pub struct Window {
 }
 
 /// Acknowledged copies whose buffers are used again.
-const MAX_SPARE: usize = 1 << 20;
+const MAX_SPARE: usize = 4 << 20;
 
 /// One frame that can be sent again.
 #[derive(Debug)]
