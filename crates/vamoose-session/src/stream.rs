@@ -1,5 +1,5 @@
-//! One end of a stream, without I/O, clock or threads: what has arrived, what is acknowledged, and what becomes of the
-//! stream when its connection breaks. Its user reports events and carries out what it asks for.
+//! One end of a stream as a state machine, without I/O, clock or threads. It tracks what has arrived and what is acknowledged, and
+//! decides what happens when the connection breaks. The caller reports events and carries out effects.
 //!
 //! ```text
 //!            events                                                      effects
@@ -11,12 +11,11 @@
 //!  on_timeout                └──────────────────────────────┘ next_timeout
 //! ```
 //!
-//! Payloads never pass through it. A user that has received a header reads the bytes to where they are wanted, sums them
-//! up meanwhile, and gives them to a reader only if [`StreamState::on_data`] says so. Frames that are to be sent are lent out of the
-//! window ([`Transmit`]), so that no lock is held while they go to the system.
+//! Received payloads never pass through the state. After a header the caller reads the payload into its destination, computes the
+//! checksum on the way, and delivers the payload only if [`StreamState::on_data`] returns true. Frames to be sent are lent out of
+//! the window ([`Transmit`]), so that no lock is held during a system call.
 //!
-//! Connections are numbered. An event of a connection that is not the current one changes nothing: what came on it comes
-//! again.
+//! Connections are numbered. Events of any connection but the current one are ignored: the peer sends those bytes again.
 //!
 //! # Timeouts
 //! | constant or setting | of | counted from | what it ends |
@@ -41,27 +40,27 @@ use crate::{
     window::{AcknowledgeError, Buffer, Frame, Loan, PushError, Sums, Window},
 };
 
-/// An end that has sent nothing for this long sends an acknowledgement.
+/// Idle time after which an end sends an acknowledgement.
 pub const HEARTBEAT: Duration = Duration::from_secs(1);
 
-/// A connection on which nothing came for this long is given up.
+/// Time without received bytes after which a connection is given up.
 pub const SILENCE: Duration = Duration::from_secs(4);
 
-/// How long the first connection of a stream, or one that is being attached, may take at least.
+/// Minimum time allowed for a stream's first connection, and for one that is being attached.
 pub const OPENING: Duration = Duration::from_secs(10);
 
-/// Received bytes after which the peer is told.
+/// Received bytes after which they are acknowledged.
 pub const TELL_EVERY: u64 = 256 << 10;
 
-/// Received bytes after which the peer is told if nothing more has come: its window may be full.
+/// Received bytes after which they are acknowledged if nothing more has come: the peer's window may be full.
 pub const TELL_IDLE: u64 = 4 << 10;
 
-/// Timeouts that users choose.
+/// Timeouts chosen by the caller.
 #[derive(Clone, Copy, Debug)]
 pub struct Timeouts {
-    /// How long a stream may be without progress before it is lost.
+    /// Time without progress after which the stream is lost.
     pub reconnect: Duration,
-    /// How long the peer may leave bytes unacknowledged while a writer waits.
+    /// Time without an acknowledgement after which a waiting writer fails.
     pub stall: Duration,
 }
 
@@ -77,14 +76,14 @@ pub struct StreamState {
     incoming: Incoming,
     link: Link,
     last_connection: ConnectionId,
-    /// Since when there was no progress; `None` while all is well.
+    /// Start of the current time without progress, if any.
     troubled: Option<Instant>,
-    /// Where a frame was corrupt last: what had been received, and acknowledged by the peer.
+    /// Position of the last corrupt frame: offsets received, and acknowledged by the peer.
     corrupt_at: Option<(u64, u64)>,
     was_up: bool,
-    /// Attempts to attach a connection that are under way.
+    /// Number of running attempts to attach a connection.
     attaching: usize,
-    /// No user is left: what was finished still goes out.
+    /// The caller has dropped the stream: a finished stream is still delivered.
     is_abandoned: bool,
     allowance: Allowance,
     effects: Effects,
@@ -93,22 +92,22 @@ pub struct StreamState {
 /// The direction from the peer.
 #[derive(Debug)]
 struct Incoming {
-    /// All bytes before this offset have come, and were right.
+    /// Offset up to which everything has arrived intact.
     received: u64,
-    /// What of it the peer has been told.
+    /// Offset up to which the peer has been sent an acknowledgement.
     told: u64,
     wants_tell: bool,
-    /// A frame of data whose header has come, and whose bytes have not.
+    /// Data frame whose header has arrived and whose payload has not.
     announced: Option<Header>,
     has_ended: bool,
 }
 
-/// What carries the stream.
+/// Connection of a stream.
 #[derive(Clone, Debug)]
 pub enum Link {
     /// This connection.
     Up(ConnectionId),
-    /// None, as the last one ended for this reason.
+    /// No connection: the last one ended for this reason.
     Down {
         /// Why.
         cause: Arc<str>,
@@ -117,33 +116,33 @@ pub enum Link {
     Closed(StreamError),
 }
 
-/// What a user has to do.
+/// Work for the caller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Effects {
-    /// Shut the connection down that was the current one.
+    /// Shut down the connection that was current.
     pub disconnect: bool,
-    /// Find another connection, if this end is the one that dials.
+    /// Find another connection, if this end is the client.
     pub reconnect: bool,
     /// The stream has ended: forget it.
     pub ended: bool,
-    /// This end has given the stream up: send [`StreamState::abort`] before the connection is shut down.
+    /// This end has given up the stream: send [`StreamState::abort`] before the connection is shut down.
     pub abort: bool,
     /// Wake threads that wait for a connection, room or the end.
     pub changed: bool,
-    /// A frame without its checksum has come.
+    /// A frame with a wrong checksum has arrived.
     pub corrupt: bool,
 }
 
-/// What a header brings.
+/// Meaning of a received header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Came {
-    /// Bytes follow: read them, and then call [`StreamState::on_data`].
+    /// A payload follows: read it, and then call [`StreamState::on_data`].
     Data(Header),
-    /// How much the peer has received.
+    /// The peer acknowledges what it has received.
     Acknowledgement,
     /// The stream's end.
     End,
-    /// Nothing of use: the connection is not the current one, or not any more.
+    /// Ignored: the connection is not the current one, or no longer.
     Nothing,
 }
 
@@ -156,14 +155,14 @@ pub struct Transmit {
     offset: u64,
 }
 
-/// When a writer's peer has acknowledged something last.
+/// Progress of the peer while a writer waits.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress {
     acknowledged: u64,
     since: Instant,
 }
 
-/// Why a stream of a session is of no use any more.
+/// Why a stream has ended.
 #[derive(Clone, Debug, Error)]
 #[allow(missing_docs, reason = "the messages say it")]
 #[non_exhaustive]
@@ -193,7 +192,7 @@ pub enum StreamError {
     Stalled { seconds: u64 },
 }
 
-/// A frame that was changed on its way.
+/// A frame changed in transit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum Corruption {
@@ -210,7 +209,7 @@ pub enum Corruption {
     },
 }
 
-/// What a correct peer does not send.
+/// Violation of the protocol by the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum Violation {
@@ -223,7 +222,7 @@ pub enum Violation {
 }
 
 impl StreamState {
-    /// A stream without a connection, which begins at offset `first` in both directions.
+    /// A stream without a connection. Both directions begin at offset `first`.
     pub fn new(first: u64, timeouts: Timeouts, now: Instant) -> Self {
         Self {
             timeouts,
@@ -249,12 +248,12 @@ impl StreamState {
         }
     }
 
-    /// What the user has to do since the last call.
+    /// Takes the work that has accumulated since the last call.
     pub fn take_effects(&mut self) -> Effects {
         mem::take(&mut self.effects)
     }
 
-    /// What carries the stream.
+    /// Connection of the stream.
     pub fn link(&self) -> &Link {
         &self.link
     }
@@ -277,21 +276,21 @@ impl StreamState {
         }
     }
 
-    /// How long a writer waits for its peer.
+    /// Sets the time that a writer waits for its peer.
     pub fn set_stall_timeout(&mut self, timeout: Duration) {
         self.timeouts.stall = timeout;
     }
 
-    /// How long a writer waits for its peer.
+    /// Time that a writer waits for its peer.
     pub fn stall_timeout(&self) -> Duration {
         self.timeouts.stall
     }
 
     // Connections.
 
-    /// Another connection is to take the place of the current one, if there is one; [`end_attach`](Self::end_attach) must follow.
-    /// Before the peer is told [`received`](Self::received), the user must have ended all reads of the old one. False if the
-    /// stream has ended: then nothing must follow.
+    /// Begins to replace the current connection, if there is one. Returns false if the stream has ended; otherwise
+    /// [`end_attach`](Self::end_attach) must follow. The caller must end all reads of the old connection before it tells the peer
+    /// [`received`](Self::received).
     pub fn begin_attach(&mut self, now: Instant) -> bool {
         if self.is_closed() {
             return false;
@@ -301,27 +300,27 @@ impl StreamState {
         true
     }
 
-    /// The current connection, if there is one, is being replaced, which is no loss: nothing more is received on it.
+    /// Detaches the current connection, if there is one, without counting this as a loss. Nothing more is received on it.
     pub fn detach(&mut self, now: Instant) {
         if let Link::Up(_) = self.link {
             self.go_down("another connection takes its place".into(), now);
         }
     }
 
-    /// An attempt to attach a connection is over.
+    /// Ends an attempt to attach a connection.
     pub fn end_attach(&mut self) {
         self.attaching = self.attaching.saturating_sub(1);
     }
 
-    /// The peer resumes and has received this much.
+    /// Takes the offset from which a resuming peer wants to go on.
     ///
     /// # Errors
-    /// When it cannot have.
+    /// When the peer cannot have received that much.
     pub fn accepts(&mut self, peer_has: u64) -> Result<(), AcknowledgeError> {
         self.acknowledge(peer_has)
     }
 
-    /// A connection carries the stream from now on: all that is not acknowledged is sent on it. `None` if the stream has ended.
+    /// Attaches a connection, on which everything unacknowledged is sent again. `None` if the stream has ended.
     pub fn on_connection(&mut self) -> Option<ConnectionId> {
         if self.is_closed() {
             return None;
@@ -339,7 +338,7 @@ impl StreamState {
         Some(self.last_connection)
     }
 
-    /// A connection is of no use any more.
+    /// Reports the loss of a connection.
     pub fn on_connection_lost(&mut self, connection: ConnectionId, cause: &str, now: Instant) {
         if !self.is_carried_by(connection) {
             return;
@@ -374,7 +373,7 @@ impl StreamState {
         self.link = Link::Closed(reason);
     }
 
-    /// No user is left: the stream stays until the peer has what was finished, else it is given up.
+    /// Reports that the caller has dropped the stream. A finished stream stays until the peer has all of it; others are given up.
     pub fn abandon(&mut self) {
         self.is_abandoned = true;
         if !self.window.has_ended() || self.is_done() {
@@ -382,12 +381,12 @@ impl StreamState {
         }
     }
 
-    /// Whether no user is left: data that still comes is dropped.
+    /// Whether the caller has dropped the stream: data that still arrives is dropped.
     pub fn is_abandoned(&self) -> bool {
         self.is_abandoned
     }
 
-    /// When the stream is lost, if it gets no connection.
+    /// Time at which the stream is lost unless it gets a connection.
     pub fn next_timeout(&self, now: Instant) -> Option<Instant> {
         match self.link {
             Link::Down { .. } => self.troubled.unwrap_or(now).checked_add(self.limit()),
@@ -395,7 +394,7 @@ impl StreamState {
         }
     }
 
-    /// How long the stream may be without progress.
+    /// Time that the stream may be without progress.
     fn limit(&self) -> Duration {
         match self.was_up && self.attaching == 0 {
             true => self.timeouts.reconnect,
@@ -403,7 +402,7 @@ impl StreamState {
         }
     }
 
-    /// Time has passed. `seen` is what the current connection has seen, if there is one.
+    /// Reports that time has passed. `seen` is the state of the current connection, if there is one.
     pub fn on_timeout(&mut self, now: Instant, seen: Option<Seen>) {
         if let Link::Down { cause } = &self.link {
             let since = *self.troubled.get_or_insert(now);
@@ -429,7 +428,7 @@ impl StreamState {
 
     // Receiving.
 
-    /// All bytes before this offset have come, and were right.
+    /// Offset up to which everything has arrived intact.
     pub fn received(&self) -> u64 {
         self.incoming.received
     }
@@ -458,7 +457,7 @@ impl StreamState {
         self.incoming.received.saturating_sub(self.incoming.told)
     }
 
-    /// A header has come. `path` names what carries the connection, for messages.
+    /// Reports a received header. `path` names the connection in messages.
     pub fn on_header(
         &mut self,
         connection: ConnectionId,
@@ -512,8 +511,8 @@ impl StreamState {
         }
     }
 
-    /// The bytes behind the last header have come; `sum` is their CRC-32C, if they are checked. Whether they are right: if not,
-    /// nobody may see them.
+    /// Reports the payload of the last header; `sum` is its CRC-32C, if payloads are checked. Returns whether the payload is intact:
+    /// otherwise the caller must not deliver it.
     pub fn on_data(
         &mut self,
         connection: ConnectionId,
@@ -557,7 +556,7 @@ impl StreamState {
         now: Instant,
     ) -> Came {
         self.effects.corrupt = true;
-        // A peer that only acknowledges stays at its offset: then these tell whether it is the same frame again.
+        // The offset of a peer that only acknowledges does not change; acknowledgements tell its frames apart.
         let acknowledged = match corruption {
             Corruption::Header(_) => self.window.acknowledged(),
             Corruption::Bytes { .. } => 0,
@@ -574,23 +573,23 @@ impl StreamState {
 
     // Sending.
 
-    /// The peer has all before this offset.
+    /// Offset up to which the peer has acknowledged.
     pub fn acknowledged(&self) -> u64 {
         self.window.acknowledged()
     }
 
-    /// Bytes that the peer has not acknowledged.
+    /// Number of unacknowledged bytes.
     pub fn unacknowledged(&self) -> usize {
         self.window.unacknowledged()
     }
 
-    /// Whether the peer has all that was written.
+    /// Whether the peer has acknowledged everything written.
     pub fn is_done(&self) -> bool {
         self.window.is_empty()
     }
 
-    /// Whether the end was written and the stream is lost before the peer has acknowledged all. A stream that one of the ends has
-    /// given up, or that has ended at the peer, is not lost.
+    /// Whether a finished stream was lost before the peer acknowledged all of it. A stream given up by either end, or ended at the
+    /// peer, is not lost.
     pub fn is_undelivered(&self) -> bool {
         let is_lost = match &self.link {
             Link::Closed(StreamError::Refused { refusal, .. }) => *refusal != Refusal::Ended,
@@ -608,13 +607,13 @@ impl StreamState {
         Ok(())
     }
 
-    /// Whether `len` bytes more may be written now, of which `bounds` are not acknowledged at most.
+    /// Whether `len` more bytes may be written now. `bounds` limit the unacknowledged bytes.
     pub fn has_room(&self, len: usize, bounds: Bounds) -> bool {
         let unacknowledged = self.unacknowledged();
         unacknowledged == 0 || unacknowledged + len <= self.allowance.limit(bounds)
     }
 
-    /// The connection's round trip, asked for now and then: the window follows what is delivered in one.
+    /// Reports the connection's round-trip time. The window follows the bytes delivered per round trip.
     pub fn on_round_trip(&mut self, round_trip: Duration, now: Instant) {
         self.allowance
             .follow(self.window.acknowledged(), round_trip, now);
@@ -628,7 +627,7 @@ impl StreamState {
         }
     }
 
-    /// Whether the peer has acknowledged nothing for the stall timeout, since when a writer waits. Then the stream has ended.
+    /// Whether the peer has acknowledged nothing for the stall timeout while a writer waited. If so, the stream has ended.
     /// A peer without a connection does not stall.
     pub fn is_stalled(&mut self, progress: &mut Progress, now: Instant) -> bool {
         let is_up = matches!(self.link, Link::Up(_));
@@ -672,7 +671,7 @@ impl StreamState {
         self.window.push_end()
     }
 
-    /// The next frames to be sent on `connection`, or an acknowledgement that is due. Only when the frames before were given back.
+    /// The next frames to be sent on `connection`, or an acknowledgement that is due. Earlier frames must have been given back.
     pub fn poll_transmit(&mut self, connection: ConnectionId) -> Option<Transmit> {
         if !self.is_carried_by(connection) {
             return None;
@@ -704,7 +703,7 @@ impl StreamState {
         }
     }
 
-    /// Frames have been sent whole, or not: then their connection must be reported as lost, too.
+    /// Takes frames back. If they were not sent completely, the caller must also report their connection as lost.
     pub fn on_transmitted(&mut self, transmit: Transmit, is_sent: bool) {
         self.window.give_back(transmit.loan);
         if is_sent {
@@ -712,7 +711,7 @@ impl StreamState {
         }
     }
 
-    /// The frame which tells the peer that the stream was given up.
+    /// The frame that tells the peer that the stream was given up.
     pub fn abort(&self) -> [u8; HEADER_LEN] {
         Header::empty(Kind::Abort, self.window.unsent(), 0).encode()
     }
@@ -741,43 +740,43 @@ impl Transmit {
     }
 }
 
-/// What a connection has seen.
+/// Observed state of a connection.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen {
-    /// Which.
+    /// The connection.
     pub connection: ConnectionId,
-    /// How long nothing has come.
+    /// Time since the last received byte.
     pub silent_for: Duration,
-    /// How long nothing was sent.
+    /// Time since the last sent byte.
     pub idle_for: Duration,
-    /// Whether bytes have come that nobody has read yet: they are a sign of life.
+    /// Whether received bytes wait to be read: a sign of life.
     pub has_unread: bool,
 }
 
 impl Seen {
-    /// Whether the connection is to be given up.
+    /// Whether the connection must be given up.
     pub fn is_silent(&self) -> bool {
         self.silent_for > SILENCE && !self.has_unread
     }
 }
 
-/// The most bytes that a stream may have unacknowledged.
+/// Limits of a stream's unacknowledged bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     /// On any link.
     pub usual: usize,
-    /// On a link that is fast and long. Those of all streams together are the session's.
+    /// On a fast and long link. All streams together stay within the session's window.
     pub most: usize,
 }
 
-/// How much a stream may have unacknowledged: twice what is delivered in a round trip, within [`Bounds`].
+/// Size of the window: twice the bytes delivered in a round trip, within [`Bounds`].
 #[derive(Debug, Default)]
 struct Allowance {
     wanted: usize,
     last: Option<(u64, Instant)>,
 }
 
-/// A rate is measured over this time at least.
+/// Minimum time over which a rate is measured.
 const INTERVAL: Duration = Duration::from_millis(400);
 
 impl Allowance {
@@ -799,7 +798,7 @@ impl Allowance {
         let wanted = usize::try_from(in_a_trip)
             .unwrap_or(usize::MAX)
             .saturating_mul(2);
-        // A link that is slow for a moment need not have become slow.
+        // A link may be slow for a moment only.
         self.wanted = wanted.max(self.wanted - self.wanted / 4);
     }
 }

@@ -1,5 +1,4 @@
-//! The bytes of one direction of a stream that were written and not acknowledged yet: what is sent again on the next
-//! connection.
+//! Written and unacknowledged bytes of one direction of a stream. They are sent again on the next connection.
 
 use std::{collections::VecDeque, mem};
 
@@ -15,11 +14,11 @@ pub type Buffer = Box<[u8]>;
 #[derive(Debug)]
 pub struct Window {
     frames: VecDeque<Frame>,
-    /// Where the first frame begins: the peer has all before.
+    /// Offset of the first frame: the peer has everything before it.
     acknowledged: u64,
-    /// Where the first frame begins that has not been lent for the current connection.
+    /// Offset of the first frame that has not been lent for the current connection.
     unsent: u64,
-    /// Where the next frame will begin.
+    /// Offset of the next frame.
     next: u64,
     /// Whether the stream has ended.
     has_ended: bool,
@@ -77,7 +76,7 @@ pub enum PushError {
     TooLong,
 }
 
-/// A peer acknowledges what it cannot have.
+/// A peer acknowledges bytes that it cannot have.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error(
     "the peer acknowledges byte {received}, which is no end of a frame between {acknowledged} and {next}"
@@ -109,7 +108,7 @@ impl Window {
         usize::try_from(self.next - self.acknowledged).unwrap_or(usize::MAX)
     }
 
-    /// Whether all that was written has been acknowledged, the stream's end too.
+    /// Whether everything written has been acknowledged, including the stream's end.
     pub fn is_empty(&self) -> bool {
         self.frames.is_empty()
     }
@@ -134,7 +133,7 @@ impl Window {
         self.unsent
     }
 
-    /// A new connection: all that is not acknowledged is to be sent on it.
+    /// Makes all unacknowledged frames due again, for a new connection.
     pub fn rewind(&mut self) {
         self.unsent = self.acknowledged;
     }
@@ -163,7 +162,7 @@ impl Window {
         Some(loan)
     }
 
-    /// Takes frames back that were lent. They may have been acknowledged meanwhile.
+    /// Takes lent frames back. They may have been acknowledged meanwhile.
     pub fn give_back(&mut self, loan: Loan) {
         for lent in loan.frames.into_iter().flatten() {
             let offset = lent.header.offset;
@@ -240,7 +239,7 @@ impl Window {
         Ok(())
     }
 
-    /// The peer has all bytes before `received`; true if that is news.
+    /// Releases everything before `received`. Returns whether anything was released.
     ///
     /// # Errors
     /// When `received` is neither the end of a frame in the window nor what was acknowledged last.

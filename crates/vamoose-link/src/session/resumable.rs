@@ -1,6 +1,6 @@
-//! A stream of a session: bytes in both directions that go on over the next connection when one breaks.
+//! Drives a session stream: bytes in both directions that continue over the next connection when one breaks.
 //!
-//! What happens is decided by [`StreamState`]; this is its driver. Threads that read and write do the work:
+//! [`StreamState`] decides; the threads that read and write carry out its effects:
 //!
 //! ```text
 //!  reader ── incoming (lock) ── read ──> on_header, on_data ─┐                     ┌─> effects: shut down, dial, wake
@@ -8,8 +8,8 @@
 //!  writer ── write_packet ── outgoing (lock) ── send <───────┘                     └─> frames that are lent
 //! ```
 //!
-//! `incoming` and `outgoing` are held while bytes go; `core` never is. The order is `attaching`, `incoming`, `outgoing`,
-//! `core`; with `core` held, `incoming` is only tried. A writer that waits for room reads acknowledgements itself, unless a reader does.
+//! `incoming` and `outgoing` are held during I/O; `core` never is. The lock order is `attaching`, `incoming`, `outgoing`,
+//! `core`; with `core` held, `incoming` is only tried. A writer that waits for room reads acknowledgements itself unless a reader does.
 
 use std::{
     fmt, io,
@@ -36,11 +36,11 @@ use super::{
 };
 use crate::{chain, left, lock, memory::Left, timeouts::LOOK};
 
-/// What a user of a stream holds. Dropping it ends the stream: what was written before
-/// [`finish`](crate::Stream::finish) still arrives, and the peer does not take the stream for given up.
+/// User's handle of a stream. Dropping it ends the stream. If [`finish`](crate::Stream::finish) was called, everything written
+/// before still arrives.
 pub struct Resumable(Arc<ResumableStream>);
 
-/// A stream, whoever uses it.
+/// A stream, shared by its users and its session.
 pub(crate) struct ResumableStream {
     pub(crate) number: u32,
     session: Arc<Session>,
@@ -50,26 +50,26 @@ pub(crate) struct ResumableStream {
     outgoing: Mutex<Option<(ConnectionId, Sender)>>,
     core: Mutex<Core>,
     changed: Condvar,
-    /// A server has passed it on to its user, or is about to.
+    /// The server has passed the stream on to its user, or is about to.
     is_introduced: AtomicBool,
     /// A worn connection is being replaced.
     is_replacing: AtomicBool,
 }
 
-/// The state, and what goes with it.
+/// The state and what its lock protects besides.
 struct Core {
     state: StreamState,
-    /// The one that carries the stream.
+    /// The current connection.
     connection: Option<(ConnectionId, Arc<Connection>)>,
-    /// Threads that wait for the peer.
+    /// Number of threads waiting for the peer.
     waiting: usize,
-    /// How often a reader has let go of the incoming half.
+    /// How often a reader has released the incoming half.
     turns: u64,
     /// On which connection an acknowledgement could not be sent, and why.
     broken: Option<(ConnectionId, io::Error)>,
 }
 
-/// What a stream's failure is to those who read and write it.
+/// Error of reads and writes on a stream that has ended.
 fn to_io(error: &StreamError) -> io::Error {
     let kind = match error {
         StreamError::ShutDown => io::ErrorKind::NotConnected,
@@ -106,7 +106,7 @@ impl Drop for Resumable {
 }
 
 impl ResumableStream {
-    /// A stream without a connection, which is about to get one.
+    /// A stream that waits for its first connection.
     pub(crate) fn new(number: u32, session: Arc<Session>, stall_timeout: Duration) -> Self {
         let timeouts = Timeouts {
             reconnect: session.config.reconnect_timeout,
@@ -180,12 +180,12 @@ impl ResumableStream {
         Ok(wanted - left.bytes())
     }
 
-    /// The checksum of pages that came with what was read last.
+    /// Checksum of the pages in the frame read last.
     pub(crate) fn pages(&self) -> Option<u32> {
         lock(&self.incoming).pages()
     }
 
-    /// Waits until whole bytes can be read without waiting, or the stream has ended.
+    /// Waits until intact bytes can be read at once, or the stream has ended.
     pub(crate) fn wait_for_first(self: &Arc<Self>) -> io::Result<()> {
         self.receive(&mut Target::Own(&mut []), Patience::Stall(None))
             .map(drop)
@@ -249,7 +249,7 @@ impl ResumableStream {
                 if !lock(&self.core).state.is_carried_by(id) {
                     return Err(Failure::Absent);
                 }
-                // In the middle of a frame the peer's own patience decides.
+                // In the middle of a frame the connection's timeouts decide.
                 match patience.has_ended() && announced.is_none() {
                     true => Err(Failure::Stalled),
                     false => Ok(()),
@@ -314,7 +314,7 @@ impl ResumableStream {
         is_right
     }
 
-    /// The incoming half, for a reader or for one that only collects acknowledgements.
+    /// Locks the incoming half, for a reader or for a thread that only collects acknowledgements.
     fn incoming(&self, is_reader: bool) -> IncomingGuard<'_> {
         self.guarded(lock(&self.incoming), is_reader)
     }
@@ -343,8 +343,7 @@ impl ResumableStream {
         }
     }
 
-    /// Reads what has come of acknowledgements, unless a reader does; waits for one if nothing is there. False if only a reader
-    /// can go on.
+    /// Reads pending acknowledgements unless a reader does; waits for one if there is none. False if only a reader can go on.
     fn collect(self: &Arc<Self>, timeout: Duration) -> bool {
         let incoming = self.try_incoming();
         incoming.is_some_and(|mut incoming| self.collect_from(&mut incoming, timeout))
@@ -368,13 +367,13 @@ impl ResumableStream {
                 return !(has_ended && waits);
             }
             wait = Duration::ZERO;
-            // What has come of a frame that nobody reads is not kept: it comes again.
+            // A partial frame that nobody reads is not kept: the peer sends it again.
             let mut stalled = || match is_dropped {
                 true => Err(Failure::Connection(io::ErrorKind::TimedOut.into())),
                 false => Err(Failure::Stalled),
             };
             let result = match announced {
-                // Nobody reads any more: what still comes is dropped.
+                // The user has dropped the stream: its data is dropped.
                 Some(header) => {
                     let mut nowhere = [0; 4096];
                     let mut target = Target::Own(&mut nowhere);
@@ -402,7 +401,7 @@ impl ResumableStream {
 
     // Writing.
 
-    /// Writes `head` and then a copy of the guest's pages: what is sent again must be what was sent.
+    /// Writes `head` and a copy of the guest's pages: frames sent again must not have changed.
     pub(crate) fn send_memory(
         self: &Arc<Self>,
         head: &[u8],
@@ -447,7 +446,7 @@ impl ResumableStream {
             return self.write_both(head, &payload[..len.min(payload.len())]);
         }
         let check = self.session.config.check;
-        // While the window may be full: the processor has the bytes.
+        // Before waiting for room: the bytes are in a cache.
         let sums = Sums {
             check: check.then(|| crc32c::crc32c(&payload[..len])),
             pages: pages.filter(|_| check),
@@ -455,7 +454,7 @@ impl ResumableStream {
         let head_sums = Sums::of(head, check);
         self.write(head.len() + len, |state| {
             state.write_copy(head, head_sums)?;
-            // A buffer is kept as a whole, so that a small payload would take more room than the window counts: twice at most.
+            // The window keeps whole buffers: a payload must fill at least half of its buffer.
             match len >= SWAP && len >= payload.len() / 2 {
                 true => state.write_buffer(payload, len, sums),
                 false => state.write_copy(&payload[..len], sums),
@@ -468,7 +467,7 @@ impl ResumableStream {
         let _ = self.write(0, StreamState::finish);
     }
 
-    /// Puts frames of `len` bytes together into the window, once there is room, and sends them.
+    /// Waits for room for `len` bytes, pushes frames into the window, and sends them.
     fn write(
         self: &Arc<Self>,
         len: usize,
@@ -511,8 +510,8 @@ impl ResumableStream {
         }
     }
 
-    /// Waits until the state may have changed: reads acknowledgements, unless a reader does. `seen_turn` is at which of the
-    /// readers' turns only a reader could go on.
+    /// Waits until the state may have changed: reads acknowledgements unless a reader does. `seen_turn` is the reader's turn at
+    /// which only a reader could go on.
     fn wait_for_peer<'a>(
         self: &'a Arc<Self>,
         mut core: MutexGuard<'a, Core>,
@@ -535,7 +534,7 @@ impl ResumableStream {
         waited.unwrap_or_else(PoisonError::into_inner).0.waiting -= 1;
     }
 
-    /// Sends all that is to be sent. A failure costs the connection and no more.
+    /// Sends all frames that are due. A failure only costs the connection.
     fn send(self: &Arc<Self>) {
         let mut outgoing = lock(&self.outgoing);
         self.send_on(&mut outgoing);
@@ -557,14 +556,14 @@ impl ResumableStream {
             });
             (lock(&self.core).state).on_transmitted(transmit, result.is_ok());
             if let Err(error) = result {
-                // Nothing may follow a part of a frame.
+                // Nothing may follow a partial frame.
                 *outgoing = None;
                 self.lost(id, &error);
             }
         }
     }
 
-    /// The kernel has taken nothing for a while: whether to go on.
+    /// Called when the kernel has taken nothing for a while. An error ends the send.
     fn blocked(
         self: &Arc<Self>,
         id: ConnectionId,
@@ -586,7 +585,7 @@ impl ResumableStream {
         }
     }
 
-    /// Sends an acknowledgement that is due, if that needs no wait. One that holds `outgoing` looks for it when it lets go.
+    /// Sends a due acknowledgement if that does not block. The holder of `outgoing` checks again after releasing it.
     fn acknowledge(self: &Arc<Self>) {
         while lock(&self.core).state.wants_to_acknowledge() {
             let mut outgoing = match self.outgoing.try_lock() {
@@ -606,7 +605,7 @@ impl ResumableStream {
             let result = sender.send(&transmit, &mut || Err(io::ErrorKind::TimedOut.into()));
             (lock(&self.core).state).on_transmitted(transmit, result.is_ok());
             if let Err(error) = result {
-                // Nothing may follow a part of a frame. A reader finds the reason, if the peer has given one; else it is this.
+                // Nothing may follow a partial frame. A reader finds the peer's reason, if there is one; otherwise this is the reason.
                 sender.connection().shut_down();
                 lock(&self.core).broken = Some((*id, error));
                 *outgoing = None;
@@ -617,7 +616,7 @@ impl ResumableStream {
 
     // What becomes of the stream.
 
-    /// Lets something happen to the state, and carries out what follows.
+    /// Applies an event to the state and carries out the effects.
     fn update<T>(self: &Arc<Self>, event: impl FnOnce(&mut StreamState) -> T) -> T {
         let mut core = lock(&self.core);
         let result = event(&mut core.state);
@@ -679,7 +678,7 @@ impl ResumableStream {
         self.update(|state| state.close(reason));
     }
 
-    /// Tells the peer that the stream was given up, if that takes no wait: else it finds out when it dials.
+    /// Tells the peer that the stream was given up, if that does not block. Otherwise the peer learns it on its next dial.
     fn abort(&self, id: ConnectionId) {
         let Ok(mut outgoing) = self.outgoing.try_lock() else {
             return;
@@ -696,7 +695,7 @@ impl ResumableStream {
         }
     }
 
-    /// Waits for a connection while there is none. False when it has not come while the reader would wait.
+    /// Waits for a connection. False when `patience` has ended before one was there.
     fn wait_up(self: &Arc<Self>, patience: Patience) -> io::Result<bool> {
         let mut core = lock(&self.core);
         loop {
@@ -724,7 +723,7 @@ impl ResumableStream {
         }
     }
 
-    /// Waits until the peer has all that was written; false if that takes too long, or the stream ends before.
+    /// Waits until the peer has everything written. False after `timeout`, or if the stream ends before.
     pub(crate) fn drain(self: &Arc<Self>, timeout: Duration) -> bool {
         let began = Instant::now();
         let mut seen_turn = None;
@@ -738,7 +737,7 @@ impl ResumableStream {
         }
     }
 
-    /// Regular work: heartbeats, acknowledgements that nobody reads, silence, and the end of what was dropped.
+    /// Periodic work: heartbeats, acknowledgements that no reader collects, silence, the end of dropped streams.
     pub(crate) fn look_after(self: &Arc<Self>) {
         let carrier = lock(&self.core).connection.clone();
         let seen = carrier.as_ref().map(|(id, connection)| Seen {
@@ -775,18 +774,18 @@ impl ResumableStream {
         Some(core.connection.as_ref()?.1.clone())
     }
 
-    /// What carries the stream now, for messages.
+    /// Name of the current connection, for messages.
     pub(crate) fn carrier(&self) -> String {
         self.connection()
             .map_or_else(|| self.session.peer.clone(), |it| it.name.clone())
     }
 
-    /// The round trip of the connection that carries the stream now.
+    /// Round-trip time of the current connection.
     pub(crate) fn round_trip(&self) -> Option<Duration> {
         self.connection()?.round_trip()
     }
 
-    /// The path that carries it, if one does.
+    /// Path of the current connection, if there is one.
     pub(crate) fn path(&self) -> Option<usize> {
         Some(self.connection()?.path)
     }
@@ -818,7 +817,7 @@ impl ResumableStream {
         !self.is_introduced.swap(true, Ordering::AcqRel)
     }
 
-    /// Whether its connection should be replaced soon, and nobody does it yet. Then the caller must, and say so by
+    /// Claims the replacement of a worn connection. If true, the caller must replace it and then call
     /// [`replaced`](Self::replaced).
     pub(crate) fn wants_replacement(&self) -> bool {
         let is_worn = self.connection().is_some_and(|it| it.is_worn());
@@ -829,12 +828,12 @@ impl ResumableStream {
         self.is_replacing.store(false, Ordering::Release);
     }
 
-    /// Begins to put another connection in the place of the one there is, if there is one: from here on nothing more is
-    /// received, so that what the peer is told stays true. The old one is ended before, or, if it works, when the new one
-    /// is there: its end would look like a failure to the peer. `None` if the stream has ended.
+    /// Begins to replace the current connection, if there is one. From here on nothing more is received on it, so that the offset
+    /// told to the peer stays true. A lost connection is ended now; a working one when its successor is attached, as its end would
+    /// look like a failure to the peer. `None` if the stream has ended.
     pub(crate) fn attach(self: &Arc<Self>, old: Old) -> Option<Attaching<'_>> {
-        // Before the turn: a thread that still sends again on the old one would keep it until it is found silent. And the state knows
-        // before the connection ends, so that its end is no loss.
+        // Before `attaching` is locked: a thread that still resends on the old connection would hold the lock until the connection is
+        // found silent. The state changes before the connection ends, so that its end is no loss.
         let mut core = lock(&self.core);
         if !core.state.begin_attach(Instant::now()) {
             return None;
@@ -862,7 +861,7 @@ impl ResumableStream {
         (!self.is_closed()).then_some(attaching)
     }
 
-    /// Takes the connection off that carries the stream, if one does.
+    /// Detaches the current connection, if there is one.
     fn detach(&self, mut core: MutexGuard<'_, Core>) -> Option<Arc<Connection>> {
         core.state.detach(Instant::now());
         // They are carried out here.
@@ -874,12 +873,12 @@ impl ResumableStream {
     }
 }
 
-/// The connection that is replaced by another one.
+/// Whether a connection that is being replaced still works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Old {
-    /// It is lost, or seems so to the peer.
+    /// Lost, or so it seems to the peer.
     IsLost,
-    /// It works until then.
+    /// Works until its successor is attached.
     Works,
 }
 
@@ -913,7 +912,7 @@ impl DerefMut for IncomingGuard<'_> {
     }
 }
 
-/// Threads that wait for the peer hear when the incoming half is let go.
+/// Wakes threads that wait for the peer when the incoming half is released.
 struct Turn<'a> {
     stream: &'a ResumableStream,
     is_reader: bool,
@@ -929,12 +928,12 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// How long a reader waits for bytes; for ever where no end is set.
+/// How long a reader waits for bytes; forever without an end.
 #[derive(Clone, Copy)]
 enum Patience {
-    /// Then the peer has stalled. It is set once there is a connection: a peer without one has not.
+    /// Until the peer has stalled. Counted from when there is a connection: a peer without one does not stall.
     Stall(Option<Instant>),
-    /// Then the reader has something else to do.
+    /// Until the reader has something else to do.
     Until(Option<Instant>),
 }
 
@@ -949,23 +948,23 @@ impl Patience {
     }
 }
 
-/// Unacknowledged bytes from which on a writer looks for acknowledgements.
+/// Unacknowledged bytes from which a writer collects acknowledgements.
 const COLLECT: usize = 256 << 10;
 
-/// What is copied into one frame together.
+/// Limit up to which head and tail are copied into one frame.
 const SMALL: usize = 64 << 10;
 
-/// Payloads from this length on are not copied.
+/// Payloads of at least this length are not copied.
 const SWAP: usize = 128 << 10;
 
-/// What longer writes are cut into.
+/// Frame length into which longer writes are split.
 const PIECE: usize = 512 << 10;
 
-/// A stream that is between two connections.
+/// A stream between two connections.
 pub(crate) struct Attaching<'a> {
     stream: &'a Arc<ResumableStream>,
     pub(crate) received: u64,
-    /// Kept until the peer knows the new one.
+    /// Kept until the peer knows the new connection.
     replaced: Option<Arc<Connection>>,
     _turn: MutexGuard<'a, ()>,
 }
@@ -980,12 +979,12 @@ impl Drop for Attaching<'_> {
 }
 
 impl Attaching<'_> {
-    /// Whether the stream can go on with a peer that has received this much.
+    /// Whether the stream can continue with a peer that has received this much.
     pub(crate) fn accepts(&self, peer_has: u64) -> Result<(), AcknowledgeError> {
         self.stream.update(|state| state.accepts(peer_has))
     }
 
-    /// Goes on over a new connection, and sends again what the peer does not have.
+    /// Continues over a new connection and sends again what the peer does not have.
     pub(crate) fn go_on(mut self, receiver: Receiver, sender: Sender) {
         let stream = self.stream;
         let connection = sender.connection().clone();
@@ -1001,7 +1000,7 @@ impl Attaching<'_> {
         *outgoing = Some((id, sender));
         core.connection = Some((id, connection));
         stream.carry_out(core);
-        // Readers go on meanwhile, so that two ends that both send again do not wait for each other.
+        // Readers go on meanwhile: two ends that both resend must not wait for each other.
         drop(incoming);
         if let Some(replaced) = self.replaced.take() {
             replaced.shut_down();
