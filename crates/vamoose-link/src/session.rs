@@ -72,15 +72,15 @@ pub struct SessionConfig {
     pub window: usize,
     /// The most bytes for pages that were sent or received, for differences to them; 0 for none.
     pub page_cache: usize,
-    /// Where they come from: there may be fewer, or none.
+    /// Source of that memory, which may grant less, or none.
     pub page_caches: PageCaches,
 }
 
 impl SessionConfig {
-    /// A session of ends that authenticate each other by `security`, everything else by default.
+    /// Defaults, with ends that authenticate each other by `security`.
     pub fn new(security: Security) -> Self {
         if security != Security::Insecure {
-            // Seeds the generator, which takes 20 ms: now rather than when a QEMU waits. A failure is met again, and reported, there.
+            // Seeds the generator, which takes 20 ms: now rather than while a QEMU waits. A failure shows again there.
             let _ = aws_lc_rs::rand::fill(&mut [0]);
         }
         Self {
@@ -96,7 +96,7 @@ impl SessionConfig {
     }
 }
 
-/// A way to the peer.
+/// A path to the peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Path {
     /// Where it listens.
@@ -111,12 +111,12 @@ impl From<Address> for Path {
     }
 }
 
-/// Another Vamoose: where it is, and how sessions with it behave.
+/// Another Vamoose: its paths, and the configuration of sessions with it.
 #[derive(Clone, Debug)]
 pub struct Remote {
-    /// The ways to it; at least one.
+    /// Paths to it; at least one.
     pub paths: Vec<Path>,
-    /// How.
+    /// Configuration of its sessions.
     pub config: SessionConfig,
 }
 
@@ -136,10 +136,10 @@ impl Remote {
             .map_or_else(String::new, |path| path.to.to_string())
     }
 
-    /// The Vamoose that [`address`](Self::address) names: this one, or another one that is spoken with alike.
+    /// The Vamoose at `address`: this one, or another one with the same configuration.
     ///
     /// # Errors
-    /// When it is no address.
+    /// When `address` is malformed.
     pub fn at(&self, address: &str) -> Result<Self, AddressError> {
         if address == self.address() {
             return Ok(self.clone());
@@ -151,16 +151,16 @@ impl Remote {
     }
 }
 
-/// What a path of a session has done so far.
+/// Statistics of a session's path.
 #[derive(Clone, Debug)]
 pub struct PathStatus {
-    /// Which.
+    /// The path.
     pub path: Path,
-    /// How many streams it carries now.
+    /// Number of streams on it now.
     pub streams: usize,
-    /// Bytes that the peer has received over it.
+    /// Bytes that the peer has received over the path.
     pub delivered: u64,
-    /// How often it failed: connections that were lost, and attempts to make one.
+    /// Lost connections and failed attempts to connect.
     pub failures: u64,
 }
 
@@ -168,21 +168,21 @@ pub struct PathStatus {
 #[derive(Clone)]
 pub struct Session(Arc<Shared>);
 
-/// What streams of a session share.
+/// State shared by the streams of a session.
 pub(crate) struct Shared {
     secret: Secret,
     config: SessionConfig,
     peer: String,
-    /// What the peer has proved to be.
+    /// Authenticated identity of the peer.
     identity: Option<String>,
     cipher: Option<&'static str>,
     /// The server's memory for versions of pages, at the client; `None` where it takes no differences to them.
     offered: Option<usize>,
     streams: Mutex<HashMap<u32, Arc<ResumableStream>>>,
-    /// How many: writers ask for it at every packet.
+    /// Number of streams: writers need it for every packet.
     count: AtomicUsize,
     next: AtomicU32,
-    /// Held while a stream is opened: their numbers go up.
+    /// Held while a stream is opened: stream numbers increase.
     opening: Mutex<()>,
     reconnects: AtomicU64,
     corrupt_frames: AtomicU64,
@@ -191,12 +191,12 @@ pub(crate) struct Shared {
     role: Role,
 }
 
-/// What has gone wrong on the link of a session, and was mended.
+/// Faults of the link that a session has survived.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LinkFaults {
     /// How often a stream went on over another connection.
     pub reconnects: u64,
-    /// Frames that came without the checksum of their bytes.
+    /// Frames with a wrong checksum.
     pub corrupt_frames: u64,
 }
 
@@ -207,15 +207,15 @@ enum Role {
 }
 
 impl Session {
-    /// Begins a session with whoever listens at the paths, tried in their order.
+    /// Begins a session with the server at the paths, which are tried in order.
     ///
     /// # Errors
-    /// When no path leads to a Vamoose that accepts us.
+    /// When no path leads to a Vamoose that accepts this end.
     pub fn dial(paths: Vec<Path>, config: SessionConfig) -> Result<(Self, Stream), DialError> {
         dialer::begin(paths, config)
     }
 
-    /// Whether sessions that are begun could be authenticated by this.
+    /// Checks whether the configured certificates or keys can be used.
     ///
     /// # Errors
     /// When certificates or keys cannot be used.
@@ -227,12 +227,12 @@ impl Session {
         Ok(())
     }
 
-    /// That a stream is one of.
+    /// The session of a stream.
     pub(crate) fn of(stream: &Resumable) -> Self {
         Self(stream.stream().session().clone())
     }
 
-    /// Opens another stream; the server learns of it with its first bytes.
+    /// Opens another stream. The server learns of it with the stream's first bytes.
     ///
     /// # Errors
     /// When the session's peer cannot be reached within the reconnect timeout, or refuses.
@@ -240,22 +240,22 @@ impl Session {
         dialer::open(&self.0)
     }
 
-    /// Who the peer is: its name or key, or its address where nobody is authenticated.
+    /// The peer's name or key, or its address without authentication.
     pub fn peer(&self) -> &str {
         &self.0.peer
     }
 
-    /// Who the peer has proved to be, by its key or the first name in its certificate; `None` without authentication.
+    /// The peer's key, or the first name in its certificate; `None` without authentication.
     pub fn identity(&self) -> Option<&str> {
         self.0.identity.as_deref()
     }
 
-    /// The cipher of its connections; `None` without TLS.
+    /// Cipher of the connections; `None` without TLS.
     pub fn cipher(&self) -> Option<&'static str> {
         self.0.cipher
     }
 
-    /// Whether what is sent is checked.
+    /// Whether payloads carry checksums.
     pub fn is_checked(&self) -> bool {
         self.0.config.check
     }
@@ -275,12 +275,12 @@ impl Session {
         }
     }
 
-    /// How it behaves.
+    /// Configuration of the session.
     pub fn config(&self) -> &SessionConfig {
         &self.0.config
     }
 
-    /// What each path carries, at the client.
+    /// Statistics of the paths, at the client.
     pub fn paths(&self) -> Vec<PathStatus> {
         match &self.0.role {
             Role::Client(paths) => paths.status(&self.0.streams()),
@@ -288,7 +288,7 @@ impl Session {
         }
     }
 
-    /// The longest round trip of its connections, as TCP has it; zero if none tells.
+    /// Longest round-trip time of the connections, measured by TCP; zero if unknown.
     pub fn round_trip(&self) -> Duration {
         let streams = self.0.streams();
         let trips = streams.iter().filter_map(|stream| stream.round_trip());
@@ -300,7 +300,7 @@ impl Session {
         self.0.reconnects.load(Ordering::Relaxed)
     }
 
-    /// What has gone wrong on the link so far.
+    /// Faults of the link so far.
     pub fn faults(&self) -> LinkFaults {
         LinkFaults {
             reconnects: self.reconnects(),
@@ -308,7 +308,7 @@ impl Session {
         }
     }
 
-    /// How long a stream may be without a connection.
+    /// Time that a stream may be without a connection.
     pub fn reconnect_timeout(&self) -> Duration {
         self.0.config.reconnect_timeout
     }
@@ -318,15 +318,14 @@ impl Session {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Gives all streams up.
+    /// Gives up all streams.
     pub fn shut_down(&self) {
         for stream in self.0.streams() {
             stream.close(StreamError::ShutDown);
         }
     }
 
-    /// Waits until the peer has all that was written on streams that were finished; false if that takes too long, or such a
-    /// stream was lost.
+    /// Waits until the peer has received all finished streams. False after `timeout`, or if a finished stream was lost.
     pub fn drain(&self, timeout: Duration) -> bool {
         let began = Instant::now();
         let streams = self.0.streams();
@@ -416,7 +415,7 @@ impl Shared {
         lock(&self.streams).values().cloned().collect()
     }
 
-    /// The most bytes that one stream may have unacknowledged: those of all streams are the window at most.
+    /// Limits of one stream's unacknowledged bytes: all streams together stay within the window.
     fn bounds(&self) -> Bounds {
         let streams = self.count.load(Ordering::Relaxed);
         Bounds {
@@ -425,7 +424,7 @@ impl Shared {
         }
     }
 
-    /// The peer has received so many bytes more, by a path.
+    /// Counts bytes that the peer has received over a path.
     fn delivered(&self, path: usize, bytes: u64) {
         if let Role::Client(paths) = &self.role {
             paths.delivered(path, bytes);
@@ -446,10 +445,10 @@ impl Shared {
     }
 }
 
-/// With fewer streams than these, each has no more than its part of the window, unless its link is fast and long.
+/// Number of streams among which the window is divided at least, unless the link is fast and long.
 const FEW_STREAMS: usize = 16;
 
-/// Until the session is gone.
+/// Watches the streams of a session until the session is gone.
 fn look_after(session: &Weak<Shared>) {
     loop {
         thread::sleep(LOOK);

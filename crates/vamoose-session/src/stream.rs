@@ -511,8 +511,8 @@ impl StreamState {
         }
     }
 
-    /// Reports the payload of the last header; `sum` is its CRC-32C, if payloads are checked. Returns whether the payload is intact:
-    /// otherwise the caller must not deliver it.
+    /// Reports the payload of the last header; `sum` is its CRC-32C, if payloads are checked. Returns whether the payload is
+    /// intact: otherwise the caller must not deliver it.
     pub fn on_data(
         &mut self,
         connection: ConnectionId,

@@ -1,17 +1,16 @@
-//! Who may be in his handshake: so many connections and no more, whoever wants in.
+//! Limits the connections in their handshake, and decides which one is evicted for a newcomer.
 //!
-//! Connections are counted by the network that they come from: an IPv4 address, a /64 of IPv6 (what one host is given), or
-//! this host's unix sockets. Where all places are taken, one is made, in this order:
+//! Connections are counted by their network: an IPv4 address, an IPv6 /64 (what one host is given), or this host's Unix sockets.
+//! When all places are taken, a newcomer gets the place of, in this order:
 //!
 //! 1. the oldest connection that has sent nothing, of the network that has the most;
 //! 2. the oldest one of that network, whatever it has sent, if it has more than the newcomer's would have;
 //! 3. the oldest one that has sent nothing, of any network. From a network that has fewer places than the newcomer's would have,
 //!    one that is younger than [`GRACE`] is spared: it may be about to speak.
 //!
-//! So one network alone never keeps the others out, and silent connections keep nobody out for longer than that, however many
-//! hosts they are from.
-//! Who has proved his identity keeps his place. What is kept is bounded by the number of places: of those that are turned
-//! away, nothing is.
+//! So one network alone never keeps the others out, and silent connections keep nobody out for longer than [`GRACE`], however many
+//! hosts they come from. An authenticated peer keeps its place. Memory is bounded by the number of places: nothing is kept of
+//! refused connections.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -21,21 +20,21 @@ use std::{
 
 use crate::timeouts::GRACE;
 
-/// The places, taken by connections of which `T` is kept.
+/// Places of connections; `T` is kept for each.
 pub(crate) struct Admission<T> {
     limit: usize,
-    /// By their numbers: the oldest first.
+    /// By number: the oldest first.
     places: BTreeMap<u64, Place<T>>,
-    /// How many places each network has whose connections are not known yet. One that has none is not in it.
+    /// Places of unauthenticated connections per network, without zeros.
     networks: HashMap<Network, usize>,
-    /// How many have sent nothing, as far as is known here.
+    /// Number of connections not known to have sent anything.
     silent: usize,
-    /// Connections that had to give their places up, and have not noticed yet.
+    /// Evicted connections that have not left yet.
     leaving: usize,
     next: u64,
 }
 
-/// What counts as one: `None` is this host.
+/// A network; `None` is this host.
 pub(crate) type Network = Option<IpAddr>;
 
 /// The network of an address.
@@ -55,7 +54,7 @@ struct Place<T> {
     state: State,
 }
 
-/// How far a connection has come.
+/// Progress of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum State {
     Silent,
@@ -63,14 +62,14 @@ enum State {
     IsKnown,
 }
 
-/// So many connections at most may have given their places up and not noticed yet: each still has a thread.
+/// Limit for evicted connections that have not left yet: each still has a thread.
 const LEAVING: usize = 64;
 
 /// A connection was let in.
 pub(crate) struct Admitted<T> {
-    /// Its number.
+    /// Number of the connection.
     pub(crate) number: u64,
-    /// What was kept of the one whose place it got.
+    /// `T` of the evicted connection, if there is one.
     pub(crate) evicted: Option<T>,
 }
 
@@ -87,8 +86,8 @@ impl<T> Admission<T> {
         }
     }
 
-    /// Lets a connection from `network` in, which has come `now`, if there is a place for it or one can be made. `has_spoken` is
-    /// asked of those that have sent nothing, as far as is known here.
+    /// Admits a connection from `network` if there is a free place or another connection can be evicted. `has_spoken` is called for
+    /// connections not known to have sent anything.
     pub(crate) fn admit(
         &mut self,
         network: Network,
@@ -125,22 +124,22 @@ impl<T> Admission<T> {
         self.advance(number, State::HasSpoken);
     }
 
-    /// The connection's peer has proved who it is: it keeps its place.
+    /// The connection's peer is authenticated: it keeps its place.
     pub(crate) fn is_known(&mut self, number: u64) {
         self.advance(number, State::IsKnown);
     }
 
-    /// Whether nobody gives his place up before others have left.
+    /// Whether no connection is evicted before others have left.
     pub(crate) fn is_crowded(&self) -> bool {
         self.leaving >= LEAVING
     }
 
-    /// Whether the connection had to give its place up.
+    /// Whether the connection has been evicted.
     pub(crate) fn is_evicted(&self, number: u64) -> bool {
         !self.places.contains_key(&number)
     }
 
-    /// The connection is not in its handshake any more.
+    /// The connection's handshake is over.
     pub(crate) fn leave(&mut self, number: u64) {
         if self.remove(number).is_none() {
             self.leaving = self.leaving.saturating_sub(1);

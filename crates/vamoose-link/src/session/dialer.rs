@@ -1,4 +1,4 @@
-//! The client of a session: connections over its paths, for new streams and for those that lost theirs.
+//! The client of a session: connects new streams, and streams that lost their connection, over the session's paths.
 
 use std::{
     io,
@@ -84,7 +84,7 @@ impl DialError {
         matches!(self, Self::Socket(error) if error.source.kind() == io::ErrorKind::ConnectionRefused)
     }
 
-    /// Whether nobody has answered in time.
+    /// Whether the peer did not answer in time.
     fn is_timeout(&self) -> bool {
         let is_timeout = |error: &io::Error| {
             matches!(
@@ -100,7 +100,7 @@ impl DialError {
         }
     }
 
-    /// Whether the peer has closed the connection before it said anything of its own: its place may have gone to another one.
+    /// Whether the peer closed the connection before it sent anything: its place may have gone to another connection.
     fn is_closed(&self) -> bool {
         let is_closed = |error: &io::Error| {
             matches!(
@@ -128,10 +128,10 @@ impl DialError {
     }
 }
 
-/// The paths of a session, and which of them have failed lately.
+/// The paths of a session and their recent failures.
 pub(crate) struct Paths {
     list: Vec<Path>,
-    /// Where each of them leads.
+    /// Destination of each path.
     destinations: Vec<Destination>,
     /// `None` without TLS.
     terms: Option<ClientTerms>,
@@ -145,7 +145,7 @@ struct Counters {
     failures: AtomicU64,
 }
 
-/// A path that has failed: it is tried last until then.
+/// A failed path: it is tried last for a while.
 #[derive(Clone, Copy)]
 struct Shunned {
     since: Instant,
@@ -215,7 +215,7 @@ impl Paths {
             let time = match *shunned {
                 // One failure, of several streams.
                 Some(before) if !before.is_over() => return,
-                // It failed again soon: a path that takes connections and carries nothing must not stop streams often.
+                // Failed again soon: a path that accepts connections and carries nothing must not stop streams often.
                 Some(before) if before.since.elapsed() < 3 * before.time => 2 * before.time,
                 _ => SHUN[0],
             };
@@ -226,7 +226,7 @@ impl Paths {
         }
     }
 
-    /// Which paths have not failed lately.
+    /// For each path, whether it has not failed recently.
     pub(crate) fn usable(&self) -> Vec<bool> {
         let shunned = lock(&self.shunned);
         let usable = |shunned: &Option<Shunned>| shunned.is_none_or(|it| it.is_over());
@@ -237,7 +237,7 @@ impl Paths {
         self.list.len()
     }
 
-    /// All paths, in the order in which a stream should try them: its own first, those that failed lately last.
+    /// All paths in the order in which a stream tries them: its own first, recently failed ones last.
     fn order(&self, stream: u32) -> Vec<usize> {
         let count = self.list.len();
         let own = keeper::own_path(stream, count);
@@ -280,7 +280,7 @@ pub(crate) fn begin(
             Err(error) => {
                 debug!("{}", chain(&error));
                 paths.failed(path);
-                // That nobody listens is only certain if it is so on all paths.
+                // Nobody listens only if all paths say so.
                 may_pass |= error.is_timeout() || error.is_closed();
                 if matches!(last, DialError::NoPath) || last.is_connection_refused() {
                     last = error;
@@ -304,7 +304,7 @@ pub(crate) fn open(session: &Arc<Shared>) -> Result<Stream, DialError> {
     }
 }
 
-/// Finds another connection for a stream that lost its own, or ends it.
+/// Finds another connection for a stream that lost its own, or ends the stream.
 pub(crate) fn resume(stream: &Arc<ResumableStream>) {
     let Some((cause, _)) = stream.trouble() else {
         return;
@@ -326,7 +326,7 @@ pub(crate) fn resume(stream: &Arc<ResumableStream>) {
     }
 }
 
-/// Tells the peer that a stream was given up which has no connection on which it could be told: once on each path.
+/// Tells the peer that a stream without a connection was given up: one attempt on each path.
 fn give_up(stream: &ResumableStream) {
     let session = stream.session();
     let Role::Client(paths) = &session.role else {
@@ -355,7 +355,7 @@ pub(super) fn move_to(stream: &Arc<ResumableStream>, path: usize) -> bool {
             return false;
         }
     };
-    // One that has lost its connection is being dialled.
+    // A stream without a connection is being dialled already.
     if stream.path().is_none() {
         return false;
     }
@@ -377,7 +377,7 @@ pub(super) fn replace(stream: &Arc<ResumableStream>) {
     stream.replaced();
 }
 
-/// Tries all paths again and again, for as long as the stream may be without a connection.
+/// Tries all paths repeatedly for as long as the stream may be without a connection.
 fn connect(stream: &Arc<ResumableStream>, intent: Intent) -> Result<(), DialError> {
     let session = stream.session();
     let Role::Client(paths) = &session.role else {
@@ -420,7 +420,7 @@ fn connect(stream: &Arc<ResumableStream>, intent: Intent) -> Result<(), DialErro
     }
 }
 
-/// A connection on which the first two messages have gone.
+/// A connection on which the first two messages have been exchanged.
 struct Greeted {
     connection: NewConnection,
     transcript: Transcript,
@@ -481,7 +481,7 @@ impl Greeted {
         }
     }
 
-    /// Says on it that `stream` was given up. The answer is a refusal either way.
+    /// Tells the peer that `stream` was given up. The answer is a refusal either way.
     fn abort(mut self, stream: &ResumableStream) -> Result<(), DialError> {
         let session = stream.session();
         let attach = Attach {
@@ -497,7 +497,7 @@ impl Greeted {
         told.map_err(|source| DialError::Io { address, source })
     }
 
-    /// Makes it the connection of `stream`.
+    /// Attaches the connection to `stream`.
     fn attach(
         mut self,
         stream: &Arc<ResumableStream>,
@@ -541,8 +541,8 @@ impl Greeted {
     }
 }
 
-/// A number that nobody can foresee. The kernel's: AWS-LC first seeds a generator of its own, for 20 ms at each end while
-/// the source's QEMU waits.
+/// An unpredictable number, from the kernel: AWS-LC would first seed its own generator, for 20 ms at each end while the source's
+/// QEMU waits.
 pub(crate) fn nonce() -> io::Result<[u8; 32]> {
     let mut nonce = [0; 32];
     rustix::rand::getrandom(&mut nonce, rustix::rand::GetRandomFlags::empty())?;

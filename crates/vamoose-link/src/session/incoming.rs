@@ -1,8 +1,8 @@
-//! Frames from a connection to a reader. What they mean is decided by [`StreamState`](vamoose_session::stream::StreamState); here are
-//! their bytes. No byte is given to a reader before its frame's checksum fits; what a broken connection leaves of a frame is
-//! forgotten, and comes again.
+//! Moves the bytes of frames from a connection to a reader; [`StreamState`](vamoose_session::stream::StreamState) interprets them.
+//! No byte is delivered before its frame's checksum has been verified. A partial frame of a broken connection is discarded; the
+//! peer sends it again.
 //!
-//! A frame that fits into the reader's buffer is received there; another one in a buffer of its own first.
+//! A frame that fits into the reader's buffer is received directly into it, any other into an own buffer first.
 
 use std::{io, sync::Arc, time::Duration};
 
@@ -14,41 +14,41 @@ use vamoose_session::{
 use super::connection::{Connection, Receiver};
 use crate::memory::Left;
 
-/// The bytes of a stream that come in.
+/// The receiving half of a stream.
 #[derive(Default)]
 pub(crate) struct Incoming {
     /// `None` while there is no connection.
     receiver: Option<(ConnectionId, Receiver)>,
     header: PartialHeader,
-    /// Bytes of a frame that was right, to be read from `at` on.
+    /// Payload of an intact frame, to be read from `at` on.
     whole: Vec<u8>,
     at: usize,
-    /// The checksum of pages that came with the last frame of data.
+    /// Checksum of pages from the last data frame.
     pages: Option<u32>,
 }
 
-/// Where a reader wants bytes.
+/// Destination of received bytes.
 pub(crate) enum Target<'a, 'b> {
     Own(&'a mut [u8]),
     /// In the guest's memory.
     Guest(&'a mut Left<'b>),
 }
 
-/// Bytes of a frame that have come, and are not judged yet.
+/// A received payload whose checksum has not been verified.
 pub(crate) struct Unjudged {
     pub(crate) sum: u32,
     /// Whether they are in the reader's buffer already.
     is_direct: bool,
 }
 
-/// Why nothing came.
+/// Why nothing was received.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The connection is of no use any more.
+    /// The connection has failed.
     Connection(io::Error),
     /// There is no connection.
     Absent,
-    /// Nothing came for a while.
+    /// Nothing was received for a while.
     Stalled,
 }
 
@@ -58,36 +58,36 @@ struct PartialHeader {
 }
 
 impl Incoming {
-    /// The checksum of pages that came with the frame which was read last.
+    /// Checksum of pages from the frame read last.
     pub(crate) fn pages(&self) -> Option<u32> {
         self.pages
     }
 
-    /// The connection that bytes come from.
+    /// The current connection.
     pub(crate) fn connection(&self) -> Option<(ConnectionId, Arc<Connection>)> {
         let (id, receiver) = self.receiver.as_ref()?;
         Some((*id, receiver.connection().clone()))
     }
 
-    /// Whole bytes that wait for a reader.
+    /// Verified bytes that wait for a reader.
     pub(crate) fn waiting(&self) -> &[u8] {
         &self.whole[self.at..]
     }
 
-    /// Puts another connection in the place of the last, if there is one. What has come of a frame is forgotten.
+    /// Replaces the connection. A partial frame is discarded.
     pub(crate) fn replace(&mut self, receiver: Option<(ConnectionId, Receiver)>) {
         self.receiver = receiver;
         self.header.bytes.clear();
     }
 
-    /// Whether something comes within `timeout`, as far as can be told without reading.
+    /// Waits up to `timeout` for received bytes, without reading them.
     pub(crate) fn has_bytes(&self, timeout: Duration) -> bool {
         self.receiver
             .as_ref()
             .is_some_and(|(_, receiver)| receiver.has_bytes(timeout))
     }
 
-    /// Bytes that have come already.
+    /// Delivers verified bytes.
     pub(crate) fn deliver(&mut self, target: &mut Target<'_, '_>) -> usize {
         let waiting = &self.whole[self.at..];
         let taken = match target {
@@ -110,7 +110,7 @@ impl Incoming {
         taken
     }
 
-    /// Reads the next header. `stalled` is asked whenever nothing has come for a while; its failure ends the wait.
+    /// Reads the next header. `stalled` is called whenever nothing was received for a while; its error ends the wait.
     pub(crate) fn read_header(
         &mut self,
         stalled: &mut dyn FnMut() -> Result<(), Failure>,
@@ -119,7 +119,7 @@ impl Incoming {
         self.header.read(receiver, stalled)
     }
 
-    /// Reads the bytes behind `header`, to the target if they fit there. They must be judged, and then accepted or discarded.
+    /// Reads the payload of `header`, directly into the target if it fits. The caller must accept or discard the payload.
     pub(crate) fn read_data(
         &mut self,
         header: &Header,
@@ -152,7 +152,7 @@ impl Incoming {
             _ => {
                 self.whole.clear();
                 self.at = 0;
-                // The buffer grows with the bytes that really come.
+                // The buffer grows with the received bytes: the length is not trusted.
                 while self.whole.len() < header.len {
                     let start = self.whole.len();
                     self.whole.resize(header.len.min(start + GROW), 0);
@@ -171,7 +171,7 @@ impl Incoming {
         Ok(Unjudged { sum, is_direct })
     }
 
-    /// The bytes that were read are right: the reader gets them.
+    /// Delivers a verified payload.
     pub(crate) fn accept(
         &mut self,
         header: &Header,
@@ -188,13 +188,13 @@ impl Incoming {
         header.len
     }
 
-    /// The bytes that were read are wrong.
+    /// Drops a corrupt payload.
     pub(crate) fn discard(&mut self) {
         self.whole.clear();
     }
 }
 
-/// What a frame's own buffer grows by.
+/// Step by which the buffer grows.
 const GROW: usize = 128 << 10;
 
 impl PartialHeader {
@@ -231,7 +231,7 @@ fn fill(
     Ok(())
 }
 
-/// Reads until something has come.
+/// Reads at least one byte.
 fn again(
     stalled: &mut dyn FnMut() -> Result<(), Failure>,
     mut read: impl FnMut() -> io::Result<usize>,

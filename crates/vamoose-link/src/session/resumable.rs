@@ -9,7 +9,8 @@
 //! ```
 //!
 //! `incoming` and `outgoing` are held during I/O; `core` never is. The lock order is `attaching`, `incoming`, `outgoing`,
-//! `core`; with `core` held, `incoming` is only tried. A writer that waits for room reads acknowledgements itself unless a reader does.
+//! `core`; with `core` held, `incoming` is only tried. A writer that waits for room reads acknowledgements itself unless a reader
+//! does.
 
 use std::{
     fmt, io,
@@ -605,7 +606,7 @@ impl ResumableStream {
             let result = sender.send(&transmit, &mut || Err(io::ErrorKind::TimedOut.into()));
             (lock(&self.core).state).on_transmitted(transmit, result.is_ok());
             if let Err(error) = result {
-                // Nothing may follow a partial frame. A reader finds the peer's reason, if there is one; otherwise this is the reason.
+                // Nothing may follow a partial frame. A reader finds the peer's reason, if there is one.
                 sender.connection().shut_down();
                 lock(&self.core).broken = Some((*id, error));
                 *outgoing = None;
@@ -832,8 +833,8 @@ impl ResumableStream {
     /// told to the peer stays true. A lost connection is ended now; a working one when its successor is attached, as its end would
     /// look like a failure to the peer. `None` if the stream has ended.
     pub(crate) fn attach(self: &Arc<Self>, old: Old) -> Option<Attaching<'_>> {
-        // Before `attaching` is locked: a thread that still resends on the old connection would hold the lock until the connection is
-        // found silent. The state changes before the connection ends, so that its end is no loss.
+        // Before `attaching` is locked: a thread that still resends on the old connection would hold the lock until the
+        // connection is found silent. The state changes before the connection ends, so that its end is no loss.
         let mut core = lock(&self.core);
         if !core.state.begin_attach(Instant::now()) {
             return None;

@@ -5,9 +5,9 @@
 //!             (how many)  (rate)   (who)   (which stream) └─ known stream: goes on
 //! ```
 //!
-//! Until it has proved that it belongs to a session, a connection costs a thread and a few KiB, for a limited time, and
-//! there are [`STRANGERS`] at most (`admission.rs` says who gives his place up for whom). Those that are not admitted, send
-//! nothing or close at once take no turn of the rate: nobody waits behind them.
+//! Until a connection has proved that it belongs to a session, it costs a thread and a few KiB for a limited time. At most
+//! [`STRANGERS`] are admitted (`admission.rs` says which one is evicted for a newcomer). Connections that are not admitted, send
+//! nothing or close at once do not count against the rate.
 
 use std::{
     collections::HashMap,
@@ -56,7 +56,7 @@ pub struct Sessions {
     acceptor: Option<JoinHandle<()>>,
 }
 
-/// A stream that a client has opened, and on which something has come.
+/// A stream that a client has opened, with its first bytes received.
 pub struct Introduced {
     /// The stream.
     pub stream: Stream,
@@ -77,19 +77,19 @@ struct Server {
     left: Condvar,
     introduced: PollQueue<Introduced>,
     pace: Pace,
-    /// Since when warnings are counted, and how many there were.
+    /// Start of the current second, and the warnings in it.
     warned: Mutex<(Instant, u32)>,
     end: OwnedFd,
 }
 
-/// How many connections may be in their handshake at once.
+/// Limit for concurrent handshakes.
 const STRANGERS: usize = 512;
 
-/// Handshakes a second, once as many have gone without a pause as a migration needs.
+/// Handshakes per second, after a burst as large as a migration needs.
 const RATE: u32 = 256;
 const BURST: u32 = 128;
 
-/// How many streams a session may have.
+/// Limit for the streams of a session.
 const STREAMS: u32 = 512;
 
 /// How many sessions there may be, and streams of all of them. [`has_share`] says how many of them one peer may have.
@@ -104,7 +104,7 @@ const LIMITS: Limits = Limits {
     streams: 4096,
 };
 
-/// Warnings a second about who is turned away: anyone can be.
+/// Limit for warnings per second about refused connections, which any host can cause.
 const WARNINGS: u32 = 10;
 
 impl Sessions {
@@ -148,7 +148,7 @@ impl Sessions {
         })
     }
 
-    /// Whether sessions could be authenticated by this.
+    /// Checks whether the configured certificates or keys can be used.
     ///
     /// # Errors
     /// When certificates or keys cannot be used.
@@ -159,12 +159,12 @@ impl Sessions {
         Ok(())
     }
 
-    /// The addresses that it listens on.
+    /// The addresses of the listeners.
     pub fn addresses(&self) -> impl Iterator<Item = &Address> {
         self.server.addresses.iter()
     }
 
-    /// Authenticates by this from now on. Sessions that have begun go on, if their connections still fit.
+    /// Replaces the certificates or keys. Running sessions continue if their next connections are accepted.
     ///
     /// # Errors
     /// When certificates or keys cannot be used; then nothing changes.
@@ -176,12 +176,12 @@ impl Sessions {
         Ok(())
     }
 
-    /// A stream that was opened, if one waits.
+    /// The next opened stream, if one waits.
     pub fn try_next(&self) -> Option<Introduced> {
         self.server.introduced.pop()
     }
 
-    /// The next stream that is opened; `None` after `timeout`.
+    /// Waits for the next opened stream; `None` after `timeout`.
     pub fn next(&self, timeout: Duration) -> Option<Introduced> {
         let mut fds = [PollFd::new(&self.server.introduced, PollFlags::IN)];
         wait_for(&mut fds, timeout).ok()?;
@@ -190,15 +190,15 @@ impl Sessions {
 }
 
 impl Sessions {
-    /// Waits until the clients have all that was written on streams that were finished; false if that takes too long.
+    /// Waits until the clients have received all finished streams; false after `timeout`.
     pub fn drain(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
-        // Not locked while waiting: who has lost its connection must find its session.
+        // Not locked while waiting: a reconnecting client must find its session.
         let sessions: Vec<_> = lock(&self.server.sessions)
             .values()
             .filter_map(Weak::upgrade)
             .collect();
-        // All of them: the last may need no time.
+        // All of them, even after the timeout: the last may be drained already.
         let drained = sessions
             .into_iter()
             .map(|it| Session(it).drain(left(deadline)));
@@ -220,7 +220,7 @@ impl Drop for Sessions {
     }
 }
 
-/// Sessions cannot be served.
+/// Failure to serve sessions.
 #[derive(Debug, Error)]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum SessionsError {
@@ -302,7 +302,7 @@ impl Server {
         let mut bytes = [0; HELLO_LEN];
         connection.read_exactly(&mut bytes)?;
         let hello = Hello::decode(&bytes)?;
-        // Of one that goes on, and of one that is refused, it is given back at the end.
+        // Given back at the end unless this connection begins a session.
         let share = self.config.page_caches.take(self.config.page_cache);
         let answer = Answer::to(&hello, nonce()?).with_page_cache(mebibytes(&share));
         connection.send(&answer.encode())?;
@@ -343,7 +343,7 @@ impl Server {
         Ok(is_new.then_some(stream))
     }
 
-    /// The stream that a connection is for.
+    /// Finds or opens the stream of a connection.
     fn find(
         &self,
         attach: &Attach,
@@ -387,7 +387,7 @@ impl Server {
         }
     }
 
-    /// Adds a stream to `session`, if its peer may have another one.
+    /// Adds a stream to `session` unless its peer has its share.
     fn add(&self, session: &Arc<Shared>, number: u32) -> Result<Arc<ResumableStream>, Refusal> {
         let sessions = lock(&self.sessions);
         let (mut all, mut of_peer) = (0, 0);
@@ -437,7 +437,7 @@ impl Server {
         Ok(session)
     }
 
-    /// Passes a new stream on when its first bytes are there.
+    /// Passes a new stream on once its first bytes have arrived.
     fn introduce(&self, stream: Arc<ResumableStream>) {
         let session = Session(stream.session().clone());
         stream.set_stall_timeout(HANDSHAKE);
@@ -454,7 +454,7 @@ impl Server {
         }
     }
 
-    /// Certificates and keys as they are now, so that those which are replaced count at once.
+    /// Reads certificates and keys anew, so that replaced files take effect at once.
     fn terms(&self) -> Result<Option<ServerTerms>, TlsError> {
         let security = lock(&self.security).clone();
         match security {
@@ -478,13 +478,13 @@ impl Server {
     }
 }
 
-/// Whether a peer that has so many of all may have one more: as many as it leaves to the others. So nobody has more than half, and
-/// there is always something left for who comes next.
+/// Whether a peer with `of_peer` of `all` may have one more: at most as many as it leaves free. So no peer gets more than half, and
+/// something is always left for the next one.
 fn has_share(of_peer: usize, all: usize, limit: usize) -> bool {
     of_peer < limit.saturating_sub(all)
 }
 
-/// Waits until the client has sent something: only then does its handshake cost more than waiting.
+/// Waits until the client has sent something. Only then does its handshake cost more than waiting.
 fn wait_for_client(socket: &Socket, deadline: Instant) -> io::Result<()> {
     let mut fds = [PollFd::new(socket, PollFlags::IN)];
     if !wait_until(&mut fds, Some(deadline))? {
@@ -496,13 +496,13 @@ fn wait_for_client(socket: &Socket, deadline: Instant) -> io::Result<()> {
     }
 }
 
-/// Whether bytes wait there: false at their end.
+/// Whether received bytes wait; false at the end of the connection.
 fn has_sent(socket: &Socket) -> io::Result<bool> {
     let (_, len) = recv(socket, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT)?;
     Ok(len > 0)
 }
 
-/// Tells the client why its connection goes no further.
+/// Tells the client why its connection is refused.
 fn refuse(
     mut connection: NewConnection,
     transcript: &Transcript,
@@ -516,10 +516,10 @@ fn refuse(
     TurnedAway::Refused(refusal)
 }
 
-/// Tells a client that speaks without TLS, in case it is a Vamoose.
+/// Tells a client without TLS why it is refused, in case it is a Vamoose.
 fn refuse_plain(socket: &Socket) {
     let answer = Answer::refuse(Refusal::Insecure).encode();
-    // It may have gone, or be something else that does not care.
+    // It may have gone, or be another program.
     if socket.set_patience(LINGER).is_ok() && socket.write_both(&answer, &[]).is_ok() {
         socket.linger(Instant::now() + LINGER);
     }
@@ -529,19 +529,19 @@ fn shown(address: Option<IpAddr>) -> String {
     address.map_or_else(|| "this host".to_owned(), |address| address.to_string())
 }
 
-/// The place of a connection that is in its handshake.
+/// Place of a connection during its handshake.
 struct Stranger {
     server: Arc<Server>,
     number: u64,
 }
 
 impl Stranger {
-    /// Takes one, if there is one or another connection can give its own up.
+    /// Takes a free place, or that of a connection that can be evicted.
     fn admit(server: &Arc<Server>, socket: &Arc<Socket>) -> Option<Self> {
         let from = network(socket.peer_ip());
         let has_spoken = |socket: &Arc<Socket>| has_sent(socket).unwrap_or(false);
         let strangers = lock(&server.strangers);
-        // Those that have given their places up leave at once, if they get to run.
+        // Evicted connections leave at once, if their threads get to run.
         let waited = server
             .left
             .wait_timeout_while(strangers, LINGER, |it| it.is_crowded());
@@ -576,7 +576,7 @@ impl Drop for Stranger {
     }
 }
 
-/// Keeps handshakes at their rate.
+/// Limits the rate of handshakes.
 struct Pace {
     due: Mutex<Instant>,
 }
@@ -587,7 +587,7 @@ impl Pace {
         Self { due }
     }
 
-    /// Waits until the next handshake may begin: that of `socket`, unless it is shut down meanwhile. Then its turn is another one's.
+    /// Waits for the turn of `socket`'s handshake. If the socket is shut down meanwhile, another connection gets the turn.
     fn keep(&self, socket: &Socket) -> io::Result<()> {
         let gap = Duration::from_secs(1) / RATE;
         let turn = {
@@ -616,7 +616,8 @@ enum TurnedAway {
     #[error("it was told: {0}")]
     Refused(Refusal),
 }
-/// As it is offered.
+
+/// The share as it is offered to the client.
 fn mebibytes(share: &Share) -> u16 {
     u16::try_from(share.bytes() >> 20).unwrap_or(u16::MAX)
 }
