@@ -331,7 +331,9 @@ impl Session {
         let streams = self.0.streams();
         let left = || timeout.saturating_sub(began.elapsed());
         // A stream that has ended meanwhile has nothing left to wait for, but may have been lost with bytes.
-        let is_drained = |stream: &Arc<ResumableStream>| stream.drain(left()) || stream.is_closed();
+        let is_drained = |stream: &Arc<ResumableStream>| {
+            stream.drain(left()) || stream.is_closed() && !stream.is_undelivered()
+        };
         streams.iter().all(is_drained) && !self.0.is_undelivered.load(Ordering::Acquire)
     }
 }

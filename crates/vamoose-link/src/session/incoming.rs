@@ -188,9 +188,10 @@ impl Incoming {
         header.len
     }
 
-    /// Drops a corrupt payload.
+    /// Drops a payload, with what was left of the one before.
     pub(crate) fn discard(&mut self) {
         self.whole.clear();
+        self.at = 0;
     }
 }
 

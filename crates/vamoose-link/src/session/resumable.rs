@@ -183,7 +183,7 @@ impl ResumableStream {
 
     /// Checksum of the pages in the frame read last.
     pub(crate) fn pages(&self) -> Option<u32> {
-        lock(&self.incoming).pages()
+        self.incoming(true).pages()
     }
 
     /// Waits until intact bytes can be read at once, or the stream has ended.
@@ -696,12 +696,16 @@ impl ResumableStream {
         }
     }
 
-    /// Waits for a connection. False when `patience` has ended before one was there.
+    /// Waits until there is something to read from: a connection, or what came before the peer's end. False when `patience` has
+    /// ended before.
     fn wait_up(self: &Arc<Self>, patience: Patience) -> io::Result<bool> {
         let mut core = lock(&self.core);
         loop {
             match core.state.link() {
                 Link::Up(_) => return Ok(true),
+                Link::Closed(error @ StreamError::ShutDown) => return Err(to_io(error)),
+                // Whatever became of the stream since, a peer that has ended it has sent everything.
+                _ if core.state.has_peer_ended() => return Ok(true),
                 Link::Closed(error) => return Err(to_io(error)),
                 Link::Down { .. } => {}
             }
@@ -798,6 +802,11 @@ impl ResumableStream {
 
     pub(crate) fn is_closed(&self) -> bool {
         lock(&self.core).state.is_closed()
+    }
+
+    /// Whether the stream was finished, and lost before the peer had everything.
+    pub(crate) fn is_undelivered(&self) -> bool {
+        lock(&self.core).state.is_undelivered()
     }
 
     /// Why the stream has no connection, and since when.
@@ -1141,6 +1150,42 @@ mod tests {
         stream.connection().unwrap().shut_down();
         wait_until(|| stream.is_closed());
         assert!(!session.drain(LIMIT));
+    }
+
+    /// The reader is busy elsewhere while the peer ends the stream and is gone: the reader learns of the end, not of the loss.
+    #[test]
+    fn slow_reader_gets_the_peers_end() {
+        let config = SessionConfig::new(Security::Insecure);
+        let (_sessions, _session, near, far) = pair("tcp:127.0.0.1:0", config.clone(), config);
+        (&far).write_all(b"bytes").unwrap();
+        (&near).read_exact(&mut [0; 5]).unwrap();
+        far.finish();
+        drop(far);
+        wait_until(|| resumable(&near).is_closed());
+        assert_eq!((&near).read(&mut [0; 5]).unwrap(), 0);
+    }
+
+    /// Its user has read a part of a frame, finished and dropped the stream; the peer still sends.
+    #[test]
+    fn dropped_stream_takes_frames_behind_a_partly_read_one() {
+        let config = SessionConfig::new(Security::Insecure);
+        let (_sessions, _session, near, far) = pair("tcp:127.0.0.1:0", config.clone(), config);
+        // While the peer has a partly read frame, it does not see the end.
+        (&near).write_all(b"not read at once").unwrap();
+        (&far).read_exact(&mut [0; 4]).unwrap();
+        near.finish();
+        let (first, second) = (b"partly read", b"more");
+        (&far).write_all(first).unwrap();
+        (&near).read_exact(&mut [0; 6]).unwrap();
+        let stream = resumable(&near).clone();
+        drop(near);
+        (&far).write_all(second).unwrap();
+        let sent = first.len() + second.len();
+        wait_until(|| usize::try_from(lock(&stream.core).state.received()) == Ok(sent));
+        let mut rest = Vec::new();
+        (&far).read_to_end(&mut rest).unwrap();
+        assert_eq!(rest, b"read at once");
+        wait_until(|| stream.is_closed());
     }
 
     /// An acknowledgement could not be sent, and the reader does not read on: the connection is replaced all the same.
