@@ -202,7 +202,10 @@ impl Socket {
     /// The system's; see [`is_stall`] for a peer that took nothing for the stall timeout.
     pub fn write_both(&self, head: &[u8], tail: &[u8]) -> io::Result<()> {
         let mut slices = [IoSlice::new(head), IoSlice::new(tail)];
-        self.write_all(&mut slices, &mut || Err(io::ErrorKind::WouldBlock.into()))
+        self.write_all(&mut slices, &mut |taken| match taken {
+            0 => Err(io::ErrorKind::WouldBlock.into()),
+            _ => Ok(()),
+        })
     }
 
     /// Writes `header` and then `pages`, straight from guest memory, in one system call where the socket
@@ -242,19 +245,25 @@ impl Socket {
         Ok(wanted - left.bytes())
     }
 
-    /// Writes all of `slices`; `stalled` is asked whenever the kernel takes nothing for a while.
+    /// Writes all of `slices`. `stalled` is asked, with the number of bytes taken, whenever the kernel has not taken everything
+    /// within the stall timeout; its error ends the write.
     pub(crate) fn write_all(
         &self,
         mut slices: &mut [IoSlice<'_>],
-        stalled: &mut dyn FnMut() -> io::Result<()>,
+        stalled: &mut dyn FnMut(usize) -> io::Result<()>,
     ) -> io::Result<()> {
         IoSlice::advance_slices(&mut slices, 0);
         while !slices.is_empty() {
             match (&mut &*self).write_vectored(slices) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(bytes) => IoSlice::advance_slices(&mut slices, bytes),
+                Ok(bytes) => {
+                    IoSlice::advance_slices(&mut slices, bytes);
+                    if !slices.is_empty() {
+                        stalled(bytes)?;
+                    }
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => stalled()?,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => stalled(0)?,
                 Err(error) => return Err(error),
             }
         }
@@ -660,6 +669,27 @@ mod tests {
         for wrong in [dialled.as_raw_fd(), RawFd::MAX] {
             assert!(Listener::passed(wrong, Duration::from_secs(1), Peers::anyone()).is_err());
         }
+    }
+
+    /// The peer reads slowly, but reads: the caller is asked all the same, so that it can give a slow connection up.
+    #[test]
+    fn slow_write_can_be_ended() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let near = Socket::Unix(near);
+        near.set_stall_timeout(Duration::from_millis(10)).unwrap();
+        let mut asked = 0;
+        let bytes = vec![7; 64 << 20];
+        let written = near.write_all(&mut [IoSlice::new(&bytes)], &mut |taken| {
+            asked += 1;
+            assert!(asked == 1 || taken > 0);
+            (&far).read_exact(&mut vec![0; 64 << 10]).unwrap();
+            match asked {
+                5 => Err(io::ErrorKind::NotConnected.into()),
+                _ => Ok(()),
+            }
+        });
+        assert_eq!(written.unwrap_err().kind(), io::ErrorKind::NotConnected);
+        assert_eq!(asked, 5);
     }
 
     #[test]

@@ -178,7 +178,7 @@ impl NewConnection {
 
     pub(crate) fn send(&mut self, message: &[u8]) -> io::Result<()> {
         self.limit()?;
-        let mut stalled = || Err(io::ErrorKind::TimedOut.into());
+        let mut stalled = |_| Err(io::ErrorKind::TimedOut.into());
         match &mut self.tls {
             None => self
                 .socket
@@ -237,12 +237,12 @@ impl Sender {
         &self.connection
     }
 
-    /// Sends one or two frames in as few system calls as it takes. `stalled` is asked each time that the kernel takes
-    /// nothing for a while.
+    /// Sends one or two frames in as few system calls as it takes. `stalled` is asked each time that the kernel has not
+    /// taken everything for a while.
     pub(crate) fn send(
         &mut self,
         transmit: &Transmit,
-        stalled: &mut dyn FnMut() -> io::Result<()>,
+        stalled: &mut dyn FnMut(usize) -> io::Result<()>,
     ) -> io::Result<()> {
         let (mut headers, mut bytes) = ([[0; HEADER_LEN]; 2], [[].as_slice(); 2]);
         let mut count = 0;
@@ -259,7 +259,7 @@ impl Sender {
     pub(crate) fn send_header(
         &mut self,
         header: &[u8; HEADER_LEN],
-        stalled: &mut dyn FnMut() -> io::Result<()>,
+        stalled: &mut dyn FnMut(usize) -> io::Result<()>,
     ) -> io::Result<()> {
         self.send_pieces(&[header], stalled)
     }
@@ -268,7 +268,7 @@ impl Sender {
     pub(crate) fn finish(&mut self) -> io::Result<()> {
         let socket = &*self.connection.socket;
         if let Some(sealer) = &mut self.sealer {
-            sealer.close(socket, &mut || Err(io::ErrorKind::TimedOut.into()))?;
+            sealer.close(socket, &mut |_| Err(io::ErrorKind::TimedOut.into()))?;
         }
         socket.finish();
         Ok(())
@@ -285,7 +285,7 @@ impl Sender {
     fn send_pieces(
         &mut self,
         pieces: &[&[u8]],
-        stalled: &mut dyn FnMut() -> io::Result<()>,
+        stalled: &mut dyn FnMut(usize) -> io::Result<()>,
     ) -> io::Result<()> {
         let socket = &*self.connection.socket;
         self.backlog.bound(socket);

@@ -552,7 +552,7 @@ impl ResumableStream {
             drop(core);
             let (id, connection) = (*id, sender.connection().clone());
             let mut progress = None;
-            let result = sender.send(&transmit, &mut || {
+            let result = sender.send(&transmit, &mut |_| {
                 self.blocked(id, &connection, &mut progress)
             });
             (lock(&self.core).state).on_transmitted(transmit, result.is_ok());
@@ -564,7 +564,7 @@ impl ResumableStream {
         }
     }
 
-    /// Called when the kernel has taken nothing for a while. An error ends the send.
+    /// Called when the kernel has not taken everything for a while. An error ends the send.
     fn blocked(
         self: &Arc<Self>,
         id: ConnectionId,
@@ -603,7 +603,7 @@ impl ResumableStream {
             let Some(transmit) = lock(&self.core).state.poll_acknowledgement(*id) else {
                 return;
             };
-            let result = sender.send(&transmit, &mut || Err(io::ErrorKind::TimedOut.into()));
+            let result = sender.send(&transmit, &mut |_| Err(io::ErrorKind::TimedOut.into()));
             (lock(&self.core).state).on_transmitted(transmit, result.is_ok());
             if let Err(error) = result {
                 // Nothing may follow a partial frame. A reader finds the peer's reason, if there is one.
@@ -688,7 +688,7 @@ impl ResumableStream {
             return;
         };
         let header = lock(&self.core).state.abort();
-        let mut stalled = || Err(io::ErrorKind::TimedOut.into());
+        let mut stalled = |_| Err(io::ErrorKind::TimedOut.into());
         let told =
             sender.connection().is_writable() && sender.send_header(&header, &mut stalled).is_ok();
         if told {

@@ -74,7 +74,7 @@ impl Sealer {
         &mut self,
         socket: &Socket,
         pieces: &[&[u8]],
-        stalled: &mut dyn FnMut() -> io::Result<()>,
+        stalled: &mut dyn FnMut(usize) -> io::Result<()>,
     ) -> io::Result<()> {
         self.unless_broken(|sealer| {
             let mut out = Out { socket, stalled };
@@ -93,7 +93,7 @@ impl Sealer {
     pub(crate) fn close(
         &mut self,
         socket: &Socket,
-        stalled: &mut dyn FnMut() -> io::Result<()>,
+        stalled: &mut dyn FnMut(usize) -> io::Result<()>,
     ) -> io::Result<()> {
         const WARNING: u8 = 1;
         self.unless_broken(|sealer| {
@@ -233,11 +233,16 @@ impl Sealer {
         while !left.is_empty() {
             match (&mut &*out.socket).write(left) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(bytes) => left = &left[bytes..],
+                Ok(bytes) => {
+                    left = &left[bytes..];
+                    if !left.is_empty() {
+                        (out.stalled)(bytes)?;
+                    }
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 // Its host's silence has ended the connection: only its process's is left to decide on.
                 Err(error) if is_stall(&error) && error.kind() != io::ErrorKind::TimedOut => {
-                    (out.stalled)()?;
+                    (out.stalled)(0)?;
                 }
                 Err(error) => return Err(error),
             }
@@ -256,7 +261,7 @@ impl Sealer {
 /// Where records go.
 struct Out<'a> {
     socket: &'a Socket,
-    stalled: &'a mut dyn FnMut() -> io::Result<()>,
+    stalled: &'a mut dyn FnMut(usize) -> io::Result<()>,
 }
 
 /// The parts of a record: header, content, type and tag.

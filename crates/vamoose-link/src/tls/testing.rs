@@ -33,7 +33,7 @@ impl Sealing {
     /// # Errors
     /// The system's.
     pub fn send(&mut self, socket: &Socket, pieces: &[&[u8]]) -> io::Result<()> {
-        self.0.send(socket, pieces, &mut || Ok(()))
+        self.0.send(socket, pieces, &mut |_| Ok(()))
     }
 }
 

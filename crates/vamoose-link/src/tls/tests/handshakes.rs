@@ -46,11 +46,11 @@ fn both_ends_know_each_other_and_share_a_secret() {
             (accepted.sealer, connected.opener, &far, &near),
         ] {
             let (mut from, mut to, mut read) = (from, to, [0; 9]);
-            from.send(near, &[b"a ", b"mes", b"sage"], &mut || Ok(()))
+            from.send(near, &[b"a ", b"mes", b"sage"], &mut |_| Ok(()))
                 .unwrap();
             assert_eq!(to.read(far, &mut read).unwrap(), 9);
             assert_eq!(&read, b"a message");
-            from.close(near, &mut || Ok(())).unwrap();
+            from.close(near, &mut |_| Ok(())).unwrap();
             assert_eq!(to.read(far, &mut read).unwrap(), 0);
             assert_eq!(to.read(far, &mut read).unwrap(), 0);
         }

@@ -33,7 +33,7 @@ fn sealer(cipher: Cipher) -> Sealer {
     Sealer::new(key(cipher))
 }
 
-fn go_on() -> io::Result<()> {
+fn go_on(_taken: usize) -> io::Result<()> {
     Ok(())
 }
 
@@ -377,7 +377,7 @@ fn a_peer_that_takes_nothing_is_left_to_the_caller() {
     let mut sealer = sealer(Cipher::default());
     let message = bytes(4 << 20);
     let mut stalls = 0;
-    let given_up = sealer.send(&near, &[&message], &mut || {
+    let given_up = sealer.send(&near, &[&message], &mut |_| {
         stalls += 1;
         if stalls < 3 {
             return Ok(());
@@ -412,7 +412,7 @@ fn a_stalled_peer_that_goes_on_gets_everything() {
         });
         let mut sealer = sealer(Cipher::default());
         sealer
-            .send(&near, &[&message], &mut || {
+            .send(&near, &[&message], &mut |_| {
                 let _ = stalled.send(());
                 Ok(())
             })
