@@ -70,15 +70,6 @@ pub(crate) fn peek(socket: impl AsFd, bytes: &mut [u8]) -> Option<usize> {
 /// How long a connection may be silent before the server is assumed to speak first.
 const SILENCE: Duration = Duration::from_millis(50);
 
-/// Peeks at the first bytes of a connection that was accepted at `since`, and classifies them if possible. `None` if the connection
-/// has ended.
-pub(crate) fn look(stream: &Stream, since: Instant) -> Option<(Option<FirstBytes>, Vec<u8>)> {
-    let mut bytes = [0; MAGIC_LEN];
-    let length = peek(stream.socket()?, &mut bytes)?;
-    let bytes = bytes[..length].to_vec();
-    Some((classify(&bytes, since.elapsed() >= SILENCE), bytes))
-}
-
 /// An unclassified connection, and the bytes that have been read from it.
 pub(crate) struct UnclassifiedConnection {
     pub(crate) stream: Arc<Stream>,
@@ -95,6 +86,14 @@ impl UnclassifiedConnection {
             got: 0,
             since: Instant::now(),
         }
+    }
+
+    /// Peeks at the first bytes, and classifies them if possible. `None` if the connection has ended.
+    pub(crate) fn look(&self) -> Option<(Option<FirstBytes>, Vec<u8>)> {
+        let mut bytes = [0; MAGIC_LEN];
+        let length = peek(self.stream.socket()?, &mut bytes)?;
+        let bytes = bytes[..length].to_vec();
+        Some((classify(&bytes, self.since.elapsed() >= SILENCE), bytes))
     }
 
     /// Reads the bytes that have arrived. False if the connection has ended.
@@ -114,6 +113,12 @@ impl UnclassifiedConnection {
             }
         }
         true
+    }
+
+    /// Whether no byte has arrived.
+    fn is_silent(&self) -> bool {
+        let arrived = self.stream.socket().and_then(|it| peek(it, &mut [0]));
+        self.got == 0 && arrived.unwrap_or(0) == 0
     }
 
     /// The bytes that have been read.
@@ -151,7 +156,23 @@ pub(crate) struct Arrivals<'a> {
     acceptor: Acceptor<'a>,
     hangup: &'a Hangup,
     pub(crate) unclassified: Vec<UnclassifiedConnection>,
+    /// Limit of unclassified connections.
+    most: usize,
+    /// Which connection is closed at the limit.
+    pub(crate) closes: Closes,
 }
+
+/// Which of too many unclassified connections is closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Closes {
+    /// The one that has been silent for the longest time: a source sends its first bytes soon.
+    OldestSilent,
+    /// The newest one: the oldest silent connection may be the channel for post-copy.
+    Newest,
+}
+
+/// Limit of unclassified connections: more than a migration has.
+pub(crate) const MOST_UNCLASSIFIED: usize = 512;
 
 /// Interval at which streams of a session are read: they cannot be polled.
 const READ_EVERY: Duration = Duration::from_millis(5);
@@ -166,12 +187,24 @@ impl<'a> Arrivals<'a> {
             acceptor: Acceptor::new(accept),
             hangup,
             unclassified,
+            most: MOST_UNCLASSIFIED,
+            closes: Closes::OldestSilent,
         }
     }
 
     pub(crate) fn accept_all(&mut self) -> Result<(), SocketError> {
         while let Some(stream) = self.acceptor.next()? {
             self.hangup.register(&stream);
+            if self.unclassified.len() >= self.most {
+                debug!("{} connections wait already: one is closed", self.most);
+                let mut waiting = self.unclassified.iter();
+                match waiting.position(UnclassifiedConnection::is_silent) {
+                    Some(oldest) if self.closes == Closes::OldestSilent => {
+                        self.unclassified.remove(oldest);
+                    }
+                    _ => continue,
+                }
+            }
             self.unclassified.push(UnclassifiedConnection::new(stream));
         }
         Ok(())
@@ -205,7 +238,37 @@ impl<'a> Arrivals<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::{io::Write as _, os::unix::net::UnixStream};
+
+    use vamoose_link::{PollQueue, Socket};
+
     use super::*;
+
+    /// The first bytes of the connections that are left at a limit of two, when four have come.
+    fn left_at_limit(closes: Closes) -> Vec<Vec<u8>> {
+        let (accept, hangup) = (PollQueue::new().unwrap(), Hangup::new().unwrap());
+        let mut arrivals = Arrivals::new(&accept, &hangup, Vec::new());
+        (arrivals.most, arrivals.closes) = (2, closes);
+        let sources = [&b"a"[..], b"", b"", b"d"].map(|bytes| {
+            let (mut source, stream) = UnixStream::pair().unwrap();
+            source.write_all(bytes).unwrap();
+            accept.push(Arc::new(Stream::Socket(Socket::Unix(stream))));
+            source
+        });
+        arrivals.accept_all().unwrap();
+        drop(sources);
+        let left = arrivals.unclassified.iter_mut().map(|connection| {
+            connection.read();
+            connection.bytes().to_vec()
+        });
+        left.collect()
+    }
+
+    #[test]
+    fn silent_connections_are_limited() {
+        assert_eq!(left_at_limit(Closes::OldestSilent), [b"a", b"d"]);
+        assert_eq!(left_at_limit(Closes::Newest), [&b"a"[..], b""]);
+    }
 
     #[test]
     fn first_bytes_tell_what_a_connection_is() {

@@ -31,9 +31,9 @@ use std::{
     io, iter,
     os::fd::AsFd as _,
     panic::{self, AssertUnwindSafe},
-    sync::{Arc, Mutex, OnceLock},
+    sync::{Arc, Mutex},
     thread::{self, Scope},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use rustix::event::{PollFd, PollFlags};
@@ -45,11 +45,17 @@ use vamoose_link::{
 
 pub use announce::AnnounceError;
 pub use config::{GatewayConfig, GatewayPeer, GatewayStream};
-use incoming::{Admission, IncomingMigration};
+use incoming::IncomingMigration;
 use listeners::{EndpointListener, Listeners};
-use outgoing::{Held, OutgoingMigration};
+use outgoing::OutgoingMigration;
+use slots::Slots;
 
-use crate::{Observer, UnderWay, accept::PAUSE};
+use crate::{
+    Observer, UnderWay,
+    accept::PAUSE,
+    first_bytes::UnclassifiedConnection,
+    service::{Draining, catch, spawn},
+};
 
 /// Carries all migrations between this host and its peers.
 pub struct Gateway {
@@ -60,11 +66,10 @@ pub struct Gateway {
     outgoing: Mutex<HashMap<u64, Arc<OutgoingMigration>>>,
     /// Migrations to this host.
     incoming: Mutex<Vec<Arc<IncomingMigration>>>,
-    admission: Admission,
+    slots: Arc<Slots>,
     observer: Arc<dyn Observer>,
-    /// Until when migrations under way may finish, once no further ones are taken.
-    draining: OnceLock<Instant>,
-    /// Thrown when they have to end.
+    draining: Draining,
+    /// Ends all migrations.
     stop: Hangup,
 }
 
@@ -89,9 +94,6 @@ const TICK: Duration = Duration::from_millis(200);
 /// Sessions that are taken before local connections are looked at again.
 const MOST_TAKEN: usize = 64;
 
-/// When the thread of one migration has panicked: where has been reported.
-const BUG: &str = "a bug of the gateway has ended this migration: its connections are closed";
-
 impl Gateway {
     /// Listens for other gateways, and at the aliases of the peers. Uses those of the listening sockets `passed` whose addresses it
     /// needs.
@@ -115,9 +117,9 @@ impl Gateway {
             config: Mutex::new(Arc::new(config)),
             outgoing: Mutex::default(),
             incoming: Mutex::default(),
-            admission: Admission::default(),
+            slots: Arc::default(),
             observer: Arc::new(()),
-            draining: OnceLock::new(),
+            draining: Draining::default(),
             stop: Hangup::new()?,
         })
     }
@@ -144,7 +146,7 @@ impl Gateway {
         // No migration begins at a new endpoint before the configuration has it.
         let _outgoing = lock(&self.outgoing);
         let before = lock(&self.config).clone();
-        let listening = match self.is_draining() {
+        let listening = match self.draining.has_begun() {
             true => Ok(()),
             false => self.listeners.listen(&config),
         };
@@ -174,8 +176,7 @@ impl Gateway {
     /// Takes no further migrations; when those under way have ended, [`run`](Self::run) returns.
     pub fn drain(&self) {
         let timeout = lock(&self.config).drain_timeout;
-        self.draining.get_or_init(|| Instant::now() + timeout);
-        self.admission.close();
+        self.draining.begin(timeout);
         self.listeners.close();
     }
 
@@ -239,24 +240,11 @@ impl Gateway {
         Ok(())
     }
 
-    fn is_draining(&self) -> bool {
-        self.draining.get().is_some()
-    }
-
-    /// Whether the gateway is stopped, or drained and either idle or out of time.
+    /// Whether the gateway is stopped, or has drained.
     fn has_ended(&self) -> bool {
-        let Some(&until) = self.draining.get() else {
-            return false;
-        };
-        let is_idle = lock(&self.outgoing).is_empty() && lock(&self.incoming).is_empty();
-        if self.stop.is_hung_up() || is_idle {
-            return true;
-        }
-        let is_late = Instant::now() >= until;
-        if is_late {
-            warn!("migrations under way have not ended in time: they are ended now");
-        }
-        is_late
+        let is_idle = || lock(&self.outgoing).is_empty() && lock(&self.incoming).is_empty();
+        self.draining
+            .has_ended(|| self.stop.is_hung_up() || is_idle())
     }
 
     /// Begins the migration whose connections have come to an endpoint. Those in `held` have been accepted already.
@@ -264,11 +252,11 @@ impl Gateway {
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
         listener: Arc<EndpointListener>,
-        held: VecDeque<Held>,
+        held: VecDeque<UnclassifiedConnection>,
     ) {
         let mut outgoing = lock(&self.outgoing);
         // A migration that still accepts there resumes listening when it ends.
-        if outgoing.contains_key(&listener.number) || self.is_draining() {
+        if outgoing.contains_key(&listener.number) || self.draining.has_begun() {
             return;
         }
         let config = lock(&self.config).clone();
@@ -280,7 +268,7 @@ impl Gateway {
             peer.clone(),
             listener.clone(),
             &config,
-            self.admission.slots.clone(),
+            self.slots.clone(),
             self.observer.clone(),
             held,
         );
@@ -288,8 +276,7 @@ impl Gateway {
             let migration = Arc::new(migration);
             let span = error_span!("migration", to = peer.name, at = %listener.at.target());
             let (begun, at) = (migration.clone(), listener.clone());
-            let work = move || span.in_scope(|| self.run_outgoing(scope, at, begun));
-            thread::Builder::new().spawn_scoped(scope, work)?;
+            spawn(scope, span, move || self.run_outgoing(scope, at, begun))?;
             Ok(migration)
         });
         match started {
@@ -311,9 +298,8 @@ impl Gateway {
         listener: Arc<EndpointListener>,
         migration: Arc<OutgoingMigration>,
     ) {
-        let closing = panic::catch_unwind(AssertUnwindSafe(|| migration.run()));
-        if closing.is_err() {
-            error!("{BUG}");
+        let closing = catch(|| migration.run());
+        if closing.is_none() {
             migration.hang_up();
         }
         let leftover = migration.leftover();
@@ -326,7 +312,7 @@ impl Gateway {
             false => self.begin(scope, listener.clone(), leftover),
         }
         drop(listener);
-        if let Ok(closing) = closing {
+        if let Some(closing) = closing {
             closing.finish();
         }
     }
@@ -345,17 +331,14 @@ impl Gateway {
         let (begun, config) = (migration.clone(), lock(&self.config).clone());
         let span = error_span!("migration", role = "destination");
         let work = move || {
-            span.in_scope(|| {
-                let run = AssertUnwindSafe(|| begun.run(stream, &config, &self.admission));
-                if panic::catch_unwind(run).is_err() {
-                    error!("{BUG}");
-                    begun.hang_up();
-                }
-            });
+            let run = || begun.run(stream, &config, &self.slots, &self.draining);
+            if catch(run).is_none() {
+                begun.hang_up();
+            }
             lock(&self.incoming).retain(|other| !Arc::ptr_eq(other, &begun));
         };
-        match thread::Builder::new().spawn_scoped(scope, work) {
-            Ok(_) => incoming.push(migration),
+        match spawn(scope, span, work) {
+            Ok(()) => incoming.push(migration),
             Err(error) => warn!("a session is closed: no thread can be started: {error}"),
         }
     }
@@ -377,6 +360,7 @@ mod tests {
         net::{IpAddr, Ipv4Addr, TcpListener, TcpStream},
         os::unix::net::UnixStream,
         sync::atomic::{AtomicUsize, Ordering},
+        time::Instant,
     };
 
     use multifd::{MAIN_MAGIC, Method};

@@ -20,7 +20,7 @@ use vamoose_link::Stream;
 
 use crate::{
     Relay, RelayError, chain,
-    first_bytes::{Arrivals, FirstBytes, UnclassifiedConnection},
+    first_bytes::{Arrivals, Closes, FirstBytes, UnclassifiedConnection},
     main_stream::{Unseen, forward},
 };
 
@@ -30,6 +30,7 @@ const MOST_SILENT: usize = 16;
 /// Handles these connections and the ones in `silent`, until the migration ends.
 pub(crate) fn attend(relay: &Relay<'_>, silent: Vec<UnclassifiedConnection>) {
     let mut arrivals = Arrivals::new(relay.accept, relay.hangup, silent);
+    arrivals.closes = Closes::Newest;
     thread::scope(|scope| {
         while !relay.hangup.is_hung_up() {
             if let Err(error) = arrivals.accept_all() {

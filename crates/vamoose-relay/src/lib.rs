@@ -42,6 +42,7 @@ mod qmp;
 mod relay;
 mod return_path;
 mod serve;
+mod service;
 mod settle;
 mod syncs;
 mod under_way;

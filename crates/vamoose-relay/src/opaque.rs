@@ -21,7 +21,7 @@ use vamoose_link::Stream;
 
 use crate::{
     Outcome, Relay, RelayError, Summary, chain,
-    first_bytes::{Arrivals, FirstBytes, UnclassifiedConnection, classify, look},
+    first_bytes::{Arrivals, FirstBytes, UnclassifiedConnection, classify},
     main_stream::{MainState, ReturnWitness, Unseen, Witness, forward},
 };
 
@@ -203,7 +203,7 @@ fn client_begins(
 
 /// [`client_begins`] at a shared socket.
 fn belongs(connection: &UnclassifiedConnection, kind: Opaque) -> Option<bool> {
-    let Some((first, bytes)) = look(&connection.stream, connection.since) else {
+    let Some((first, bytes)) = connection.look() else {
         debug!("a connection was closed before its first bytes");
         return Some(false);
     };

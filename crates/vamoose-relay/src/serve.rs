@@ -22,9 +22,9 @@ use std::{
     fs, io,
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
-    sync::{Arc, OnceLock, atomic::AtomicUsize},
+    sync::Arc,
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use handover::{AttemptId, Incarnation};
@@ -37,7 +37,7 @@ use vamoose_link::{
     SocketError, random_id,
 };
 
-use crate::{Journal, JournalError, Observer, PlacementMode, UnderWay};
+use crate::{Journal, JournalError, Observer, PlacementMode, UnderWay, service::Draining};
 pub(crate) use job::Job;
 use jobs::Jobs;
 use listener::most_connections;
@@ -52,11 +52,10 @@ pub struct Server {
     incarnation: Incarnation,
     jobs: Jobs,
     observer: Arc<dyn Observer>,
-    /// Connections that are open, and how many may be.
-    connections: AtomicUsize,
+    /// Every open connection has a clone.
+    connections: Arc<()>,
     most_connections: usize,
-    /// Deadline for migrations under way, once no new ones are accepted.
-    draining: OnceLock<Instant>,
+    draining: Draining,
 }
 
 /// The options of a [`Server`].
@@ -123,9 +122,9 @@ impl Server {
             config,
             observer: Arc::new(()),
             incarnation: Incarnation(random_id()?),
-            connections: AtomicUsize::new(0),
+            connections: Arc::default(),
             most_connections: most_connections(),
-            draining: OnceLock::new(),
+            draining: Draining::default(),
         })
     }
 
@@ -156,7 +155,7 @@ impl Server {
 
     /// Accepts no further migrations. [`Server::run`] returns when those under way have finished, or after `within`.
     pub fn drain(&self, within: Duration) {
-        self.draining.get_or_init(|| Instant::now() + within);
+        self.draining.begin(within);
     }
 
     /// Accepts migrations until `stop` is hung up or [`Server::drain`] has finished. Migrations that are still receiving then

@@ -7,7 +7,9 @@ use tracing::{info, warn};
 use vamoose_link::LinkFaults;
 
 use super::endpoint::Target;
-use crate::{EndKind, RelayError, Role, Summary, Switchover, chain, observer::Observation};
+use crate::{
+    EndKind, RelayError, Role, Summary, Switchover, UnderWay, chain, observer::Observation,
+};
 
 /// A migration, as its line describes it.
 pub(super) struct Account {
@@ -27,6 +29,17 @@ pub(super) struct MigrationEnd {
 }
 
 impl Account {
+    /// The migration's progress.
+    pub(super) fn under_way(&self) -> UnderWay {
+        let it = &self.observation.migration;
+        let (peer, moved) = (it.peer.clone(), it.stats.snapshot());
+        UnderWay {
+            name: self.guest.clone(),
+            target: Some(self.target.to_string()),
+            ..UnderWay::new("gateway", it.role, peer, it.began, &moved)
+        }
+    }
+
     /// `faults` are those of its session.
     pub(super) fn write(self, end: &MigrationEnd, faults: LinkFaults) {
         let line = self.line(end);

@@ -18,7 +18,8 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use vamoose_link::{DialError, Session, Stream};
+use tracing::warn;
+use vamoose_link::{DialError, LinkFaults, Session, Stream};
 
 use super::{GatewayPeer, endpoint::Target};
 
@@ -177,8 +178,23 @@ impl Conversation {
         message.map(|message| self.heard(message)).transpose()
     }
 
-    /// Says how it ended here, and waits for what the peer says of its end: an error, if there was one.
-    pub(super) fn end(&mut self, error: Option<String>) -> Option<String> {
+    /// Ends the session after an exchange of errors. Returns the peer's error, and the faults of the session.
+    pub(super) fn end_session(
+        &mut self,
+        session: &Session,
+        error: Option<String>,
+    ) -> (Option<String>, LinkFaults) {
+        let theirs = self.end(error);
+        if !session.drain(DRAIN) {
+            warn!("the other gateway has not acknowledged the end");
+        }
+        let faults = session.faults();
+        session.shut_down();
+        (theirs, faults)
+    }
+
+    /// Says how the migration ended here, and waits for the peer's end: an error, if there was one.
+    fn end(&mut self, error: Option<String>) -> Option<String> {
         // A peer that has gone does not need to know.
         if self.send(&Message::Ended { error }).is_ok() {
             self.peer.stream().finish();

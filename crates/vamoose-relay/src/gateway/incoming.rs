@@ -6,10 +6,7 @@
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd},
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -28,7 +25,7 @@ use super::{
 };
 use crate::{
     Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, chain, first_bytes::peek,
-    observer::Observation, opaque::pass_bytes,
+    observer::Observation, opaque::pass_bytes, service::Draining,
 };
 
 /// A session that another gateway has begun.
@@ -37,26 +34,11 @@ pub(super) struct IncomingMigration {
     came: PollQueue<Arc<Stream>>,
     /// The first of them, until its kind has been acted upon.
     first: Mutex<Option<Arc<Stream>>>,
-    /// What observers see, once it is known.
-    watched: Mutex<Option<Watched>>,
+    /// Once the migration has been admitted.
+    account: Mutex<Option<Account>>,
     stats: Arc<Stats>,
     hangup: Hangup,
     observer: Arc<dyn Observer>,
-}
-
-#[derive(Clone)]
-struct Watched {
-    from: String,
-    target: Target,
-    guest: Option<String>,
-    began: Instant,
-}
-
-/// Decides whether migrations from other hosts are admitted.
-#[derive(Default)]
-pub(super) struct Admission {
-    pub(super) slots: Arc<Slots>,
-    is_closed: AtomicBool,
 }
 
 /// An announced migration that has been admitted.
@@ -84,7 +66,7 @@ impl IncomingMigration {
             session,
             came: PollQueue::new()?,
             first: Mutex::default(),
-            watched: Mutex::default(),
+            account: Mutex::default(),
             stats: Arc::default(),
             hangup: Hangup::new()?,
             observer,
@@ -92,13 +74,7 @@ impl IncomingMigration {
     }
 
     pub(super) fn under_way(&self) -> Option<UnderWay> {
-        let it = lock(&self.watched).clone()?;
-        let moved = self.stats.snapshot();
-        Some(UnderWay {
-            name: it.guest,
-            target: Some(it.target.to_string()),
-            ..UnderWay::new("gateway", Role::Destination, it.from, it.began, &moved)
-        })
+        lock(&self.account).as_ref().map(Account::under_way)
     }
 
     /// Whether a stream of `session` belongs to it.
@@ -131,7 +107,13 @@ impl IncomingMigration {
     }
 
     /// Receives the migration that the first stream announces.
-    pub(super) fn run(&self, first: Arc<Stream>, config: &GatewayConfig, admission: &Admission) {
+    pub(super) fn run(
+        &self,
+        first: Arc<Stream>,
+        config: &GatewayConfig,
+        slots: &Arc<Slots>,
+        draining: &Draining,
+    ) {
         let mut conversation = Conversation::new(first);
         let announced = match conversation.receive(ANNOUNCEMENT) {
             Ok(announced) => announced,
@@ -141,7 +123,7 @@ impl IncomingMigration {
                 return self.session.shut_down();
             }
         };
-        match self.admit(announced, config, admission) {
+        match self.admit(announced, config, slots, draining) {
             Ok(admitted) => self.receive(conversation, admitted, &config.incoming),
             Err(reason) => {
                 let peer = config.who_is(self.session.identity(), self.session.peer());
@@ -160,7 +142,8 @@ impl IncomingMigration {
         &self,
         announced: Message,
         config: &GatewayConfig,
-        admission: &Admission,
+        slots: &Arc<Slots>,
+        draining: &Draining,
     ) -> Result<Admitted, String> {
         let shown_peer = self.session.peer();
         let Message::Announce {
@@ -182,16 +165,14 @@ impl IncomingMigration {
                 "version {version} of the protocol is too old"
             )));
         }
-        if admission.is_closed() {
+        if draining.has_begun() {
             return Err(refused("this gateway is about to end".to_owned()));
         }
         let peer = config.who_is(self.session.identity(), shown_peer);
         let peer =
             peer.ok_or_else(|| refused(format!("{shown_peer} is not a peer of this gateway")))?;
         let at = config.waiting_at(&target, &peer.name).map_err(refused)?;
-        let slot = admission
-            .slots
-            .take(Role::Destination, &peer.name, peer.migrations);
+        let slot = slots.take(Role::Destination, &peer.name, peer.migrations);
         let slot = slot.ok_or_else(|| {
             let most = peer.migrations;
             refused(format!(
@@ -222,21 +203,17 @@ impl IncomingMigration {
             target: admitted.target.clone(),
             guest: admitted.guest.clone(),
         };
-        *lock(&self.watched) = Some(Watched {
-            from: admitted.from.clone(),
-            target: admitted.target.clone(),
-            guest: admitted.guest.clone(),
-            began,
-        });
+        *lock(&self.account) = Some(account);
         let ending = match self.begin(&mut conversation, &admitted.qemu) {
             Ok(kind) => self.pass(kind, &mut conversation, admitted, config),
             Err(reason) => MigrationEnd::failed(reason),
         };
         self.hangup.hang_up();
-        let theirs = conversation.end(ending.error());
-        self.session.drain(DRAIN);
-        self.session.shut_down();
-        account.write(&ending.with_peers(theirs), self.session.faults());
+        let (theirs, faults) = conversation.end_session(&self.session, ending.error());
+        let account = lock(&self.account).take();
+        if let Some(account) = account {
+            account.write(&ending.with_peers(theirs), faults);
+        }
     }
 
     /// Accepts the announcement, and waits for the first stream: its kind.
@@ -308,16 +285,5 @@ impl Accept for IncomingMigration {
 impl AsFd for IncomingMigration {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.came.as_fd()
-    }
-}
-
-impl Admission {
-    /// Admits no further migrations.
-    pub(super) fn close(&self) {
-        self.is_closed.store(true, Ordering::Release);
-    }
-
-    fn is_closed(&self) -> bool {
-        self.is_closed.load(Ordering::Acquire)
     }
 }

@@ -24,13 +24,13 @@ use std::{
 use rustix::event::{PollFd, PollFlags};
 use tracing::{debug, info, warn};
 use vamoose_link::{
-    Hangup, LinkFaults, Peer, Peers, Session, SocketError, Stats, Stream, lock, peer_of, wait_for,
+    Hangup, Peer, Peers, Session, SocketError, Stats, Stream, lock, peer_of, wait_for,
 };
 
 use super::{
     GatewayConfig, GatewayPeer,
     account::{Account, MigrationEnd},
-    announce::{AnnounceError, Conversation, DRAIN, MIGRATION, Message, OPAQUE, TICK, announce},
+    announce::{AnnounceError, Conversation, MIGRATION, Message, OPAQUE, TICK, announce},
     endpoint::Endpoint,
     guest,
     listeners::EndpointListener,
@@ -40,7 +40,7 @@ use crate::{
     Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay,
     accept::PAUSE,
     chain,
-    first_bytes::{FirstBytes, look},
+    first_bytes::{FirstBytes, MOST_UNCLASSIFIED, UnclassifiedConnection},
     observer::Observation,
     opaque::pass_bytes,
 };
@@ -55,18 +55,12 @@ pub(super) struct OutgoingMigration {
     observer: Arc<dyn Observer>,
     carries: Mutex<Carries>,
     /// Connections that wait for the decision, or for the relay.
-    held: Mutex<VecDeque<Held>>,
+    held: Mutex<VecDeque<UnclassifiedConnection>>,
     announced: Mutex<Option<Announced>>,
     guest: Mutex<Option<String>>,
     began: Instant,
     stats: Arc<Stats>,
     hangup: Hangup,
-}
-
-/// A connection whose first bytes have not been read.
-pub(super) struct Held {
-    stream: Arc<Stream>,
-    since: Instant,
 }
 
 /// What the connections are.
@@ -87,9 +81,6 @@ struct Announced {
     _slot: Slot,
 }
 
-/// Connections that may wait for the decision: more than a migration has.
-const MOST_HELD: usize = 512;
-
 impl OutgoingMigration {
     pub(super) fn new(
         peer: Arc<GatewayPeer>,
@@ -97,7 +88,7 @@ impl OutgoingMigration {
         gateway: &GatewayConfig,
         slots: Arc<Slots>,
         observer: Arc<dyn Observer>,
-        held: VecDeque<Held>,
+        held: VecDeque<UnclassifiedConnection>,
     ) -> io::Result<Self> {
         let mut config = gateway.outgoing.clone();
         config.max_bandwidth = peer.max_bandwidth.or(config.max_bandwidth);
@@ -136,14 +127,14 @@ impl OutgoingMigration {
 
     /// Connections that came too late for this migration: those of the next one, if that has begun. What is left of this one is
     /// dropped.
-    pub(super) fn leftover(&self) -> VecDeque<Held> {
+    pub(super) fn leftover(&self) -> VecDeque<UnclassifiedConnection> {
         lock(&self.held).clear();
         if let Err(error) = self.accept_all() {
             warn!("{}: {}", self.listener.at, chain(&error));
         }
         let is_migration = *lock(&self.carries) == Carries::Migration;
-        let is_next = |held: &Held| {
-            !is_migration || matches!(held.look(), Some(None | Some(FirstBytes::Main)))
+        let is_next = |held: &UnclassifiedConnection| {
+            !is_migration || matches!(held.look(), Some((None | Some(FirstBytes::Main), _)))
         };
         let held = mem::take(&mut *lock(&self.held));
         held.into_iter().skip_while(|held| !is_next(held)).collect()
@@ -195,8 +186,9 @@ impl OutgoingMigration {
             let mut firsts = Vec::new();
             lock(&self.held).retain(|held| {
                 let look = held.look();
-                firsts.extend(look.flatten());
-                look.is_some()
+                let goes_on = look.is_some();
+                firsts.extend(look.and_then(|(first, _)| first));
+                goes_on
             });
             let begun = firsts.iter().find(|it| **it != FirstBytes::Silent);
             match begun.or(firsts.first()) {
@@ -262,11 +254,10 @@ impl OutgoingMigration {
     fn hold(&self, stream: Arc<Stream>) {
         self.look_for_guest(&stream);
         let mut held = lock(&self.held);
-        if held.len() >= MOST_HELD {
-            return debug!("{MOST_HELD} connections wait already: one is closed");
+        if held.len() >= MOST_UNCLASSIFIED {
+            return debug!("{MOST_UNCLASSIFIED} connections wait already: one is closed");
         }
-        let since = Instant::now();
-        held.push_back(Held { stream, since });
+        held.push_back(UnclassifiedConnection::new(stream));
     }
 
     /// Looks for the guest's name, unless it is known. This scans /proc, so no lock may be held.
@@ -339,13 +330,6 @@ impl OutgoingMigration {
     }
 }
 
-impl Held {
-    /// What it begins with, if that is known; `None` when it has ended.
-    fn look(&self) -> Option<Option<FirstBytes>> {
-        look(&self.stream, self.since).map(|(first, _)| first)
-    }
-}
-
 /// Whether a connection comes from this host, and from one of `users`.
 fn is_welcome(at: &Endpoint, users: &Peers, peer: io::Result<Peer>) -> bool {
     match peer {
@@ -393,16 +377,11 @@ impl Closing {
     /// Exchanges the last words with the peer's gateway, and writes the line in the journal.
     pub(super) fn finish(self) {
         let ending = self.ended.as_ref().map(|(_, ending)| ending);
-        let (error, mut faults) = (ending.and_then(MigrationEnd::error), LinkFaults::default());
-        let theirs = self.announced.and_then(|mut announced| {
-            let theirs = announced.conversation.end(error);
-            if !announced.session.drain(DRAIN) {
-                warn!("the other gateway has not acknowledged the end");
-            }
-            faults = announced.session.faults();
-            announced.session.shut_down();
-            theirs
-        });
+        let error = ending.and_then(MigrationEnd::error);
+        let ended = self
+            .announced
+            .map(|mut it| it.conversation.end_session(&it.session, error));
+        let (theirs, faults) = ended.unwrap_or_default();
         if let Some((account, ending)) = self.ended {
             account.write(&ending.with_peers(theirs), faults);
         }

@@ -127,11 +127,16 @@ impl Job {
             Err(error) => Some(chain(&error)),
         };
         lock(&self.transfer).take();
+        if let Some(cause) = cause {
+            self.fail(cause);
+        }
+    }
+
+    /// The transfer of the memory has failed. This does not decide whose a loaded guest is.
+    pub(super) fn fail(&self, cause: String) {
+        lock(&self.transfer).take();
         let mut inner = lock(&self.inner);
-        // The loss of connections does not decide whose a loaded guest is.
-        if let Some(cause) = cause
-            && *inner.driver.state() == DestinationState::Receiving
-        {
+        if *inner.driver.state() == DestinationState::Receiving {
             inner.handle(DestinationEvent::Failed { cause });
             self.changed.notify_all();
         }

@@ -1,14 +1,6 @@
 //! The connections of a server: their number, and the attempt each belongs to.
 
-use std::{
-    os::fd::AsFd as _,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-    thread::{self, Scope},
-    time::{Duration, Instant},
-};
+use std::{os::fd::AsFd as _, sync::Arc, thread::Scope, time::Duration};
 
 use handover::{
     AttemptId, ConnectionKind, DestinationMessage, PREAMBLE_LEN, Preamble, Prepare, SourceMessage,
@@ -27,7 +19,11 @@ use super::{
     setup::{PrepareError, Prepared},
     span,
 };
-use crate::{Role, chain, observer::Observation};
+use crate::{
+    Role, chain,
+    observer::Observation,
+    service::{catch, spawn},
+};
 
 /// Most connections at a time. Further ones are closed. A migration has one per channel, and two more.
 const MOST_CONNECTIONS: u64 = 4096;
@@ -49,7 +45,7 @@ impl Server {
             if stop.is_hung_up() {
                 return Ok(());
             }
-            if self.has_drained() {
+            if self.draining.has_ended(|| !self.jobs.are_under_way()) {
                 // Threads of leftover connections still wait for their peers.
                 stop.hang_up();
                 return Ok(());
@@ -63,36 +59,24 @@ impl Server {
         }
     }
 
-    fn has_drained(&self) -> bool {
-        let Some(&until) = self.draining.get() else {
-            return false;
-        };
-        let is_late = Instant::now() >= until;
-        if is_late {
-            warn!("migrations under way have not finished in time and are aborted");
-        }
-        is_late || !self.jobs.are_under_way()
-    }
-
     fn take_connection<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
         stop: &'scope Hangup,
         introduced: Introduced,
     ) {
-        let Some(slot) = Slot::take(&self.connections, self.most_connections) else {
-            debug!("too many connections: one is closed");
-            return;
-        };
+        let open = self.connections.clone();
+        if Arc::strong_count(&open) > self.most_connections.saturating_add(1) {
+            return debug!("too many connections: one is closed");
+        }
         let Introduced { stream, session } = introduced;
         let stream = Arc::new(stream);
         stop.register(&stream);
         let work = move || {
             self.handle(scope, &stream, &session);
-            drop(slot);
+            drop(open);
         };
-        // A failure here must not end other migrations.
-        if let Err(error) = thread::Builder::new().spawn_scoped(scope, work) {
+        if let Err(error) = spawn(scope, Span::none(), work) {
             warn!("a connection is closed: no thread can be started: {error}");
         }
     }
@@ -202,8 +186,13 @@ impl Server {
         prepared.connected(stream);
         let (receiver, span) = (prepared.clone(), Span::current());
         let observer = self.observer.clone();
-        let work = move || span.in_scope(|| receiver.receive(&dialer, &config, &observer));
-        let started = thread::Builder::new().spawn_scoped(scope, work);
+        let work = move || {
+            if catch(|| receiver.receive(&dialer, &config, &observer)).is_none() {
+                receiver.hang_up();
+                receiver.fail("a bug has ended the relay".to_owned());
+            }
+        };
+        let started = spawn(scope, span, work);
         let job = job.insert(prepared);
         if let Err(error) = started {
             let cause = format!("no thread can be started: {error}");
@@ -221,23 +210,6 @@ pub(super) fn most_connections() -> usize {
         .saturating_sub(OTHER_DESCRIPTORS)
         .max(descriptors / 2);
     usize::try_from(left.min(MOST_CONNECTIONS)).unwrap_or(usize::MAX)
-}
-
-/// One of the permitted connections.
-struct Slot<'a>(&'a AtomicUsize);
-
-impl<'a> Slot<'a> {
-    fn take(taken: &'a AtomicUsize, most: usize) -> Option<Self> {
-        let slot = Self(taken);
-        // The drop gives the slot back.
-        (taken.fetch_add(1, Ordering::Relaxed) < most).then_some(slot)
-    }
-}
-
-impl Drop for Slot<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
 }
 
 fn refuse(stream: &Stream, error: &PrepareError) -> Result<(), ConversationError> {

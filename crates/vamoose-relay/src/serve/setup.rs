@@ -32,7 +32,7 @@ impl Server {
         prepare: &Prepare,
         session: &Session,
     ) -> Result<Prepared, PrepareError> {
-        if self.draining.get().is_some() {
+        if self.draining.has_begun() {
             return Err(PrepareError::Draining);
         }
         let protocol = prepare.negotiate()?;
