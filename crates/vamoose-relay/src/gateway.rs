@@ -40,7 +40,8 @@ use rustix::event::{PollFd, PollFlags};
 use thiserror::Error;
 use tracing::{error, error_span, warn};
 use vamoose_link::{
-    Address, Hangup, Introduced, Listener, Sessions, SessionsError, SocketError, lock, wait_for,
+    Address, Hangup, Introduced, Listener, Sessions, SessionsError, SocketError, Stream, lock,
+    wait_for,
 };
 
 pub use announce::AnnounceError;
@@ -53,7 +54,6 @@ use slots::Slots;
 use crate::{
     Observer, UnderWay,
     accept::PAUSE,
-    first_bytes::UnclassifiedConnection,
     service::{Draining, catch, spawn},
 };
 
@@ -252,7 +252,7 @@ impl Gateway {
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
         listener: Arc<EndpointListener>,
-        held: VecDeque<UnclassifiedConnection>,
+        held: VecDeque<Arc<Stream>>,
     ) {
         let mut outgoing = lock(&self.outgoing);
         // A migration that still accepts there resumes listening when it ends.

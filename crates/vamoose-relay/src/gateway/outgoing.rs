@@ -14,18 +14,14 @@
 
 use std::{
     collections::VecDeque,
-    io, mem,
+    io, iter,
     os::fd::{AsFd, BorrowedFd},
     sync::{Arc, Mutex},
-    thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
-use rustix::event::{PollFd, PollFlags};
 use tracing::{debug, info, warn};
-use vamoose_link::{
-    Hangup, Peer, Peers, Session, SocketError, Stats, Stream, lock, peer_of, wait_for,
-};
+use vamoose_link::{Hangup, Peer, Peers, Session, SocketError, Stats, Stream, lock, peer_of};
 
 use super::{
     GatewayConfig, GatewayPeer,
@@ -37,10 +33,8 @@ use super::{
     slots::{Slot, Slots},
 };
 use crate::{
-    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay,
-    accept::PAUSE,
-    chain,
-    first_bytes::{FirstBytes, MOST_UNCLASSIFIED, UnclassifiedConnection},
+    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, chain,
+    first_bytes::{Arrivals, Closes, FirstBytes, MOST_UNCLASSIFIED, UnclassifiedConnection},
     observer::Observation,
     opaque::pass_bytes,
 };
@@ -55,7 +49,7 @@ pub(super) struct OutgoingMigration {
     observer: Arc<dyn Observer>,
     carries: Mutex<Carries>,
     /// Connections that wait for the decision, or for the relay.
-    held: Mutex<VecDeque<UnclassifiedConnection>>,
+    held: Mutex<VecDeque<Arc<Stream>>>,
     announced: Mutex<Option<Announced>>,
     guest: Mutex<Option<String>>,
     began: Instant,
@@ -88,7 +82,7 @@ impl OutgoingMigration {
         gateway: &GatewayConfig,
         slots: Arc<Slots>,
         observer: Arc<dyn Observer>,
-        held: VecDeque<UnclassifiedConnection>,
+        held: VecDeque<Arc<Stream>>,
     ) -> io::Result<Self> {
         let mut config = gateway.outgoing.clone();
         config.max_bandwidth = peer.max_bandwidth.or(config.max_bandwidth);
@@ -125,28 +119,25 @@ impl OutgoingMigration {
         }
     }
 
-    /// Connections that came too late for this migration: those of the next one, if that has begun. What is left of this one is
-    /// dropped.
-    pub(super) fn leftover(&self) -> VecDeque<UnclassifiedConnection> {
+    /// Connections of the next migration, which came too late for this one. Drops the remaining ones of this migration.
+    pub(super) fn leftover(&self) -> VecDeque<Arc<Stream>> {
         lock(&self.held).clear();
-        if let Err(error) = self.accept_all() {
-            warn!("{}: {}", self.listener.at, chain(&error));
-        }
-        let is_migration = *lock(&self.carries) == Carries::Migration;
-        let is_next = |held: &UnclassifiedConnection| {
-            !is_migration || matches!(held.look(), Some((None | Some(FirstBytes::Main), _)))
+        let accept = || {
+            self.accept()
+                .inspect_err(|it| warn!("{}: {}", self.listener.at, chain(it)))
         };
-        let held = mem::take(&mut *lock(&self.held));
-        held.into_iter().skip_while(|held| !is_next(held)).collect()
+        let came = iter::from_fn(|| accept().ok().flatten()).map(UnclassifiedConnection::new);
+        let came: Vec<_> = came.take(MOST_UNCLASSIFIED).collect();
+        let is_migration = *lock(&self.carries) == Carries::Migration;
+        let is_next = |connection: &UnclassifiedConnection| {
+            !is_migration || matches!(connection.look(), Some((None | Some(FirstBytes::Main), _)))
+        };
+        let left = came.into_iter().skip_while(|it| !is_next(it));
+        left.map(|connection| connection.stream).collect()
     }
 
     /// Runs to the end of the last connection.
     pub(super) fn run(self: &Arc<Self>) -> Closing {
-        let held: Vec<_> = lock(&self.held)
-            .iter()
-            .map(|it| it.stream.clone())
-            .collect();
-        held.iter().for_each(|stream| self.look_for_guest(stream));
         let decided = self.decide();
         let begin = || {
             let (peer, stats) = (&*self.peer.name, self.stats.clone());
@@ -181,34 +172,44 @@ impl OutgoingMigration {
 
     /// Decides what the connections are: undecided when all have ended without a byte.
     fn decide(&self) -> Result<Carries, RelayError> {
-        loop {
-            self.accept_all()?;
+        let mut arrivals = Arrivals::new(self, &self.hangup, Vec::new());
+        arrivals.closes = Closes::Newest;
+        let carries = loop {
+            let known = arrivals.unclassified.len();
+            arrivals.accept_all()?;
+            for connection in &arrivals.unclassified[known..] {
+                self.look_for_guest(&connection.stream);
+            }
             let mut firsts = Vec::new();
-            lock(&self.held).retain(|held| {
-                let look = held.look();
+            arrivals.unclassified.retain(|connection| {
+                let look = connection.look();
                 let goes_on = look.is_some();
                 firsts.extend(look.and_then(|(first, _)| first));
                 goes_on
             });
             let begun = firsts.iter().find(|it| **it != FirstBytes::Silent);
             match begun.or(firsts.first()) {
-                Some(FirstBytes::Main | FirstBytes::Channel) => return Ok(Carries::Migration),
-                Some(FirstBytes::Tls) => return Ok(Carries::Opaque("it is TLS")),
+                Some(FirstBytes::Main | FirstBytes::Channel) => break Carries::Migration,
+                Some(FirstBytes::Tls) => break Carries::Opaque("it is TLS"),
                 Some(FirstBytes::Other) => {
-                    let why = "its first bytes are none of QEMU's migration";
-                    return Ok(Carries::Opaque(why));
+                    break Carries::Opaque("its first bytes are none of QEMU's migration");
                 }
                 Some(FirstBytes::Silent) => {
                     self.announce()?;
                     if self.has_destination_spoken()? {
-                        return Ok(Carries::Opaque("the destination speaks first"));
+                        break Carries::Opaque("the destination speaks first");
                     }
                 }
-                None if lock(&self.held).is_empty() => return Ok(Carries::Undecided),
+                None if arrivals.unclassified.is_empty() && !arrivals.is_pausing() => {
+                    break Carries::Undecided;
+                }
                 None => {}
             }
-            self.wait(TICK)?;
-        }
+            arrivals.wait(Some(Instant::now() + TICK))?;
+        };
+        let streams = arrivals.unclassified.into_iter().map(|it| it.stream);
+        lock(&self.held).extend(streams);
+        Ok(carries)
     }
 
     /// Whether the destination has sent something while the source has not.
@@ -225,22 +226,6 @@ impl OutgoingMigration {
         Ok(matches!(message, Some(Message::Spoke)))
     }
 
-    /// Accepts what has come, for the decision.
-    fn accept_all(&self) -> Result<(), RelayError> {
-        loop {
-            match self.accept() {
-                Ok(Some(stream)) => self.hold(stream),
-                Ok(None) => return Ok(()),
-                Err(error) if error.is_exhaustion() => {
-                    warn!("{}; trying again", chain(&error));
-                    thread::sleep(PAUSE);
-                    return Ok(());
-                }
-                Err(error) => return Err(error.into()),
-            }
-        }
-    }
-
     /// A connection that has come from somebody who may connect.
     fn accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
         while let Some(socket) = self.listener.listener.try_accept()? {
@@ -251,38 +236,11 @@ impl OutgoingMigration {
         Ok(None)
     }
 
-    fn hold(&self, stream: Arc<Stream>) {
-        self.look_for_guest(&stream);
-        let mut held = lock(&self.held);
-        if held.len() >= MOST_UNCLASSIFIED {
-            return debug!("{MOST_UNCLASSIFIED} connections wait already: one is closed");
-        }
-        held.push_back(UnclassifiedConnection::new(stream));
-    }
-
     /// Looks for the guest's name, unless it is known. This scans /proc, so no lock may be held.
     fn look_for_guest(&self, stream: &Stream) {
         let is_known = lock(&self.guest).is_some();
         if let Some(name) = (!is_known).then(|| guest::name_of(stream)).flatten() {
             *lock(&self.guest) = Some(name);
-        }
-    }
-
-    fn wait(&self, time: Duration) -> Result<(), RelayError> {
-        let held: Vec<_> = lock(&self.held)
-            .iter()
-            .map(|it| it.stream.clone())
-            .collect();
-        let mut fds = vec![
-            PollFd::new(&self.hangup, PollFlags::IN),
-            PollFd::new(&self.listener.listener, PollFlags::IN),
-        ];
-        let sockets = held.iter().filter_map(|stream| stream.socket());
-        fds.extend(sockets.map(|socket| PollFd::new(socket, PollFlags::IN)));
-        wait_for(&mut fds, time).map_err(RelayError::SetUp)?;
-        match self.hangup.is_hung_up() {
-            true => Err(RelayError::Cancelled),
-            false => Ok(()),
         }
     }
 
@@ -351,7 +309,7 @@ fn is_welcome(at: &Endpoint, users: &Peers, peer: io::Result<Peer>) -> bool {
 impl Accept for OutgoingMigration {
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
         match lock(&self.held).pop_front() {
-            Some(held) => Ok(Some(held.stream)),
+            Some(stream) => Ok(Some(stream)),
             None => self.accept(),
         }
     }

@@ -39,6 +39,9 @@ pub(crate) struct Transfer {
     session: Session,
     began: Instant,
     stats: Arc<Stats>,
+    dialer: Dialer,
+    pub(super) config: Config,
+    observer: Arc<dyn Observer>,
 }
 
 struct Inner {
@@ -58,13 +61,21 @@ struct Host {
 }
 
 impl Transfer {
-    pub(super) fn new(session: Session) -> io::Result<Self> {
+    pub(super) fn new(
+        session: Session,
+        dialer: Dialer,
+        config: Config,
+        observer: Arc<dyn Observer>,
+    ) -> io::Result<Self> {
         Ok(Self {
             hangup: Hangup::new()?,
             connections: PollQueue::new()?,
             session,
             began: Instant::now(),
             stats: Arc::default(),
+            dialer,
+            config,
+            observer,
         })
     }
 }
@@ -101,18 +112,18 @@ impl Job {
     }
 
     /// Runs the relay to the waiting QEMU, to its end.
-    pub(super) fn receive(&self, dialer: &Dialer, config: &Config, observer: &Arc<dyn Observer>) {
+    pub(super) fn receive(&self) {
         let Some(transfer) = self.transfer() else {
             return;
         };
         let (stats, session) = (transfer.stats.clone(), &transfer.session);
-        let peer = session.identity().unwrap_or_default();
+        let (peer, observer) = (session.identity().unwrap_or_default(), &transfer.observer);
         let observation =
             Observation::begin(observer, Role::Destination, peer, transfer.began, stats);
         let result = Relay {
             accept: &transfer.connections,
-            dialer,
-            config,
+            dialer: &transfer.dialer,
+            config: &transfer.config,
             hangup: &transfer.hangup,
             stats: &transfer.stats,
             on_loaded: &|| self.handle(DestinationEvent::Loaded),
@@ -126,9 +137,9 @@ impl Job {
             Err(RelayError::Cancelled) => Some("the migration was cancelled".to_owned()),
             Err(error) => Some(chain(&error)),
         };
-        lock(&self.transfer).take();
-        if let Some(cause) = cause {
-            self.fail(cause);
+        match cause {
+            Some(cause) => self.fail(cause),
+            None => drop(lock(&self.transfer).take()),
         }
     }
 

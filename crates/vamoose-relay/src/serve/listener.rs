@@ -14,11 +14,7 @@ use vamoose_link::{
     Conversation, ConversationError, Hangup, Introduced, Session, Stream, send_message, wait_for,
 };
 
-use super::{
-    Job, ServeError, Server,
-    setup::{PrepareError, Prepared},
-    span,
-};
+use super::{Job, ServeError, Server, setup::PrepareError, span};
 use crate::{
     Role, chain,
     observer::Observation,
@@ -169,12 +165,7 @@ impl Server {
         (stream, session): (&Arc<Stream>, &Session),
         job: &mut Option<Arc<Job>>,
     ) -> Result<(), ConversationError> {
-        let Prepared {
-            answer,
-            job: prepared,
-            dialer,
-            config,
-        } = match self.prepare(attempt, prepare, session) {
+        let (prepared, answer) = match self.prepare(attempt, prepare, session) {
             Ok(prepared) => prepared,
             Err(error) => {
                 warn!("refused: {}", chain(&error));
@@ -185,9 +176,8 @@ impl Server {
         };
         prepared.connected(stream);
         let (receiver, span) = (prepared.clone(), Span::current());
-        let observer = self.observer.clone();
         let work = move || {
-            if catch(|| receiver.receive(&dialer, &config, &observer)).is_none() {
+            if catch(|| receiver.receive()).is_none() {
                 receiver.hang_up();
                 receiver.fail("a bug has ended the relay".to_owned());
             }

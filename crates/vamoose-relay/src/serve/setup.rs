@@ -31,13 +31,13 @@ impl Server {
         attempt: AttemptId,
         prepare: &Prepare,
         session: &Session,
-    ) -> Result<Prepared, PrepareError> {
+    ) -> Result<(Arc<Job>, DestinationMessage), PrepareError> {
         if self.draining.has_begun() {
             return Err(PrepareError::Draining);
         }
         let protocol = prepare.negotiate()?;
         let request: Request = from_details(prepare.details.clone())?;
-        let mut config = self.relay_config(&request)?;
+        let config = self.relay_config(&request)?;
         let monitor = self.monitor(&request.name)?;
         self.jobs.check_idle(&request.name)?;
         let mut qemu = Qemu::connect(&monitor)?;
@@ -54,16 +54,15 @@ impl Server {
             keeps_suspended: qemu.keeps_suspended(),
         })?;
         let instance = Instance::of(&mut qemu, &monitor, request.uuid.clone());
-        let transfer = Transfer::new(session.clone())?;
+        let dialer = Dialer::new(Address::Unix(incoming.clone()));
+        let observer = self.observer.clone();
+        let mut transfer = Transfer::new(session.clone(), dialer, config, observer)?;
         let mut entry = self.record(attempt, &request, instance.clone(), session)?;
-        match self.set_up(&mut qemu, &request, config.layout, &incoming) {
-            Ok(pages) => (config.placement, config.passed) = (pages.placement, pages.passed),
-            Err(error) => {
-                let cause = chain(&error);
-                entry.record.state = DestinationState::Aborted { cause };
-                entry.write()?;
-                return Err(error);
-            }
+        if let Err(error) = self.set_up(&mut qemu, &request, &mut transfer.config, &incoming) {
+            let cause = chain(&error);
+            entry.record.state = DestinationState::Aborted { cause };
+            entry.write()?;
+            return Err(error);
         }
         let qemu = DestinationQemu::new(instance, Some(qemu));
         let machine = Destination::new(self.incarnation);
@@ -71,16 +70,12 @@ impl Server {
         // The monitor serves one client, so no other attempt has prepared this QEMU meanwhile.
         self.jobs.insert(&job);
         info!("{}: ready for attempt {attempt}", request.name);
-        Ok(Prepared {
-            answer: DestinationMessage::Prepared {
-                protocol,
-                incarnation: self.incarnation,
-                details: offer,
-            },
-            job,
-            dialer: Dialer::new(Address::Unix(incoming)),
-            config,
-        })
+        let answer = DestinationMessage::Prepared {
+            protocol,
+            incarnation: self.incarnation,
+            details: offer,
+        };
+        Ok((job, answer))
     }
 
     /// Records the attempt in the journal.
@@ -124,26 +119,26 @@ impl Server {
         Ok(config)
     }
 
-    /// Makes the QEMU listen for its relay at `incoming`, and keeps it from starting the guest by itself.
+    /// Makes the QEMU listen for its relay at `incoming`, and keeps it from starting the guest by itself. Completes `config`.
     fn set_up(
         &self,
         qemu: &mut Qemu,
         request: &Request,
-        layout: Layout,
+        config: &mut Config,
         incoming: &Path,
-    ) -> Result<Pages, PrepareError> {
+    ) -> Result<(), PrepareError> {
         let may_decode = self.config.qemu_decodes && self.config.placement != PlacementMode::On;
-        let passed = may_decode.then(|| decoded_by(qemu, request)).flatten();
+        config.passed = may_decode.then(|| decoded_by(qemu, request)).flatten();
         let parameters = json!({
             "multifd-channels": request.channels,
-            "multifd-compression": passed.unwrap_or(Method::None).name(),
+            "multifd-compression": config.passed.unwrap_or(Method::None).name(),
         });
         // late-block-activate: the disks stay the source's until the commit.
         let optional = ["late-block-activate", "events"];
         qemu.set_up(&["multifd", "return-path"], &optional, parameters)?;
         // After that, as it depends on the capabilities of the migration.
-        let placement = match passed {
-            None => self.placement(qemu, &request.name, layout),
+        let placement = match config.passed {
+            None => self.placement(qemu, &request.name, config.layout),
             Some(_) => {
                 let name = &request.name;
                 info!("{name}: QEMU decodes the pages itself, their checksums are not compared");
@@ -151,8 +146,8 @@ impl Server {
             }
         };
         let ready = placement.and_then(|placement| {
-            listen(qemu, incoming)?;
-            Ok(Pages { placement, passed })
+            config.placement = placement;
+            Ok(listen(qemu, incoming)?)
         });
         if ready.is_err() {
             qemu.put_back();
@@ -198,14 +193,6 @@ impl Server {
     }
 }
 
-/// An accepted migration, and what its relay needs.
-pub(super) struct Prepared {
-    pub(super) answer: DestinationMessage,
-    pub(super) job: Arc<Job>,
-    pub(super) dialer: Dialer,
-    pub(super) config: Config,
-}
-
 #[derive(Debug, Error)]
 pub(super) enum PrepareError {
     #[error(transparent)]
@@ -242,12 +229,6 @@ pub(super) enum PrepareError {
     Journal(#[from] JournalError),
     #[error("the system refused")]
     System(#[from] io::Error),
-}
-
-/// How pages get into QEMU's memory: written by the relay, decoded by QEMU, or otherwise sent to QEMU decoded.
-struct Pages {
-    placement: Option<Arc<Placement>>,
-    passed: Option<Method>,
 }
 
 /// The method of the source, if `qemu` is to decode it: zstd only. QEMU's decoder for zlib takes twice as long as the relay's.
