@@ -84,14 +84,21 @@ impl<'a> Acceptor<'a> {
     }
 }
 
+/// The first byte of a stream that another Vamoose has opened, which is the stream's kind.
+pub(crate) fn kind_of(stream: &Stream) -> Option<u8> {
+    let mut kind = [0];
+    // Sessions introduce a stream after its first byte, so this does not wait.
+    let read = stream.read_until(&mut kind, Some(Instant::now() + PAUSE));
+    matches!(read, Ok(Some(1))).then_some(kind[0])
+}
+
 /// Streams of another relay's session.
 impl Accept for Sessions {
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
         while let Some(introduced) = self.try_next() {
-            let (stream, mut kind) = (introduced.stream, [0]);
-            // It has been introduced, so the byte is there.
-            match stream.read_until(&mut kind, Some(Instant::now() + PAUSE)) {
-                Ok(Some(1)) if kind == [RELAYED] => return Ok(Some(Arc::new(stream))),
+            let stream = introduced.stream;
+            match kind_of(&stream) {
+                Some(RELAYED) => return Ok(Some(Arc::new(stream))),
                 _ => warn!("turning away a stream that was not opened by a relay of this version"),
             }
         }

@@ -57,7 +57,7 @@ use crate::{
     service::{Draining, catch, spawn},
 };
 
-/// Carries all migrations between this host and its peers.
+/// Content all migrations between this host and its peers.
 pub struct Gateway {
     config: Mutex<Arc<GatewayConfig>>,
     sessions: Sessions,
@@ -193,7 +193,7 @@ impl Gateway {
     /// then, as when it is drained.
     pub fn run(&self) -> Result<(), GatewayError> {
         thread::scope(|scope| {
-            let accepted = self.keep_on(|| self.accept_all(scope));
+            let accepted = self.until_drained(|| self.accept_all(scope));
             // Not before all have ended, or the deadline of the drain.
             self.stop();
             self.hang_up_all();
@@ -203,7 +203,10 @@ impl Gateway {
 
     /// Does `work`. After a panic it goes on for the migrations under way, whose streams have to be taken; no further migrations
     /// are.
-    fn keep_on(&self, work: impl Fn() -> Result<(), GatewayError>) -> Result<(), GatewayError> {
+    fn until_drained(
+        &self,
+        work: impl Fn() -> Result<(), GatewayError>,
+    ) -> Result<(), GatewayError> {
         let mut result = Ok(());
         loop {
             match panic::catch_unwind(AssertUnwindSafe(&work)) {
@@ -260,7 +263,7 @@ impl Gateway {
             return;
         }
         let config = lock(&self.config).clone();
-        let Some(peer) = config.behind(&listener.at) else {
+        let Some(peer) = config.peer_at(&listener.at) else {
             // It has just been removed from the configuration.
             return;
         };
@@ -321,7 +324,7 @@ impl Gateway {
     fn take<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, introduced: Introduced) {
         let Introduced { stream, session } = introduced;
         let (mut incoming, stream) = (lock(&self.incoming), Arc::new(stream));
-        if let Some(migration) = incoming.iter().find(|it| it.is_of(&session)) {
+        if let Some(migration) = incoming.iter().find(|it| it.has_session(&session)) {
             return migration.push(stream);
         }
         let migration = match IncomingMigration::new(session, self.observer.clone()) {
@@ -517,7 +520,7 @@ mod tests {
     fn a_gateway_whose_own_thread_panics_goes_on_until_all_have_finished() {
         let (gateway, _) = gateway();
         let tries = AtomicUsize::new(0);
-        let ended = gateway.keep_on(|| match tries.fetch_add(1, Ordering::Relaxed) {
+        let ended = gateway.until_drained(|| match tries.fetch_add(1, Ordering::Relaxed) {
             0 => panic!("as a test wants it"),
             _ => Ok(()),
         });

@@ -47,8 +47,6 @@ enum Report {
     Failed(RelayError),
     /// The destination has loaded the guest.
     Loaded,
-    /// The main stream has ended, with this outcome of the migration.
-    MainEnded(Result<Outcome, RelayError>),
 }
 
 /// Forwards a migration until every connection has ended.
@@ -137,8 +135,6 @@ fn pass(
                             loaded = true;
                             (relay.on_loaded)();
                         }
-                        Report::MainEnded(verdict) if !loaded => drop(verdict?),
-                        Report::MainEnded(_) => {}
                     }
                 }
                 if relay.hangup.is_hung_up() {
@@ -262,7 +258,7 @@ impl Connection<'_> {
             return forward(&self.stream, far, stats, stall_timeout, Unseen, Unseen);
         }
         let main = MainState::default();
-        let there = Opened {
+        let there = FirstPiece {
             main: &main,
             kind: self.kind,
             at_start: self.first.is_empty(),
@@ -274,7 +270,7 @@ impl Connection<'_> {
         });
         forward(&self.stream, far, stats, stall_timeout, there, back)?;
         if self.is_main {
-            self.report(Report::MainEnded(main.verdict()));
+            main.verdict()?;
         }
         Ok(())
     }
@@ -286,13 +282,13 @@ impl Connection<'_> {
 }
 
 /// Records the state of the main stream, and rejects a later connection that begins another migration.
-struct Opened<'a> {
+struct FirstPiece<'a> {
     main: &'a MainState,
     kind: Opaque,
     at_start: bool,
 }
 
-impl Witness for Opened<'_> {
+impl Witness for FirstPiece<'_> {
     fn received(&mut self, piece: &[u8]) {
         self.main.received(piece);
     }

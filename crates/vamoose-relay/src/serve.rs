@@ -164,7 +164,7 @@ impl Server {
     /// # Errors
     /// When the journal cannot be read, or the system refuses to wait for connections.
     pub fn run(&self, stop: &Hangup) -> Result<(), ServeError> {
-        let unfinished = self.jobs.take_up(&self.config.qmp_dir)?;
+        let unfinished = self.jobs.restore_unfinished(&self.config.qmp_dir)?;
         thread::scope(|scope| {
             for job in unfinished {
                 scope.spawn(move || span(job.attempt).in_scope(|| job.go_on()));

@@ -143,7 +143,7 @@ pub(super) fn announce(
         Message::Accepted => Ok((session, conversation)),
         Message::Refused { reason } => Err(AnnounceError::Refused {
             peer: name(),
-            reason: shown(&reason),
+            reason: printable(&reason),
         }),
         _ => Err(failed(ConversationError::OutOfTurn)),
     }
@@ -169,13 +169,13 @@ impl Conversation {
     /// Waits for the next message. That the peer's side has ended is an error.
     pub(super) fn receive(&mut self, within: Duration) -> Result<Message, ConversationError> {
         let message = self.peer.receive_within(within)?;
-        self.heard(message)
+        self.note_end(message)
     }
 
     /// The next message, if one has come.
     pub(super) fn poll(&mut self) -> Result<Option<Message>, ConversationError> {
         let message = self.peer.receive_until(Instant::now())?;
-        message.map(|message| self.heard(message)).transpose()
+        message.map(|message| self.note_end(message)).transpose()
     }
 
     /// Ends the session after an exchange of errors. Returns the peer's error, and the faults of the session.
@@ -204,23 +204,23 @@ impl Conversation {
             && let Ok(Some(message)) = self.peer.receive_until(deadline)
         {
             // Its end is noted; nothing else matters any more.
-            let _ = self.heard(message);
+            let _ = self.note_end(message);
         }
         self.theirs.take().flatten()
     }
 
-    fn heard(&mut self, message: Message) -> Result<Message, ConversationError> {
+    fn note_end(&mut self, message: Message) -> Result<Message, ConversationError> {
         let Message::Ended { error } = message else {
             return Ok(message);
         };
-        let error = error.as_deref().map(shown);
+        let error = error.as_deref().map(printable);
         self.theirs = Some(error.clone());
         Err(ConversationError::Ended(error))
     }
 }
 
 /// What a peer says, for a line of the journal: short, and without control characters.
-pub(super) fn shown(text: &str) -> String {
+pub(super) fn printable(text: &str) -> String {
     let printable = text
         .chars()
         .map(|it| if it.is_control() { '?' } else { it });
@@ -285,7 +285,7 @@ mod tests {
 
         #[test]
         fn whatever_a_peer_says_is_fit_for_a_line(text in any::<String>()) {
-            let shown = shown(&text);
+            let shown = printable(&text);
             prop_assert!(!shown.contains(char::is_control));
             prop_assert!(shown.chars().count() <= MOST_CHARACTERS);
         }
@@ -359,7 +359,7 @@ mod tests {
 
     #[test]
     fn what_a_peer_says_is_fit_for_a_line() {
-        assert_eq!(shown("a\nb\x1b[31m"), "a?b?[31m");
-        assert_eq!(shown(&"x".repeat(5000)).len(), MOST_CHARACTERS);
+        assert_eq!(printable("a\nb\x1b[31m"), "a?b?[31m");
+        assert_eq!(printable(&"x".repeat(5000)).len(), MOST_CHARACTERS);
     }
 }

@@ -123,7 +123,7 @@ impl GatewayConfig {
     }
 
     /// The peer that a endpoint leads to.
-    pub(super) fn behind(&self, endpoint: &Endpoint) -> Option<&Arc<GatewayPeer>> {
+    pub(super) fn peer_at(&self, endpoint: &Endpoint) -> Option<&Arc<GatewayPeer>> {
         match endpoint {
             Endpoint::Port(at) => self.peers.iter().find(|it| it.alias == Some(at.ip())),
             Endpoint::Stream(name) => {
@@ -134,7 +134,11 @@ impl GatewayConfig {
     }
 
     /// The peer with this proved identity. Without authentication, the peer with this address.
-    pub(super) fn who_is(&self, identity: Option<&str>, shown: &str) -> Option<&Arc<GatewayPeer>> {
+    pub(super) fn identify(
+        &self,
+        identity: Option<&str>,
+        shown: &str,
+    ) -> Option<&Arc<GatewayPeer>> {
         let is_it = |peer: &&Arc<GatewayPeer>| match (&peer.identity, identity) {
             (Some(expected), Some(proved)) => expected == proved,
             (None, None) => peer.remote.paths.iter().any(|path| match &path.to {
@@ -147,7 +151,7 @@ impl GatewayConfig {
     }
 
     /// The address that `peer` reaches by this target, or the reason why there is none.
-    pub(super) fn waiting_at(&self, target: &Target, peer: &str) -> Result<Address, String> {
+    pub(super) fn address_of(&self, target: &Target, peer: &str) -> Result<Address, String> {
         match target {
             Target::Port(port) => {
                 let alias = self.alias.ok_or("no QEMUs wait for migrations here")?;

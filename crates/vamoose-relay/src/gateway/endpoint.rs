@@ -2,7 +2,7 @@
 
 use std::{fmt, net::SocketAddr, sync::Arc};
 
-use super::announce::shown;
+use super::announce::printable;
 
 /// Where sources of migrations connect.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -35,7 +35,7 @@ impl Target {
     /// As another gateway announces it.
     pub(super) fn announced(port: u16, stream: Option<&str>) -> Self {
         match stream {
-            Some(name) => Self::Stream(shown(name).into()),
+            Some(name) => Self::Stream(printable(name).into()),
             None => Self::Port(port),
         }
     }

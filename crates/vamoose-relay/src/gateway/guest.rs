@@ -8,7 +8,7 @@ use std::{fs, path::Path};
 
 use vamoose_link::{Stream, peer_inode};
 
-use super::announce::shown;
+use super::announce::printable;
 
 /// The name of the guest at the other end.
 pub(super) fn name_of(stream: &Stream) -> Option<String> {
@@ -49,7 +49,7 @@ fn name_in(command_line: &[u8]) -> Option<String> {
         Some(("guest", name)) => Some(name),
         Some(_) => None,
     })?;
-    (!name.is_empty()).then(|| shown(name))
+    (!name.is_empty()).then(|| printable(name))
 }
 
 #[cfg(test)]

@@ -19,19 +19,19 @@ use vamoose_link::{
 use super::{
     GatewayConfig,
     account::{Account, MigrationEnd},
-    announce::{Conversation, DRAIN, MIGRATION, Message, OPAQUE, TICK, VERSION, shown},
+    announce::{Conversation, DRAIN, MIGRATION, Message, OPAQUE, TICK, VERSION, printable},
     endpoint::Target,
     slots::{Slot, Slots},
 };
 use crate::{
-    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, chain, first_bytes::peek,
-    observer::Observation, opaque::pass_bytes, service::Draining,
+    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, accept::kind_of, chain,
+    first_bytes::peek, observer::Observation, opaque::pass_bytes, service::Draining,
 };
 
 /// A session that another gateway has begun.
 pub(super) struct IncomingMigration {
     session: Session,
-    came: PollQueue<Arc<Stream>>,
+    streams: PollQueue<Arc<Stream>>,
     /// The first of them, until its kind has been acted upon.
     first: Mutex<Option<Arc<Stream>>>,
     /// Once the migration has been admitted.
@@ -54,9 +54,6 @@ struct Admitted {
 /// How long a gateway may take to its announcement.
 const ANNOUNCEMENT: Duration = Duration::from_secs(10);
 
-/// How long the first byte of a stream may take.
-const KIND: Duration = Duration::from_secs(1);
-
 /// How long a QEMU of this host may take to be connected to.
 const DIAL: Duration = Duration::from_secs(3);
 
@@ -64,7 +61,7 @@ impl IncomingMigration {
     pub(super) fn new(session: Session, observer: Arc<dyn Observer>) -> io::Result<Self> {
         Ok(Self {
             session,
-            came: PollQueue::new()?,
+            streams: PollQueue::new()?,
             first: Mutex::default(),
             account: Mutex::default(),
             stats: Arc::default(),
@@ -78,24 +75,21 @@ impl IncomingMigration {
     }
 
     /// Whether a stream of `session` belongs to it.
-    pub(super) fn is_of(&self, session: &Session) -> bool {
+    pub(super) fn has_session(&self, session: &Session) -> bool {
         self.session.is(session)
     }
 
     /// Takes a stream of the session.
     pub(super) fn push(&self, stream: Arc<Stream>) {
         self.hangup.register(&stream);
-        self.came.push(stream);
+        self.streams.push(stream);
     }
 
     /// The next stream, and its kind, which is its first byte.
     fn pop(&self) -> Option<(Arc<Stream>, u8)> {
-        while let Some(stream) = self.came.pop() {
-            let mut kind = [0];
-            // It has been introduced, so the byte is there.
-            let read = stream.read_until(&mut kind, Some(Instant::now() + KIND));
-            match (read, kind) {
-                (Ok(Some(1)), [MIGRATION | OPAQUE]) => return Some((stream, kind[0])),
+        while let Some(stream) = self.streams.pop() {
+            match kind_of(&stream) {
+                Some(kind @ (MIGRATION | OPAQUE)) => return Some((stream, kind)),
                 _ => warn!("{}: a stream of an unknown kind", self.session.peer()),
             }
         }
@@ -126,7 +120,7 @@ impl IncomingMigration {
         match self.admit(announced, config, slots, draining) {
             Ok(admitted) => self.receive(conversation, admitted, &config.incoming),
             Err(reason) => {
-                let peer = config.who_is(self.session.identity(), self.session.peer());
+                let peer = config.identify(self.session.identity(), self.session.peer());
                 let peer = peer.map_or("", |peer| &peer.name);
                 Observation::refused(&self.observer, Role::Destination, peer);
                 // The peer may have gone.
@@ -168,10 +162,10 @@ impl IncomingMigration {
         if draining.has_begun() {
             return Err(refused("this gateway is about to end".to_owned()));
         }
-        let peer = config.who_is(self.session.identity(), shown_peer);
+        let peer = config.identify(self.session.identity(), shown_peer);
         let peer =
             peer.ok_or_else(|| refused(format!("{shown_peer} is not a peer of this gateway")))?;
-        let at = config.waiting_at(&target, &peer.name).map_err(refused)?;
+        let at = config.address_of(&target, &peer.name).map_err(refused)?;
         let slot = slots.take(Role::Destination, &peer.name, peer.migrations);
         let slot = slot.ok_or_else(|| {
             let most = peer.migrations;
@@ -188,7 +182,7 @@ impl IncomingMigration {
         Ok(Admitted {
             from: peer.name.clone(),
             target,
-            guest: guest.as_deref().map(shown),
+            guest: guest.as_deref().map(printable),
             at,
             qemu,
             _slot: slot,
@@ -235,7 +229,7 @@ impl IncomingMigration {
                 Some(_) => {}
             }
             conversation.poll().map_err(broke)?;
-            let mut fds = [self.came.as_fd(), self.hangup.as_fd(), qemu.as_fd()]
+            let mut fds = [self.streams.as_fd(), self.hangup.as_fd(), qemu.as_fd()]
                 .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
             // What the QEMU has sent stays where it is.
             let polled = if has_spoken { 2 } else { 3 };
@@ -284,6 +278,6 @@ impl Accept for IncomingMigration {
 
 impl AsFd for IncomingMigration {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.came.as_fd()
+        self.streams.as_fd()
     }
 }

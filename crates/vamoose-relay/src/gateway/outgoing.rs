@@ -47,7 +47,7 @@ pub(super) struct OutgoingMigration {
     config: Config,
     slots: Arc<Slots>,
     observer: Arc<dyn Observer>,
-    carries: Mutex<Carries>,
+    content: Mutex<Content>,
     /// Connections that wait for the decision, or for the relay.
     held: Mutex<VecDeque<Arc<Stream>>>,
     announced: Mutex<Option<Announced>>,
@@ -59,7 +59,7 @@ pub(super) struct OutgoingMigration {
 
 /// What the connections are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Carries {
+enum Content {
     #[default]
     Undecided,
     /// A migration in plain text.
@@ -93,7 +93,7 @@ impl OutgoingMigration {
             config,
             slots,
             observer,
-            carries: Mutex::default(),
+            content: Mutex::default(),
             held: Mutex::new(held),
             announced: Mutex::default(),
             guest: Mutex::default(),
@@ -110,11 +110,11 @@ impl OutgoingMigration {
     pub(super) fn under_way(&self) -> UnderWay {
         let peer = self.peer.name.clone();
         let moved = self.stats.snapshot();
-        let carries = *lock(&self.carries);
+        let content = *lock(&self.content);
         UnderWay {
             name: lock(&self.guest).clone(),
             target: Some(self.listener.at.target().to_string()),
-            method: (carries == Carries::Migration).then(|| self.config.method.name().to_owned()),
+            method: (content == Content::Migration).then(|| self.config.method.name().to_owned()),
             ..UnderWay::new("gateway", Role::Source, peer, self.began, &moved)
         }
     }
@@ -128,7 +128,7 @@ impl OutgoingMigration {
         };
         let came = iter::from_fn(|| accept().ok().flatten()).map(UnclassifiedConnection::new);
         let came: Vec<_> = came.take(MOST_UNCLASSIFIED).collect();
-        let is_migration = *lock(&self.carries) == Carries::Migration;
+        let is_migration = *lock(&self.content) == Content::Migration;
         let is_next = |connection: &UnclassifiedConnection| {
             !is_migration || matches!(connection.look(), Some((None | Some(FirstBytes::Main), _)))
         };
@@ -143,17 +143,17 @@ impl OutgoingMigration {
             let (peer, stats) = (&*self.peer.name, self.stats.clone());
             Observation::begin(&self.observer, Role::Source, peer, self.began, stats)
         };
-        if let Ok(carries) = decided {
-            *lock(&self.carries) = carries;
+        if let Ok(content) = decided {
+            *lock(&self.content) = content;
         }
         let ended = match decided {
-            Ok(Carries::Opaque(why)) => {
+            Ok(Content::Opaque(why)) => {
                 let (peer, target) = (&self.peer.name, self.listener.at.target());
                 info!("to {peer}, {target}: passing bytes through as they are, encrypted: {why}");
                 Some((begin(), self.pass(OPAQUE)))
             }
-            Ok(Carries::Migration) => Some((begin(), self.pass(MIGRATION))),
-            Ok(Carries::Undecided) => None,
+            Ok(Content::Migration) => Some((begin(), self.pass(MIGRATION))),
+            Ok(Content::Undecided) => None,
             Err(error) => Some((begin(), MigrationEnd::of(&Err(error)))),
         };
         self.hangup.hang_up();
@@ -171,10 +171,10 @@ impl OutgoingMigration {
     }
 
     /// Decides what the connections are: undecided when all have ended without a byte.
-    fn decide(&self) -> Result<Carries, RelayError> {
+    fn decide(&self) -> Result<Content, RelayError> {
         let mut arrivals = Arrivals::new(self, &self.hangup, Vec::new());
         arrivals.closes = Closes::Newest;
-        let carries = loop {
+        let content = loop {
             let known = arrivals.unclassified.len();
             arrivals.accept_all()?;
             for connection in &arrivals.unclassified[known..] {
@@ -189,19 +189,19 @@ impl OutgoingMigration {
             });
             let begun = firsts.iter().find(|it| **it != FirstBytes::Silent);
             match begun.or(firsts.first()) {
-                Some(FirstBytes::Main | FirstBytes::Channel) => break Carries::Migration,
-                Some(FirstBytes::Tls) => break Carries::Opaque("it is TLS"),
+                Some(FirstBytes::Main | FirstBytes::Channel) => break Content::Migration,
+                Some(FirstBytes::Tls) => break Content::Opaque("it is TLS"),
                 Some(FirstBytes::Other) => {
-                    break Carries::Opaque("its first bytes are none of QEMU's migration");
+                    break Content::Opaque("its first bytes are none of QEMU's migration");
                 }
                 Some(FirstBytes::Silent) => {
                     self.announce()?;
                     if self.has_destination_spoken()? {
-                        break Carries::Opaque("the destination speaks first");
+                        break Content::Opaque("the destination speaks first");
                     }
                 }
                 None if arrivals.unclassified.is_empty() && !arrivals.is_pausing() => {
-                    break Carries::Undecided;
+                    break Content::Undecided;
                 }
                 None => {}
             }
@@ -209,7 +209,7 @@ impl OutgoingMigration {
         };
         let streams = arrivals.unclassified.into_iter().map(|it| it.stream);
         lock(&self.held).extend(streams);
-        Ok(carries)
+        Ok(content)
     }
 
     /// Whether the destination has sent something while the source has not.

@@ -270,7 +270,7 @@ impl Job {
     }
 
     /// Whether the path of its QEMU is free for another attempt: this attempt is over, or its QEMU is gone.
-    pub(super) fn is_out_of_the_way(&self) -> bool {
+    pub(super) fn leaves_qemu_free(&self) -> bool {
         // Locked: the attempt is being worked on.
         let Ok(mut inner) = self.inner.try_lock() else {
             return false;

@@ -32,7 +32,7 @@ impl Jobs {
     }
 
     /// The attempts that an earlier server for the QEMUs in `qmp_dir` has left unfinished.
-    pub(super) fn take_up(&self, qmp_dir: &Path) -> Result<Vec<Arc<Job>>, JournalError> {
+    pub(super) fn restore_unfinished(&self, qmp_dir: &Path) -> Result<Vec<Arc<Job>>, JournalError> {
         let records = self.journal.records::<AtDestination>()?.into_iter();
         let ours = records
             .filter(|record| record.qemu.monitor.parent() == Some(qmp_dir) && !record.is_over());
@@ -87,7 +87,7 @@ impl Jobs {
     pub(super) fn check_idle(&self, name: &str) -> Result<(), PrepareError> {
         let jobs: Vec<_> = lock(&self.active).values().cloned().collect();
         let mut jobs = jobs.into_iter();
-        if jobs.any(|job| job.name == name && !job.is_out_of_the_way()) {
+        if jobs.any(|job| job.name == name && !job.leaves_qemu_free()) {
             let name = name.to_owned();
             return Err(PrepareError::Busy { name });
         }
@@ -95,7 +95,7 @@ impl Jobs {
     }
 
     /// Reports orphans, and drops finished attempts from memory.
-    pub(super) fn look_after(&self, orphan_timeout: Duration) {
+    pub(super) fn maintain(&self, orphan_timeout: Duration) {
         let mut active = lock(&self.active);
         // An attempt that is over and has no connection is answered for from the journal.
         active.retain(|_, job| Arc::strong_count(job) > 1 || !job.is_in_journal());

@@ -46,7 +46,7 @@ impl Server {
                 stop.hang_up();
                 return Ok(());
             }
-            self.jobs.look_after(self.config.orphan_timeout);
+            self.jobs.maintain(self.config.orphan_timeout);
             for sessions in [&self.sessions, &self.local] {
                 if let Some(introduced) = sessions.try_next() {
                     self.take_connection(scope, stop, introduced);

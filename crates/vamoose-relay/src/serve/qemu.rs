@@ -16,7 +16,7 @@ pub(crate) struct DestinationQemu {
     instance: Instance,
     qemu: Option<Qemu>,
     /// The guest has been observed here.
-    is_here: bool,
+    has_started: bool,
 }
 
 /// How long a QEMU may take from having received everything to a guest that can run.
@@ -36,7 +36,7 @@ impl DestinationQemu {
         Self {
             instance,
             qemu,
-            is_here: false,
+            has_started: false,
         }
     }
 
@@ -71,9 +71,9 @@ impl DestinationQemu {
         }
         let told = self.with_qemu(|qemu| qemu.execute("cont", json!({})));
         match told {
-            Ok(()) => self.look(),
+            Ok(()) => self.state_after_resume(),
             Err(error) if error.is_refusal() => self.not_started(&error),
-            Err(error) => self.lost_sight(&error),
+            Err(error) => self.connection_lost(&error),
         }
     }
 
@@ -90,7 +90,7 @@ impl DestinationQemu {
                 ))
             }
             Ok(state) => {
-                self.let_go();
+                self.disconnect();
                 match state.as_str() {
                     SENT_ON => DestinationEvent::MovedOn,
                     _ => DestinationEvent::Started { state },
@@ -104,7 +104,7 @@ impl DestinationQemu {
                 let state = "alive".to_owned();
                 DestinationEvent::Started { state }
             }
-            Err(error) => self.lost_sight(&error),
+            Err(error) => self.connection_lost(&error),
         }
     }
 
@@ -130,22 +130,22 @@ impl DestinationQemu {
     }
 
     /// The state of a guest that has been continued. QEMU accepted `cont`, so the guest has run even if it has stopped since.
-    fn look(&mut self) -> DestinationEvent {
+    fn state_after_resume(&mut self) -> DestinationEvent {
         match self.with_qemu(Qemu::state) {
             Ok(state) if state == SENT_ON => DestinationEvent::MovedOn,
             Ok(state) => self.started(state),
-            Err(error) => self.lost_sight(&error),
+            Err(error) => self.connection_lost(&error),
         }
     }
 
     fn started(&mut self, state: String) -> DestinationEvent {
-        self.is_here = true;
+        self.has_started = true;
         DestinationEvent::Started { state }
     }
 
     /// Work that can wait until the source has its answer.
     pub(super) fn tidy_up(&mut self) {
-        if !std::mem::take(&mut self.is_here) {
+        if !std::mem::take(&mut self.has_started) {
             return;
         }
         if let Some(mut qemu) = self.qemu.take() {
@@ -161,7 +161,7 @@ impl DestinationQemu {
     }
 
     /// Closes the connection to the monitor.
-    fn let_go(&mut self) {
+    fn disconnect(&mut self) {
         self.qemu = None;
     }
 
@@ -173,13 +173,13 @@ impl DestinationQemu {
     }
 
     /// The guest may run or not. Only the end of the process would be proof.
-    fn lost_sight(&mut self, error: &QemuError) -> DestinationEvent {
+    fn connection_lost(&mut self, error: &QemuError) -> DestinationEvent {
         let dead = self.qemu.as_ref().is_some_and(|qemu| qemu.is_dead(ENDING));
         if dead || self.instance.has_ended() {
             return died();
         }
         // This connection is useless now. A new one may work.
-        self.let_go();
+        self.disconnect();
         unclear(chain(error))
     }
 

@@ -6,7 +6,7 @@ use handover::encode;
 use vamoose_link::Stream;
 
 use super::{
-    announce::{Conversation, ConversationError, Message, shown},
+    announce::{Conversation, ConversationError, Message, printable},
     endpoint::Target,
 };
 
@@ -48,10 +48,10 @@ fn texts(message: Message) -> Vec<String> {
             ..
         } => {
             let target = Target::announced(port, stream.as_deref()).to_string();
-            let guest = guest.as_deref().map(shown);
+            let guest = guest.as_deref().map(printable);
             [target].into_iter().chain(guest).collect()
         }
-        Message::Refused { reason } => vec![shown(&reason)],
+        Message::Refused { reason } => vec![printable(&reason)],
         Message::Ended { error } => error.into_iter().collect(),
         Message::Accepted | Message::Spoke => Vec::new(),
     }
