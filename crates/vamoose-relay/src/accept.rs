@@ -14,8 +14,7 @@ use crate::{chain, config::RELAYED};
 
 /// A source of connections that can be polled.
 pub trait Accept: AsFd + Sync {
-    /// A connection that is waiting, if there is one. The file descriptor is readable while there
-    /// may be one.
+    /// Returns a waiting connection. The file descriptor is readable while there may be one.
     ///
     /// # Errors
     /// When the system refuses.
@@ -26,7 +25,7 @@ pub trait Accept: AsFd + Sync {
         false
     }
 
-    /// Waits until the peer has received all that was sent, if the end of the process would lose it.
+    /// Waits until the peer has received everything that the end of this process would lose.
     fn drain(&self, _timeout: Duration) {}
 }
 
@@ -53,7 +52,7 @@ impl<'a> Acceptor<'a> {
         }
     }
 
-    /// A connection that is waiting, unless it is time to pause.
+    /// Returns a waiting connection, except during a pause.
     pub(crate) fn next(&mut self) -> Result<Option<Arc<Stream>>, SocketError> {
         let was_out = self.again_at.is_some();
         if self.again_at.is_some_and(|again| Instant::now() < again) {
@@ -72,7 +71,7 @@ impl<'a> Acceptor<'a> {
         }
     }
 
-    /// What to poll for connections, unless it is time to pause.
+    /// The descriptor to poll for connections, except during a pause.
     pub(crate) fn poll_fd(&self) -> Option<PollFd<'a>> {
         let accept: &'a dyn Accept = self.accept;
         (self.again_at.is_none()).then(|| PollFd::from_borrowed_fd(accept.as_fd(), PollFlags::IN))

@@ -114,7 +114,7 @@ fn at_destination(record: &Record<AtDestination>, is_driven: bool) -> Standing {
 }
 
 impl Standing {
-    /// Of an attempt that is over.
+    /// The status of an attempt that is over.
     fn after(guest: GuestLocation) -> Self {
         match guest {
             GuestLocation::Source => Self::AtSource,

@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn first_bytes_tell_what_a_connection_is() {
+    fn connections_are_classified_by_first_bytes() {
         use FirstBytes::{Channel, Main, Other, Silent, Tls};
         let (main, channel) = (MAIN_MAGIC.to_be_bytes(), MAGIC.to_be_bytes());
         for (bytes, early, late) in [

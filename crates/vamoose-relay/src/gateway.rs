@@ -1,17 +1,16 @@
-//! A gateway between two hosts: callers that migrate guests by QEMU alone (such as libvirt) gain what two Vamooses offer.
+//! A gateway between two hosts, for callers such as libvirt that migrate guests by QEMU alone.
 //!
 //! ```text
 //!  QEMU ── alias of the peer, port P ──> gateway ══ a session for each migration ══> gateway ── own alias, port P ──> QEMU
 //! ```
 //!
-//! On every host each peer has an address of the host's own, its *alias*; QEMUs wait at the same ports of it as on the peer.
-//! The gateway listens at all of them, and at the sockets of *streams*, which lead to sockets of the peers: [`listeners`].
-//! [`outgoing`] is a migration from this host, [`incoming`] one to it. Two gateways agree on a migration before any of its bytes
-//! are taken: [`announce`] draws it. Migrations in plain text go through a [`Relay`](crate::Relay) at each end; everything else
-//! (NBD, QEMU's own TLS) goes as bytes, over the same session (module `opaque`).
+//! Each peer has a local address on every host, its *alias*. A connection to a port of the alias reaches the QEMU that waits at
+//! the same port on the peer. [`listeners`] has the sockets at these ports and those of *streams*, which lead to sockets of the
+//! peers. [`outgoing`] is a migration from this host, and [`incoming`] a migration to it. Two gateways agree on a migration before
+//! they read any of its bytes: [`announce`] shows the messages. A migration in plain text goes through a
+//! [`Relay`](crate::Relay) at each end. Everything else (NBD, QEMU's own TLS) is forwarded as bytes over the same session.
 //!
-//! One thread waits for connections of this host and for sessions of others; every migration has a thread that accepts its own
-//! connections.
+//! One thread accepts sessions, and starts a thread for each migration. A migration's thread accepts its connections.
 
 mod account;
 mod announce;
@@ -57,12 +56,12 @@ use crate::{
     service::{Draining, catch, spawn},
 };
 
-/// Content all migrations between this host and its peers.
+/// Moves all migrations between this host and its peers.
 pub struct Gateway {
     config: Mutex<Arc<GatewayConfig>>,
     sessions: Sessions,
     listeners: Listeners,
-    /// Migrations from this host, by the numbers of their listeners.
+    /// Migrations from this host, by listener number.
     outgoing: Mutex<HashMap<u64, Arc<OutgoingMigration>>>,
     /// Migrations to this host.
     incoming: Mutex<Vec<Arc<IncomingMigration>>>,
@@ -73,7 +72,7 @@ pub struct Gateway {
     stop: Hangup,
 }
 
-/// A gateway that cannot start, or continue.
+/// An error that ends the gateway, or keeps it from starting.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -84,22 +83,21 @@ pub enum GatewayError {
     Sessions(#[from] SessionsError),
     #[error("cannot wait for connections")]
     Wait(#[from] io::Error),
-    #[error("a bug of the gateway has kept it from taking further migrations: start it again")]
+    #[error("a bug of the gateway keeps it from accepting migrations: restart it")]
     Panicked,
 }
 
-/// How often to look whether all migrations have ended.
+/// Interval at which the end of a drain is checked.
 const TICK: Duration = Duration::from_millis(200);
 
-/// Sessions that are taken before local connections are looked at again.
+/// Limit of streams that are accepted in a row, before local connections.
 const MOST_TAKEN: usize = 64;
 
 impl Gateway {
-    /// Listens for other gateways, and at the aliases of the peers. Uses those of the listening sockets `passed` whose addresses it
-    /// needs.
+    /// Listens for other gateways, and at the aliases of the peers. Sockets in `passed` are listening already.
     ///
     /// # Errors
-    /// When an address is taken or not this host's, or certificates or keys cannot be used.
+    /// When an address is in use or belongs to another host, or certificates or keys cannot be used.
     pub fn bind(config: GatewayConfig, mut passed: Vec<Listener>) -> Result<Self, GatewayError> {
         let patience = config.sessions.stall_timeout;
         let listen = |address: &Address| {
@@ -139,11 +137,11 @@ impl Gateway {
     /// Replaces the configuration. Migrations under way keep theirs, and the addresses for other gateways stay.
     ///
     /// # Errors
-    /// As [`Gateway::bind`]; then nothing changes.
+    /// As [`Gateway::bind`]. The old configuration stays in effect.
     pub fn reload(&self, config: GatewayConfig) -> Result<(), GatewayError> {
         self.sessions
             .set_security(config.sessions.security.clone())?;
-        // No migration begins at a new endpoint before the configuration has it.
+        // Locked: no migration begins at a new endpoint before the configuration is replaced.
         let _outgoing = lock(&self.outgoing);
         let before = lock(&self.config).clone();
         let listening = match self.draining.has_begun() {
@@ -154,7 +152,7 @@ impl Gateway {
             let restored = self.sessions.set_security(before.sessions.security.clone());
             if let Err(error) = restored {
                 warn!(
-                    "cannot go back to the security before: {}",
+                    "cannot restore the previous certificates or keys: {}",
                     crate::chain(&error)
                 );
             }
@@ -173,7 +171,7 @@ impl Gateway {
         leaving.chain(coming).collect()
     }
 
-    /// Takes no further migrations; when those under way have ended, [`run`](Self::run) returns.
+    /// Accepts no further migrations. [`run`](Self::run) returns when the ones under way have ended.
     pub fn drain(&self) {
         let timeout = lock(&self.config).drain_timeout;
         self.draining.begin(timeout);
@@ -186,23 +184,22 @@ impl Gateway {
         self.stop.hang_up();
     }
 
-    /// Moves migrations until it is drained or stopped.
+    /// Moves migrations until the gateway is drained or stopped.
     ///
     /// # Errors
-    /// When the system refuses to wait for connections, or the thread that does has panicked: migrations under way have finished
-    /// then, as when it is drained.
+    /// When the system refuses to wait for connections, or the accepting thread has panicked. Migrations under way have been
+    /// drained then.
     pub fn run(&self) -> Result<(), GatewayError> {
         thread::scope(|scope| {
             let accepted = self.until_drained(|| self.accept_all(scope));
-            // Not before all have ended, or the deadline of the drain.
+            // All migrations have ended, or the drain has timed out.
             self.stop();
             self.hang_up_all();
             accepted
         })
     }
 
-    /// Does `work`. After a panic it goes on for the migrations under way, whose streams have to be taken; no further migrations
-    /// are.
+    /// Runs `work`. A panic begins a drain and restarts `work`, because migrations under way need further streams.
     fn until_drained(
         &self,
         work: impl Fn() -> Result<(), GatewayError>,
@@ -212,7 +209,10 @@ impl Gateway {
             match panic::catch_unwind(AssertUnwindSafe(&work)) {
                 Ok(ended) => return result.and(ended),
                 Err(_) => {
-                    error!("{}; those under way finish", GatewayError::Panicked);
+                    error!(
+                        "{}; migrations under way finish first",
+                        GatewayError::Panicked
+                    );
                     result = Err(GatewayError::Panicked);
                     self.drain();
                     thread::sleep(TICK);
@@ -250,7 +250,7 @@ impl Gateway {
             .has_ended(|| self.stop.is_hung_up() || is_idle())
     }
 
-    /// Begins the migration whose connections have come to an endpoint. Those in `held` have been accepted already.
+    /// Begins a migration at an endpoint that has connections. The ones in `held` have been accepted already.
     fn begin<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
@@ -258,13 +258,13 @@ impl Gateway {
         held: VecDeque<Arc<Stream>>,
     ) {
         let mut outgoing = lock(&self.outgoing);
-        // A migration that still accepts there resumes listening when it ends.
+        // A migration that still accepts there rearms the listener at its end.
         if outgoing.contains_key(&listener.number) || self.draining.has_begun() {
             return;
         }
         let config = lock(&self.config).clone();
         let Some(peer) = config.peer_at(&listener.at) else {
-            // It has just been removed from the configuration.
+            // The endpoint has just been removed from the configuration.
             return;
         };
         let migration = OutgoingMigration::new(
@@ -288,7 +288,7 @@ impl Gateway {
                 drop(outgoing);
                 warn!("{}: its connections are closed: {error}", listener.at);
                 while let Ok(Some(_)) = listener.listener.try_accept() {}
-                // The lack of file descriptors may be temporary.
+                // File descriptors may become available again.
                 thread::sleep(PAUSE);
                 self.listeners.resume(&listener);
             }
@@ -307,8 +307,7 @@ impl Gateway {
         }
         let leftover = migration.leftover();
         lock(&self.outgoing).remove(&listener.number);
-        // Saying goodbye to the other gateway takes seconds. A listener that the configuration no longer has must not stay open
-        // so long.
+        // Finishing takes seconds. A listener that has been removed from the configuration is closed before.
         drop(migration);
         match leftover.is_empty() {
             true => self.listeners.resume(&listener),
@@ -320,7 +319,7 @@ impl Gateway {
         }
     }
 
-    /// Takes a stream of another gateway's session.
+    /// Hands a stream to its session's migration, or begins that migration.
     fn take<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, introduced: Introduced) {
         let Introduced { stream, session } = introduced;
         let (mut incoming, stream) = (lock(&self.incoming), Arc::new(stream));

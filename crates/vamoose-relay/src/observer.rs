@@ -1,7 +1,6 @@
 //! Reports the migrations of a gateway or a server to an observer, which counts them.
 //!
-//! The counters are the data path's own. An observer may read them at any time. Only the beginning and the end of a migration wait
-//! for the observer.
+//! An observer may read the counters of the data path at any time. Only the beginning and the end of a migration wait for it.
 
 use std::{sync::Arc, time::Instant};
 

@@ -221,7 +221,7 @@ struct Connection<'a> {
     stream: Arc<Stream>,
     first: Vec<u8>,
     kind: Opaque,
-    /// The main stream in plain text, on whose return path the destination sends.
+    /// Whether this is a main stream in plain text, with a return path.
     is_main: bool,
     report: Sender<Report>,
 }
@@ -333,11 +333,11 @@ mod tests {
     }
 
     #[test]
-    fn strangers_at_a_shared_socket_are_not_dialled() {
+    fn foreign_connection_to_shared_socket_is_not_forwarded() {
         use Opaque::{Bytes, PerhapsSingle, Single};
         let (now, ago) = (Duration::ZERO, Duration::from_secs(1));
         for kind in [Single, PerhapsSingle, Bytes] {
-            // A port scanner; a connection that is still silent; one whose server speaks first.
+            // A port scanner, a silent connection, and a connection whose server speaks first.
             assert_eq!(begins(None, now, kind, true), Some(false));
             assert_eq!(begins(Some(b""), now, kind, true), None);
             assert_eq!(begins(Some(b""), ago, kind, true), Some(true));

@@ -7,10 +7,9 @@
 //!  abort   ─> end the relay and the QEMU, which holds half a guest
 //! ```
 //!
-//! Crate `handover` decides what every message means for the guest; `job` drives its machine. `listener`
-//! has the connections, `jobs` the attempts that they belong to, `setup` prepares a QEMU, and `qemu` carries out the
-//! decisions. A message belongs to an attempt by its id alone. An attempt that is neither in memory nor in the journal is
-//! answered with `unknown`.
+//! Crate `handover` decides what a message means for the guest, and `job` drives its state machine. `listener` accepts the
+//! connections, `jobs` keeps the attempts, `setup` prepares a QEMU, and `qemu` carries out the decisions. An id alone assigns a
+//! message to its attempt. The answer is `unknown` if the attempt is neither in memory nor in the journal.
 
 mod job;
 mod jobs;
@@ -52,7 +51,7 @@ pub struct Server {
     incarnation: Incarnation,
     jobs: Jobs,
     observer: Arc<dyn Observer>,
-    /// Every open connection has a clone.
+    /// Every open connection holds a clone.
     connections: Arc<()>,
     most_connections: usize,
     draining: Draining,
@@ -63,7 +62,7 @@ pub struct Server {
 pub struct ServerConfig {
     /// The QEMUs' monitors are `qmp_dir/NAME.qmp`.
     pub qmp_dir: PathBuf,
-    /// Where attempts are remembered: see [`Journal`].
+    /// Folder of the [`Journal`].
     pub state_dir: PathBuf,
     /// Decodes the pages, and encodes them for the QEMUs, which are set up for method none.
     pub engines: Engines,
@@ -71,7 +70,7 @@ pub struct ServerConfig {
     pub placement: PlacementMode,
     /// Whether a QEMU that supports zstd decodes the pages itself. Their checksums are not compared then.
     pub qemu_decodes: bool,
-    /// How sessions with sources behave.
+    /// Configuration of the sessions with sources.
     pub sessions: SessionConfig,
     /// Which users of this host may connect.
     pub peers: Peers,
@@ -103,7 +102,7 @@ impl Server {
     /// Listens on `addresses`.
     ///
     /// # Errors
-    /// When an address is taken or not this host's, or the journal, certificates or keys cannot be used.
+    /// When an address is in use or belongs to another host, or the journal, certificates or keys cannot be used.
     pub fn bind(addresses: &[Address], mut config: ServerConfig) -> Result<Self, ServeError> {
         // The journal compares paths.
         config.qmp_dir = fs::canonicalize(&config.qmp_dir)?;
@@ -135,7 +134,7 @@ impl Server {
         self
     }
 
-    /// Where it listens.
+    /// Addresses at which sources reach this server.
     pub fn addresses(&self) -> impl Iterator<Item = &Address> {
         self.sessions.addresses()
     }

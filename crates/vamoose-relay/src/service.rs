@@ -58,3 +58,30 @@ pub(crate) fn catch<T>(work: impl FnOnce() -> T) -> Option<T> {
     }
     result.ok()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn draining_ends_when_idle_or_late() {
+        let draining = Draining::default();
+        assert!(!draining.has_begun() && !draining.has_ended(|| true));
+        draining.begin(Duration::from_secs(60));
+        assert!(draining.has_begun() && !draining.has_ended(|| false));
+        assert!(draining.has_ended(|| true));
+        let late = Draining::default();
+        late.begin(Duration::ZERO);
+        assert!(late.has_ended(|| false));
+    }
+
+    #[test]
+    fn panic_ends_only_its_own_thread() {
+        let other = thread::scope(|scope| {
+            spawn(scope, Span::none(), || panic!("as a test wants it")).unwrap();
+            scope.spawn(|| 7).join().unwrap()
+        });
+        assert_eq!(other, 7);
+        assert_eq!(catch(|| 8), Some(8));
+    }
+}

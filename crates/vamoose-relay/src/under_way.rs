@@ -1,5 +1,4 @@
-//! The migrations under way on this host. Every process that moves guests listens on a socket of its own in a common folder, and
-//! reports its migrations there.
+//! The migrations under way on this host. Every process that migrates guests reports them on its own socket in a common folder.
 
 use std::{
     fmt::Debug,
@@ -50,7 +49,7 @@ pub struct UnderWay {
     pub remaining: Option<u64>,
     /// Bytes of all memory.
     pub total: Option<u64>,
-    /// For how many milliseconds the guest has been paused.
+    /// How long the guest has been paused, in milliseconds.
     pub downtime: Option<u64>,
 }
 
@@ -114,20 +113,20 @@ pub enum WatchError {
     System(#[from] io::Error),
 }
 
-/// How long either side may take for a few kilobytes.
+/// Time limit for each side, for a few kilobytes.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Longest answer that is read: room for more migrations than a host has.
+/// Length limit of an answer: more migrations than a host has.
 const LONGEST: u64 = 4 << 20;
 
 const PREFIX: &str = "under-way-";
 const SUFFIX: &str = ".sock";
 
 impl Watchable {
-    /// Listens in the folder `dir`, which is made if it is not there.
+    /// Listens in the folder `dir`, and creates it if necessary.
     ///
     /// # Errors
-    /// When it cannot be used.
+    /// When the folder cannot be used.
     pub fn bind(dir: &Path) -> Result<Self, WatchError> {
         let mut builder = DirBuilder::new();
         let made = builder.recursive(true).mode(0o700).create(dir);
@@ -147,7 +146,7 @@ impl Watchable {
                 PollFd::new(&self.listener, PollFlags::IN),
             ];
             if let Err(error) = wait_until(&mut fds, None) {
-                return debug!("nobody can watch any more: {error}");
+                return debug!("migrations cannot be watched any more: {error}");
             }
             if self.end.is_hung_up() {
                 return;
@@ -158,7 +157,7 @@ impl Watchable {
                 Err(error) => Err(io::Error::other(error)),
             };
             if let Err(error) = answered {
-                debug!("who watches got no answer: {error}");
+                debug!("a watcher got no answer: {error}");
             }
         }
     }
@@ -236,7 +235,7 @@ mod tests {
     fn processes_are_found_while_they_live() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(under_way(&dir.path().join("none")).unwrap(), []);
-        // Of a process that was killed, whose number no other one has.
+        // Left by a killed process. No other process has its number.
         let stale = dir.path().join(format!("{PREFIX}4194305{SUFFIX}"));
         drop(UnixListener::bind(&stale).unwrap());
         let watchable = Watchable::bind(dir.path()).unwrap();

@@ -1,4 +1,4 @@
-//! The journal's line about a migration through a gateway.
+//! The log line about a migration through a gateway.
 
 use std::{fmt, time::Duration};
 
@@ -11,11 +11,11 @@ use crate::{
     EndKind, RelayError, Role, Summary, Switchover, UnderWay, chain, observer::Observation,
 };
 
-/// A migration, as its line describes it.
+/// A migration, for its log line.
 pub(super) struct Account {
     pub(super) observation: Observation,
     pub(super) target: Target,
-    /// The guest's name, where it is known.
+    /// The guest's name, if known.
     pub(super) guest: Option<String>,
 }
 
@@ -24,7 +24,7 @@ pub(super) struct Account {
 pub(super) struct MigrationEnd {
     kind: EndKind,
     switchover: Option<Switchover>,
-    /// Why it was refused, or has failed.
+    /// Why the migration was refused or has failed.
     reason: Option<String>,
 }
 
@@ -40,11 +40,11 @@ impl Account {
         }
     }
 
-    /// `faults` are those of its session.
+    /// Reports the end to the observer, and logs it. `faults` are the session's.
     pub(super) fn write(self, end: &MigrationEnd, faults: LinkFaults) {
         let line = self.line(end);
         let (guest, migration) = (self.guest.as_deref(), self.observation.migration.clone());
-        // A reader of the line finds the migration counted.
+        // Counted before it is logged.
         self.observation.end(end.kind, end.switchover, faults);
         let (peer, outcome) = (&*migration.peer, end.kind.name());
         match end.reason {
@@ -142,7 +142,7 @@ mod tests {
     use crate::Observer;
 
     #[test]
-    fn a_line_says_who_where_how_and_how_much() {
+    fn log_line_has_guest_peer_target_outcome_and_size() {
         let (observer, stats): (Arc<dyn Observer>, _) = (Arc::new(()), Arc::<Stats>::default());
         stats.add_received(3 << 20);
         stats.add_sent(1 << 19);

@@ -1,15 +1,15 @@
-//! What two gateways say about a migration, on the first stream of its session.
+//! The messages of two gateways about a migration, on the first stream of its session.
 //!
 //! ```text
 //!  source's gateway                                       destination's gateway
 //!   Announce { port, guest } ──────────────────────────>  dials its QEMU at that port, or what the stream leads to
 //!                            <──────────────────────────  Accepted, or Refused { reason }
 //!   further streams, each with a byte of its kind first: M = a connection of a migration, O = any other
-//!                            <──────────────────────────  Spoke: the QEMU has sent something, and we nothing
+//!                            <──────────────────────────  Spoke: the QEMU has sent bytes before receiving any
 //!   Ended { error }          <─────────────────────────>  Ended { error }
 //! ```
 //!
-//! Messages are lines of JSON, as on the control connections of crate `handover`. Fields that are not known are ignored.
+//! Messages are lines of JSON, as on the control connections of crate `handover`. Unknown fields are ignored.
 
 use std::{
     sync::Arc,
@@ -18,25 +18,25 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use tracing::warn;
+use tracing::debug;
 use vamoose_link::{DialError, LinkFaults, Session, Stream};
 
 use super::{GatewayPeer, endpoint::Target};
 
-/// What gateways say.
+/// A message between gateways.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Message {
-    /// A migration to the QEMU that waits at this port, or whatever goes to a stream.
+    /// A migration to the QEMU that waits at this port, or connections to a stream.
     Announce {
-        /// Of this protocol.
+        /// Version of the protocol.
         version: u32,
-        /// 0 with a stream: gateways that know of none refuse it.
+        /// 0 with a stream, which gateways without support for streams refuse.
         port: u16,
         /// The stream's name.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         stream: Option<String>,
-        /// The guest's name, where it is known.
+        /// The guest's name, if known.
         #[serde(default)]
         guest: Option<String>,
     },
@@ -50,26 +50,26 @@ pub(super) enum Message {
     },
 }
 
-/// Of the messages and their order.
+/// Version of the messages and their order.
 pub(super) const VERSION: u32 = 1;
 
-/// The first byte of a stream: a connection of a migration, or one whose bytes are passed on.
+/// The first byte of a stream: a relay's connection, or one that is forwarded as bytes.
 pub(super) const MIGRATION: u8 = b'M';
 pub(super) const OPAQUE: u8 = b'O';
 
-/// How long a gateway may take to answer: it dials a QEMU of its own host.
+/// Time limit for the answer, in which the gateway dials its QEMU.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// How long the peer may take to say how its side ended.
+/// Time limit for the peer's last message.
 const GOODBYE: Duration = Duration::from_secs(3);
 
-/// How often the conversation is looked at while nothing else happens.
+/// Interval at which the conversation is polled.
 pub(super) const TICK: Duration = Duration::from_millis(20);
 
-/// How long the peer may take to acknowledge the last bytes.
+/// Time limit for the acknowledgement of the last bytes.
 pub(super) const DRAIN: Duration = Duration::from_secs(5);
 
-/// No migration may begin.
+/// Why the peer's gateway has not accepted a migration.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -96,7 +96,7 @@ pub enum AnnounceError {
     },
 }
 
-/// The stream on which gateways converse failed.
+/// The conversation of two gateways has failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -109,7 +109,7 @@ pub enum ConversationError {
     Failed(#[from] vamoose_link::ConversationError),
 }
 
-/// Asks a peer's gateway for a migration.
+/// Announces a migration to a peer's gateway, and waits for its answer.
 pub(super) fn announce(
     peer: &GatewayPeer,
     target: &Target,
@@ -149,10 +149,10 @@ pub(super) fn announce(
     }
 }
 
-/// One end of the stream.
+/// One end of the conversation.
 pub(super) struct Conversation {
     peer: vamoose_link::Conversation,
-    /// How the peer's side ended, when it has said so.
+    /// The peer's last message: its error, if there was one.
     theirs: Option<Option<String>>,
 }
 
@@ -166,13 +166,13 @@ impl Conversation {
         Ok(self.peer.send(message)?)
     }
 
-    /// Waits for the next message. That the peer's side has ended is an error.
+    /// Waits for the next message. The peer's last message is an error.
     pub(super) fn receive(&mut self, within: Duration) -> Result<Message, ConversationError> {
         let message = self.peer.receive_within(within)?;
         self.note_end(message)
     }
 
-    /// The next message, if one has come.
+    /// The next message, if one has arrived.
     pub(super) fn poll(&mut self) -> Result<Option<Message>, ConversationError> {
         let message = self.peer.receive_until(Instant::now())?;
         message.map(|message| self.note_end(message)).transpose()
@@ -186,16 +186,16 @@ impl Conversation {
     ) -> (Option<String>, LinkFaults) {
         let theirs = self.end(error);
         if !session.drain(DRAIN) {
-            warn!("the other gateway has not acknowledged the end");
+            debug!("the other gateway has not acknowledged the end");
         }
         let faults = session.faults();
         session.shut_down();
         (theirs, faults)
     }
 
-    /// Says how the migration ended here, and waits for the peer's end: an error, if there was one.
+    /// Sends this side's error, and waits for the peer's.
     fn end(&mut self, error: Option<String>) -> Option<String> {
-        // A peer that has gone does not need to know.
+        // The peer may be gone.
         if self.send(&Message::Ended { error }).is_ok() {
             self.peer.stream().finish();
         }
@@ -203,7 +203,7 @@ impl Conversation {
         while self.theirs.is_none()
             && let Ok(Some(message)) = self.peer.receive_until(deadline)
         {
-            // Its end is noted; nothing else matters any more.
+            // All other messages are obsolete.
             let _ = self.note_end(message);
         }
         self.theirs.take().flatten()
@@ -219,7 +219,7 @@ impl Conversation {
     }
 }
 
-/// What a peer says, for a line of the journal: short, and without control characters.
+/// A peer's text for the log: short, and without control characters.
 pub(super) fn printable(text: &str) -> String {
     let printable = text
         .chars()
@@ -284,7 +284,7 @@ mod tests {
         }
 
         #[test]
-        fn whatever_a_peer_says_is_fit_for_a_line(text in any::<String>()) {
+        fn any_text_becomes_printable(text in any::<String>()) {
             let shown = printable(&text);
             prop_assert!(!shown.contains(char::is_control));
             prop_assert!(shown.chars().count() <= MOST_CHARACTERS);
@@ -319,7 +319,7 @@ mod tests {
 
     /// The wire format, which older and newer gateways have to understand.
     #[test]
-    fn messages_stay_as_they_are() {
+    fn wire_format_is_stable() {
         let (version, port, guest) = (1, 7, None);
         let stream = Some("s".to_owned());
         let reason = "r".to_owned();
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_peer_says_is_fit_for_a_line() {
+    fn printable_text_is_short_and_has_no_control_characters() {
         assert_eq!(printable("a\nb\x1b[31m"), "a?b?[31m");
         assert_eq!(printable(&"x".repeat(5000)).len(), MOST_CHARACTERS);
     }

@@ -21,8 +21,7 @@ pub struct GatewayConfig {
     pub listen: Vec<Address>,
     /// Address at which this host's QEMUs wait for migrations. Only it and the targets of streams are dialled for another gateway.
     pub alias: Option<IpAddr>,
-    /// Ports at which they wait. libvirt takes only ports on which nothing listens, at any address of its host: the peers' ports
-    /// have to differ.
+    /// Ports at which they wait. They must differ from the peers' ports: libvirt uses only ports that are free at all addresses.
     pub ports: RangeInclusive<u16>,
     /// The other hosts.
     pub peers: Vec<Arc<GatewayPeer>>,
@@ -51,21 +50,20 @@ pub struct GatewayPeer {
     pub ports: RangeInclusive<u16>,
     /// Its gateway.
     pub remote: Remote,
-    /// Identity that it has to prove: its key, or a name in its certificate. `None` without authentication.
+    /// Required identity: its key, or a name in its certificate. `None` without authentication.
     pub identity: Option<String>,
-    /// Most migrations to it at once, and most from it.
+    /// Limit of concurrent migrations, in each direction.
     pub migrations: usize,
     /// Bandwidth limit of each migration to it, in bytes per second.
     pub max_bandwidth: Option<NonZeroU64>,
 }
 
-/// A socket here and one at a peer, joined by a name that both hosts have: a connection to one reaches the listener at the other.
-/// Each host knows only its own addresses.
+/// A local socket whose connections reach a socket of a peer. Both hosts know the stream's name, and only their own addresses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GatewayStream {
-    /// The same on both hosts.
+    /// The name, on both hosts.
     pub name: Arc<str>,
-    /// Name of the peer: connections go to it, and come from it alone.
+    /// The only peer to which, and from which, connections lead.
     pub peer: String,
     /// Address at which programs of this host connect.
     pub listen: Option<Address>,
@@ -122,7 +120,7 @@ impl GatewayConfig {
         })
     }
 
-    /// The peer that a endpoint leads to.
+    /// The peer that an endpoint leads to.
     pub(super) fn peer_at(&self, endpoint: &Endpoint) -> Option<&Arc<GatewayPeer>> {
         match endpoint {
             Endpoint::Port(at) => self.peers.iter().find(|it| it.alias == Some(at.ip())),
@@ -133,7 +131,7 @@ impl GatewayConfig {
         }
     }
 
-    /// The peer with this proved identity. Without authentication, the peer with this address.
+    /// The peer with this authenticated identity. Without authentication, the peer with this address.
     pub(super) fn identify(
         &self,
         identity: Option<&str>,
@@ -150,7 +148,7 @@ impl GatewayConfig {
         self.peers.iter().find(is_it)
     }
 
-    /// The address that `peer` reaches by this target, or the reason why there is none.
+    /// Local address of the target for `peer`, or the reason why there is none.
     pub(super) fn address_of(&self, target: &Target, peer: &str) -> Result<Address, String> {
         match target {
             Target::Port(port) => {

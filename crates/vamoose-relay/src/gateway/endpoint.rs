@@ -1,4 +1,4 @@
-//! Where migrations enter this host's gateway, and what they lead to on the other host.
+//! Endpoints, at which migrations enter the source's gateway, and targets, which they reach at the destination.
 
 use std::{fmt, net::SocketAddr, sync::Arc};
 
@@ -18,7 +18,7 @@ pub(super) enum Endpoint {
 pub(super) enum Target {
     /// The QEMU that waits at this port.
     Port(u16),
-    /// What the destination's configuration has for the stream of this name.
+    /// The destination's socket of this stream.
     Stream(Arc<str>),
 }
 
@@ -32,7 +32,7 @@ impl Endpoint {
 }
 
 impl Target {
-    /// As another gateway announces it.
+    /// From another gateway's announcement.
     pub(super) fn announced(port: u16, stream: Option<&str>) -> Self {
         match stream {
             Some(name) => Self::Stream(printable(name).into()),

@@ -1,7 +1,7 @@
-//! The name of the guest whose QEMU has opened a connection: for the journal, where it can be found.
+//! Finds the name of the guest whose QEMU has opened a connection, for the log.
 //!
-//! A unix socket identifies the process that has connected. For TCP, the kernel has the socket's number, and /proc/PID/fd the
-//! process that has it open. /proc/PID/cmdline has the guest's name (`-name guest=NAME`, or `-name NAME`). Reading the files of
+//! A Unix socket identifies the connecting process. For TCP, the kernel reports the socket's inode, and /proc/PID/fd shows which
+//! process has it open. /proc/PID/cmdline has the guest's name (`-name guest=NAME`, or `-name NAME`). Reading the files of
 //! other users' processes needs CAP_SYS_PTRACE: without it, the name is unknown.
 
 use std::{fs, path::Path};

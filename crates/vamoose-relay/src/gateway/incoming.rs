@@ -1,7 +1,7 @@
-//! A migration to this host: a session of another gateway, from its announcement to its end.
+//! A migration to this host: a session that another gateway begins with an announcement.
 //!
-//! The waiting QEMU is dialled before the announcement is accepted, and that connection is the migration's first: QEMU takes
-//! a connection that is closed again for a failed migration.
+//! The waiting QEMU is dialled before the announcement is accepted. This connection becomes the migration's first, because a
+//! QEMU treats a connection that closes without data as a failed migration.
 
 use std::{
     io,
@@ -28,11 +28,11 @@ use crate::{
     first_bytes::peek, observer::Observation, opaque::pass_bytes, service::Draining,
 };
 
-/// A session that another gateway has begun.
+/// A migration that another gateway has begun.
 pub(super) struct IncomingMigration {
     session: Session,
     streams: PollQueue<Arc<Stream>>,
-    /// The first of them, until its kind has been acted upon.
+    /// The first stream after the announcement, until the relay accepts it.
     first: Mutex<Option<Arc<Stream>>>,
     /// Once the migration has been admitted.
     account: Mutex<Option<Account>>,
@@ -51,10 +51,10 @@ struct Admitted {
     _slot: Slot,
 }
 
-/// How long a gateway may take to its announcement.
+/// Time limit for the announcement.
 const ANNOUNCEMENT: Duration = Duration::from_secs(10);
 
-/// How long a QEMU of this host may take to be connected to.
+/// Time limit for the connection to the waiting QEMU.
 const DIAL: Duration = Duration::from_secs(3);
 
 impl IncomingMigration {
@@ -74,23 +74,26 @@ impl IncomingMigration {
         lock(&self.account).as_ref().map(Account::under_way)
     }
 
-    /// Whether a stream of `session` belongs to it.
+    /// Whether streams of `session` belong to this migration.
     pub(super) fn has_session(&self, session: &Session) -> bool {
         self.session.is(session)
     }
 
-    /// Takes a stream of the session.
+    /// Adds a stream of the session.
     pub(super) fn push(&self, stream: Arc<Stream>) {
         self.hangup.register(&stream);
         self.streams.push(stream);
     }
 
-    /// The next stream, and its kind, which is its first byte.
+    /// The next stream, and its kind.
     fn pop(&self) -> Option<(Arc<Stream>, u8)> {
         while let Some(stream) = self.streams.pop() {
             match kind_of(&stream) {
                 Some(kind @ (MIGRATION | OPAQUE)) => return Some((stream, kind)),
-                _ => warn!("{}: a stream of an unknown kind", self.session.peer()),
+                _ => warn!(
+                    "{}: closing a stream of an unknown kind",
+                    self.session.peer()
+                ),
             }
         }
         None
@@ -113,7 +116,7 @@ impl IncomingMigration {
             Ok(announced) => announced,
             Err(error) => {
                 let peer = self.session.peer();
-                warn!("{peer} announces nothing: {}", chain(&error));
+                warn!("{peer}: no announcement: {}", chain(&error));
                 return self.session.shut_down();
             }
         };
@@ -123,7 +126,7 @@ impl IncomingMigration {
                 let peer = config.identify(self.session.identity(), self.session.peer());
                 let peer = peer.map_or("", |peer| &peer.name);
                 Observation::refused(&self.observer, Role::Destination, peer);
-                // The peer may have gone.
+                // The peer may be gone.
                 let _ = conversation.send(&Message::Refused { reason });
                 self.session.drain(DRAIN);
                 self.session.shut_down();
@@ -210,7 +213,7 @@ impl IncomingMigration {
         }
     }
 
-    /// Accepts the announcement, and waits for the first stream: its kind.
+    /// Accepts the announcement, and waits for the first stream. Returns its kind.
     fn begin(&self, conversation: &mut Conversation, qemu: &Socket) -> Result<u8, String> {
         let broke = |error| format!("nothing was sent: {}", chain(&error));
         conversation.send(&Message::Accepted).map_err(broke)?;
@@ -231,7 +234,7 @@ impl IncomingMigration {
             conversation.poll().map_err(broke)?;
             let mut fds = [self.streams.as_fd(), self.hangup.as_fd(), qemu.as_fd()]
                 .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-            // What the QEMU has sent stays where it is.
+            // The bytes are only peeked at, so the socket stays readable.
             let polled = if has_spoken { 2 } else { 3 };
             wait_for(&mut fds[..polled], TICK).map_err(|error| error.to_string())?;
             if self.hangup.is_hung_up() {
@@ -240,7 +243,7 @@ impl IncomingMigration {
         }
     }
 
-    /// Moves what comes to the QEMU: streams of this kind.
+    /// Forwards streams of this kind to the QEMU.
     fn pass(
         &self,
         kind: u8,
@@ -261,12 +264,12 @@ impl IncomingMigration {
         }
         let (from, target) = (&admitted.from, &admitted.target);
         info!("from {from}, {target}: passing bytes through as they are");
-        // The other gateway says that there will be no further connection, or has gone.
+        // An error means that no further stream will come: the other gateway has ended the migration, or is gone.
         MigrationEnd::of(&pass_bytes(&relay, &mut || conversation.poll().is_err()))
     }
 }
 
-/// The streams of the migration, for a relay.
+/// Provides the streams to a relay.
 impl Accept for IncomingMigration {
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
         if let Some(first) = lock(&self.first).take() {

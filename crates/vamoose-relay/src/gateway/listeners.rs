@@ -1,4 +1,4 @@
-//! The sockets at which this host's QEMUs connect: ports of the peers' aliases, and sockets of streams.
+//! The sockets to which this host's QEMUs connect: ports of the peers' aliases, and sockets of streams.
 
 use std::{
     collections::HashMap,
@@ -20,17 +20,17 @@ use vamoose_link::{Address, Listener, SocketError, lock};
 
 use super::{GatewayConfig, GatewayError, endpoint::Endpoint};
 
-/// Listens at all endpoints. A listener that has a connection is reported once. Its migration accepts there until the listener
-/// [resumes](Listeners::resume).
+/// Listens at all endpoints. Reports a listener with a connection once, until [`Listeners::resume`]. In between, the migration
+/// accepts there.
 pub(super) struct Listeners {
-    /// By their numbers.
+    /// By number.
     listening: Mutex<HashMap<u64, Arc<EndpointListener>>>,
     last: AtomicU64,
-    /// Of all listeners: there are 64 for each peer, too many for poll.
+    /// Polls all listeners. A peer has 64, too many for `poll`.
     epoll: OwnedFd,
-    /// Sockets that were listening when this process started.
+    /// Listening sockets that this process has inherited.
     passed: Mutex<Vec<Listener>>,
-    /// Removed from the configuration. A migration may still accept there.
+    /// Listeners that have been removed from the configuration, while migrations accept there.
     retired: Mutex<Vec<Weak<EndpointListener>>>,
 }
 
@@ -38,7 +38,7 @@ pub(super) struct Listeners {
 pub(super) struct EndpointListener {
     pub(super) at: Endpoint,
     pub(super) listener: Listener,
-    /// What epoll reports for it. No two listeners have the same number.
+    /// Identifies the listener to epoll. Never reused.
     pub(super) number: u64,
 }
 
@@ -62,7 +62,7 @@ impl Listeners {
         Ok(listeners)
     }
 
-    /// Listens where `config` says, and nowhere else.
+    /// Listens at the endpoints of `config`, and stops listening at all others.
     pub(super) fn listen(&self, config: &GatewayConfig) -> Result<(), GatewayError> {
         let mut listening = lock(&self.listening);
         let known: HashMap<_, _> = listening.values().map(|it| (&it.at, it)).collect();
@@ -87,7 +87,7 @@ impl Listeners {
         Ok(())
     }
 
-    /// Listens at an endpoint that is new, or has another address than before.
+    /// Listens at an endpoint that is new or whose address has changed.
     fn add(
         &self,
         at: Endpoint,
@@ -120,12 +120,12 @@ impl Listeners {
             None if matches!(address, Address::Unix(_)) => {
                 Listener::bind_for(address, patience, config.users.clone())
             }
-            // The migration turns others away: users may change, and other hosts are never allowed.
+            // The migration checks who connects: users may change, and other hosts are never allowed.
             None => Listener::bind(address, patience),
         }
     }
 
-    /// Listeners that have connections, each reported once.
+    /// Listeners with connections that have not been reported.
     pub(super) fn ready(&self) -> io::Result<Vec<Arc<EndpointListener>>> {
         let listening = lock(&self.listening);
         let mut events: Vec<epoll::Event> = Vec::with_capacity(listening.len().max(1));
@@ -138,7 +138,7 @@ impl Listeners {
         Ok(ready.collect())
     }
 
-    /// Reports connections at this listener again, unless it has been removed from the configuration.
+    /// Reports this listener again, unless it has been removed from the configuration.
     pub(super) fn resume(&self, listener: &EndpointListener) {
         if lock(&self.listening).contains_key(&listener.number)
             && let Err(error) = self.arm(listener)
@@ -153,7 +153,7 @@ impl Listeners {
         Ok(epoll::modify(&self.epoll, &listener.listener, data, ONCE)?)
     }
 
-    /// Closes all sockets except those at which a migration accepts.
+    /// Closes all sockets except the ones at which a migration accepts.
     pub(super) fn close(&self) {
         lock(&self.listening).clear();
     }

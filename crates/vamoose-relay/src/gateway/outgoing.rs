@@ -1,4 +1,4 @@
-//! A migration from this host: what connects to one endpoint, from the first connection to the last one's end.
+//! A migration from this host: the connections to one endpoint, from the first until all have ended.
 //!
 //! ```text
 //!              main stream, or a channel
@@ -9,8 +9,8 @@
 //!               TLS, other bytes, the destination spoke
 //! ```
 //!
-//! This is decided once. Then the peer's gateway is asked, if it has not been: it dials the waiting QEMU, or says why not. At the
-//! end each gateway says how its side ended, and the journal gets a line.
+//! The decision is final. Then the migration is announced to the peer's gateway, unless it has been already. That gateway dials
+//! the waiting QEMU, or refuses with a reason. At the end both gateways exchange their errors and log the migration.
 
 use std::{
     collections::VecDeque,
@@ -39,7 +39,7 @@ use crate::{
     opaque::pass_bytes,
 };
 
-/// What connects to one endpoint.
+/// The connections to one endpoint.
 pub(super) struct OutgoingMigration {
     peer: Arc<GatewayPeer>,
     listener: Arc<EndpointListener>,
@@ -48,7 +48,7 @@ pub(super) struct OutgoingMigration {
     slots: Arc<Slots>,
     observer: Arc<dyn Observer>,
     content: Mutex<Content>,
-    /// Connections that wait for the decision, or for the relay.
+    /// Accepted connections that nobody has read from yet.
     held: Mutex<VecDeque<Arc<Stream>>>,
     announced: Mutex<Option<Announced>>,
     guest: Mutex<Option<String>>,
@@ -57,18 +57,18 @@ pub(super) struct OutgoingMigration {
     hangup: Hangup,
 }
 
-/// What the connections are.
+/// Content of the connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Content {
     #[default]
     Undecided,
     /// A migration in plain text.
     Migration,
-    /// Something whose bytes can only be passed on, and why.
+    /// Anything else, which is forwarded as bytes, and the reason.
     Opaque(&'static str),
 }
 
-/// The peer's gateway expects the migration.
+/// A migration that the peer's gateway has accepted.
 struct Announced {
     session: Session,
     conversation: Conversation,
@@ -119,7 +119,7 @@ impl OutgoingMigration {
         }
     }
 
-    /// Connections of the next migration, which came too late for this one. Drops the remaining ones of this migration.
+    /// Late connections, from the first one of the next migration on. Closes this migration's.
     pub(super) fn leftover(&self) -> VecDeque<Arc<Stream>> {
         lock(&self.held).clear();
         let accept = || {
@@ -170,7 +170,7 @@ impl OutgoingMigration {
         }
     }
 
-    /// Decides what the connections are: undecided when all have ended without a byte.
+    /// Waits until the content is known. Undecided if all connections have ended without a byte.
     fn decide(&self) -> Result<Content, RelayError> {
         let mut arrivals = Arrivals::new(self, &self.hangup, Vec::new());
         arrivals.closes = Closes::Newest;
@@ -226,7 +226,7 @@ impl OutgoingMigration {
         Ok(matches!(message, Some(Message::Spoke)))
     }
 
-    /// A connection that has come from somebody who may connect.
+    /// A connection from a permitted user.
     fn accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
         while let Some(socket) = self.listener.listener.try_accept()? {
             if is_welcome(&self.listener.at, &self.users, peer_of(&socket)) {
@@ -244,7 +244,7 @@ impl OutgoingMigration {
         }
     }
 
-    /// Asks the peer's gateway, once.
+    /// Announces the migration to the peer's gateway, once.
     fn announce(&self) -> Result<Session, RelayError> {
         let mut announced = lock(&self.announced);
         if let Some(announced) = &*announced {
@@ -266,7 +266,7 @@ impl OutgoingMigration {
         Ok(session)
     }
 
-    /// Moves the connections to the peer's gateway, by streams of this kind.
+    /// Forwards the connections to the peer's gateway, over streams of this kind.
     fn pass(self: &Arc<Self>, kind: u8) -> MigrationEnd {
         let migration = self.clone();
         let dialer = Dialer::announced(Box::new(move || migration.announce()), &[kind]);
@@ -280,7 +280,7 @@ impl OutgoingMigration {
         };
         MigrationEnd::of(&match kind {
             MIGRATION => relay.relay(),
-            // Asked before any connection is dialled: a peer that does not answer is waited for once.
+            // Announced before the first connection is dialled, so that a silent peer delays the migration only once.
             _ => self
                 .announce()
                 .and_then(|_| pass_bytes(&relay, &mut || true)),
@@ -296,7 +296,7 @@ fn is_welcome(at: &Endpoint, users: &Peers, peer: io::Result<Peer>) -> bool {
         }
         Ok(peer) if users.allow(peer) => return true,
         Ok(Peer::Uid(uid)) => warn!("{at}: turning away user {uid}, who is not in `users`"),
-        // Mostly one that has been closed already.
+        // It has usually been closed already.
         Ok(Peer::Unknown) => debug!("{at}: turning away a connection: no process has it open"),
         Err(error) => {
             warn!("{at}: turning away a connection: cannot tell whose it is: {error}")
@@ -305,7 +305,7 @@ fn is_welcome(at: &Endpoint, users: &Peers, peer: io::Result<Peer>) -> bool {
     false
 }
 
-/// The connections of the migration, for a relay.
+/// Provides the connections to a relay.
 impl Accept for OutgoingMigration {
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
         match lock(&self.held).pop_front() {
@@ -325,14 +325,14 @@ impl AsFd for OutgoingMigration {
     }
 }
 
-/// A migration whose connections have ended: what is left to be said.
+/// A migration whose connections have ended, before the goodbye to the other gateway.
 pub(super) struct Closing {
     announced: Option<Announced>,
     ended: Option<(Account, MigrationEnd)>,
 }
 
 impl Closing {
-    /// Exchanges the last words with the peer's gateway, and writes the line in the journal.
+    /// Exchanges errors with the peer's gateway, and logs the migration.
     pub(super) fn finish(self) {
         let ending = self.ended.as_ref().map(|(_, ending)| ending);
         let error = ending.and_then(MigrationEnd::error);
@@ -350,7 +350,6 @@ impl Closing {
 mod tests {
     use super::*;
 
-    /// Whatever address it listens at.
     #[test]
     fn only_users_of_this_host_are_welcome() {
         let at = Endpoint::Port(([127, 0, 0, 2], 1).into());

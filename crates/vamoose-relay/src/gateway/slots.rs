@@ -9,11 +9,11 @@ use vamoose_link::lock;
 
 use crate::Role;
 
-/// Counts migrations: to each peer, and from each.
+/// Number of migrations with each peer, in each direction.
 #[derive(Default)]
 pub(super) struct Slots(Mutex<HashMap<(Role, String), usize>>);
 
-/// One migration that counts, until it is dropped.
+/// A counted migration, until dropped.
 pub(super) struct Slot {
     slots: Arc<Slots>,
     key: (Role, String),

@@ -1,4 +1,4 @@
-//! One attempt to migrate a guest to this host. Crate `handover` decides, and this carries it out.
+//! One attempt to migrate a guest to this host, which carries out the decisions of crate `handover`.
 //!
 //! One lock is held during everything that concerns the guest: a commit in progress cannot be aborted.
 
@@ -27,11 +27,11 @@ pub(crate) struct Job {
     pub(super) name: String,
     inner: Mutex<Inner>,
     changed: Condvar,
-    /// The relay's connections; `None` once the memory has been moved.
+    /// `None` once the memory has been transferred.
     transfer: Mutex<Option<Arc<Transfer>>>,
 }
 
-/// The connections of an attempt.
+/// The relay of an attempt and its connections.
 pub(crate) struct Transfer {
     hangup: Hangup,
     connections: PollQueue<Arc<Stream>>,
@@ -105,13 +105,13 @@ impl Job {
         }
     }
 
-    /// Continues from the journal.
+    /// Continues an attempt from the journal.
     pub(super) fn go_on(&self) {
         lock(&self.inner).drive(DestinationDriver::go_on);
         self.changed.notify_all();
     }
 
-    /// Runs the relay to the waiting QEMU, to its end.
+    /// Runs the relay to the waiting QEMU until it ends.
     pub(super) fn receive(&self) {
         let Some(transfer) = self.transfer() else {
             return;
@@ -143,7 +143,7 @@ impl Job {
         }
     }
 
-    /// The transfer of the memory has failed. This does not decide whose a loaded guest is.
+    /// Reports that the transfer of the memory has failed. A guest that is loaded already is not affected.
     pub(super) fn fail(&self, cause: String) {
         lock(&self.transfer).take();
         let mut inner = lock(&self.inner);
@@ -153,7 +153,7 @@ impl Job {
         }
     }
 
-    /// Takes a data connection, if it belongs to the source's session.
+    /// Adds a data connection, if it belongs to the source's session.
     pub(super) fn push(&self, stream: Arc<Stream>, session: &Session) {
         match self.transfer() {
             Some(transfer) if transfer.session.is(session) => transfer.connections.push(stream),
@@ -162,7 +162,7 @@ impl Job {
         }
     }
 
-    /// Whether a peer may decide about the guest: the source may, and processes of this host.
+    /// Whether a peer may decide about the guest: only the source and processes of this host may.
     pub(super) fn listens_to(&self, session: &Session) -> bool {
         let inner = lock(&self.inner);
         let source = inner.host.entry.record.side.source.as_deref();
@@ -186,15 +186,15 @@ impl Job {
             return;
         }
         inner.silent_since = Some(Instant::now());
-        // A guest that is still being received cannot be committed without its `migrate`. A loaded guest can: `migrate` may ask
-        // again over a new connection.
+        // Without `migrate`, a guest that is still being received cannot be committed. A loaded guest can be, over a new
+        // connection.
         if *inner.driver.state() == DestinationState::Receiving {
             drop(inner);
             self.hang_up();
         }
     }
 
-    /// A request of the source. The answer goes to all its control connections.
+    /// Handles a request of the source. The answer goes to all its control connections.
     pub(crate) fn request(&self, message: SourceMessage) {
         let is_commit = matches!(message, SourceMessage::Commit { .. });
         if matches!(message, SourceMessage::Abort { .. }) {
@@ -216,9 +216,9 @@ impl Job {
         inner.handle(DestinationEvent::StillReceiving);
     }
 
-    /// Whether memory is being received, or the source has a connection. The source closes that once it has all answers.
+    /// Whether memory is being received or the source has a connection, which it closes after the last answer.
     pub(super) fn is_under_way(&self) -> bool {
-        // Locked: the attempt is being worked on.
+        // The lock is held while an event is handled.
         let Ok(inner) = self.inner.try_lock() else {
             return true;
         };
@@ -246,7 +246,7 @@ impl Job {
     /// Reports a loaded guest whose source has been silent for `timeout`. The guest is neither ended nor run: the
     /// source may come back.
     pub(super) fn check_lease(&self, timeout: Duration) {
-        // Locked: the attempt is being worked on.
+        // The lock is held while an event is handled.
         let Ok(mut inner) = self.inner.try_lock() else {
             return;
         };
@@ -271,7 +271,7 @@ impl Job {
 
     /// Whether the path of its QEMU is free for another attempt: this attempt is over, or its QEMU is gone.
     pub(super) fn leaves_qemu_free(&self) -> bool {
-        // Locked: the attempt is being worked on.
+        // The lock is held while an event is handled.
         let Ok(mut inner) = self.inner.try_lock() else {
             return false;
         };
@@ -321,7 +321,7 @@ impl Inner {
         self.report(&before);
     }
 
-    /// Nothing more can become of the attempt if its QEMU is proven to have ended.
+    /// Ends the attempt if its QEMU has provably ended.
     fn notice_end(&mut self) {
         if !self.driver.is_over() && self.host.qemu.has_ended() {
             let cause = "its QEMU has ended".to_owned();

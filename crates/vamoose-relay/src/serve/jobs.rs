@@ -31,7 +31,7 @@ impl Jobs {
         }
     }
 
-    /// The attempts that an earlier server for the QEMUs in `qmp_dir` has left unfinished.
+    /// Restores unfinished attempts of an earlier server for the QEMUs in `qmp_dir`.
     pub(super) fn restore_unfinished(&self, qmp_dir: &Path) -> Result<Vec<Arc<Job>>, JournalError> {
         let records = self.journal.records::<AtDestination>()?.into_iter();
         let ours = records
@@ -77,7 +77,7 @@ impl Jobs {
                 .inspect_err(|error| warn!("{}", chain(error)))
                 .ok()??;
             let job = self.restore(record)?;
-            // No server had taken it up yet.
+            // No server has continued it yet.
             job.go_on();
             Some(job)
         })
@@ -97,7 +97,7 @@ impl Jobs {
     /// Reports orphans, and drops finished attempts from memory.
     pub(super) fn maintain(&self, orphan_timeout: Duration) {
         let mut active = lock(&self.active);
-        // An attempt that is over and has no connection is answered for from the journal.
+        // The journal answers for an attempt that is over and has no connection.
         active.retain(|_, job| Arc::strong_count(job) > 1 || !job.is_in_journal());
         for job in active.values() {
             span(job.attempt).in_scope(|| job.check_lease(orphan_timeout));
@@ -144,9 +144,8 @@ mod tests {
         }
     }
 
-    /// Not only at the start: a server runs for months.
     #[test]
-    fn a_new_attempt_lets_the_journal_forget_old_ones() {
+    fn new_attempt_removes_old_journal_entries() {
         let dir = tempfile::tempdir().unwrap();
         let jobs = Jobs::new(Journal::open(&dir.path().join("state")).unwrap());
         for (byte, began, state) in [

@@ -1,4 +1,4 @@
-//! The connections of a server: their number, and the attempt each belongs to.
+//! Accepts the connections of a server, and assigns each to its attempt.
 
 use std::{os::fd::AsFd as _, sync::Arc, thread::Scope, time::Duration};
 
@@ -21,7 +21,7 @@ use crate::{
     service::{catch, spawn},
 };
 
-/// Most connections at a time. Further ones are closed. A migration has one per channel, and two more.
+/// Limit of open connections. A migration has one per channel, and two more.
 const MOST_CONNECTIONS: u64 = 4096;
 /// Descriptors that are reserved for other uses than connections.
 const OTHER_DESCRIPTORS: u64 = 64;

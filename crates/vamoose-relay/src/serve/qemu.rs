@@ -15,11 +15,11 @@ use crate::{
 pub(crate) struct DestinationQemu {
     instance: Instance,
     qemu: Option<Qemu>,
-    /// The guest has been observed here.
+    /// The guest has started, and `tidy_up` is still to be done.
     has_started: bool,
 }
 
-/// How long a QEMU may take from having received everything to a guest that can run.
+/// Time limit from the last received byte to a loaded guest.
 pub(super) const LOADING: Duration = Duration::from_secs(30);
 
 /// States of a loaded guest that has not run yet.
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_is_seen_to_run_has_started() {
+    fn running_guest_has_started() {
         let (fake, mut guest) = Fake::start(Some("running"));
         let state = "running".to_owned();
         assert_eq!(guest.run(true), DestinationEvent::Started { state });
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_shall_stay_paused_is_not_told_to_run() {
+    fn guest_that_stays_paused_is_not_continued() {
         let (fake, mut guest) = Fake::start(Some("running"));
         let state = "paused".to_owned();
         assert_eq!(guest.run(false), DestinationEvent::Started { state });
@@ -316,9 +316,8 @@ mod tests {
         assert!(told.contains(&"blockdev-set-active".to_owned()));
     }
 
-    /// However often it is asked.
     #[test]
-    fn a_guest_that_was_continued_has_started_whatever_has_stopped_it() {
+    fn continued_guest_has_started_even_if_stopped_since() {
         for after in ["internal-error", "guest-panicked", "io-error", "shutdown"] {
             let (_fake, mut guest) = Fake::start(Some(after));
             for _ in 0..3 {
@@ -328,9 +327,9 @@ mod tests {
         }
     }
 
-    /// Whoever asks only looks: a later `commit` still continues it.
+    /// A check changes nothing, so a later `commit` still continues the guest.
     #[test]
-    fn a_guest_that_was_never_continued_is_not_taken_for_one_that_runs() {
+    fn guest_that_was_never_continued_is_unclear() {
         let (fake, mut guest) = Fake::start(Some("running"));
         let event = guest.check(false);
         assert!(
@@ -347,9 +346,8 @@ mod tests {
         assert_eq!(guest.check(true), DestinationEvent::Started { state });
     }
 
-    /// A monitor that closes proves nothing.
     #[test]
-    fn a_guest_that_is_out_of_sight_is_unclear() {
+    fn closed_monitor_leaves_guest_unclear() {
         let (_fake, mut guest) = Fake::start(None);
         let event = guest.run(true);
         assert!(

@@ -103,7 +103,7 @@ impl Server {
         Ok(entry)
     }
 
-    /// The settings of a relay for this migration, but for how pages get into QEMU's memory.
+    /// The relay's configuration. `set_up` adds how pages get into QEMU's memory.
     fn relay_config(&self, request: &Request) -> Result<Config, PrepareError> {
         let method = request.method.as_str();
         let mut known = Method::ALL.iter().map(|method| method.name());
@@ -136,7 +136,7 @@ impl Server {
         // late-block-activate: the disks stay the source's until the commit.
         let optional = ["late-block-activate", "events"];
         qemu.set_up(&["multifd", "return-path"], &optional, parameters)?;
-        // After that, as it depends on the capabilities of the migration.
+        // After `set_up`, because placement depends on the migration's capabilities.
         let placement = match config.passed {
             None => self.placement(qemu, &request.name, config.layout),
             Some(_) => {
@@ -205,9 +205,9 @@ pub(super) enum PrepareError {
     Request(#[from] FrameError),
     #[error(transparent)]
     Layout(#[from] multifd::LayoutError),
-    #[error("`{name}` is not a name: letters, digits, - _ and . make one")]
+    #[error("invalid name `{name}`: only letters, digits, `-`, `_` and `.` are allowed")]
     Name { name: String },
-    #[error("this server is about to end: try again when it has been started anew")]
+    #[error("this server is about to end: try again after its restart")]
     Draining,
     #[error("{name}: another migration to this QEMU is under way")]
     Busy { name: String },
