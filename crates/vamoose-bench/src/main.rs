@@ -1,7 +1,7 @@
 //! `vamoose bench`: moves guests by Vamoose and by stock QEMU on this host, side by side, and reports tables and plots.
 //!
 //! ```text
-//!  scenarios (TOML) ─> cells ─> plan: rounds, side by side ─> measure ─> results.jsonl ─> report.md, results.csv, report.html
+//!  scenarios (TOML) ─> cells ─> plan: rounds, side by side ─> measure ─> results.jsonl ─> report.md, plots, results.csv
 //! ```
 
 #![forbid(unsafe_code)]
@@ -25,7 +25,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand};
 use lab::qemu;
 use lab::vamoose::program;
@@ -62,7 +62,7 @@ struct Cli {
 enum Command {
     /// List the scenarios
     List,
-    /// Write the report of a run again: report.md, report.html, results.csv and plots
+    /// Write the report of a run again: report.md, results.csv and plots
     Report {
         /// Folder of results
         #[arg(value_name = "DIR")]
@@ -81,9 +81,9 @@ enum Command {
     Timeline {
         /// Report of `vamoose migrate --json FILE`
         file: PathBuf,
-        /// Page to write [default: FILE with the ending .html]
+        /// Plot to write [default: FILE with the ending .svg]
         #[arg(long, value_name = "FILE")]
-        html: Option<PathBuf>,
+        svg: Option<PathBuf>,
     },
 }
 
@@ -137,7 +137,7 @@ fn main() -> ExitCode {
         Some(Command::Report { dir }) => report::write(dir),
         Some(Command::Demo { vamoose }) => return demo::run(vamoose.as_deref()),
         Some(Command::HoldMonitor { at, monitor }) => demo::hold::serve(at, monitor),
-        Some(Command::Timeline { file, html }) => timeline::write(file, html.as_deref()),
+        Some(Command::Timeline { file, svg }) => timeline::write(file, svg.as_deref()),
         None => run(&cli.run),
     };
     lab::exit_code("vamoose-bench", ended)
@@ -174,7 +174,6 @@ fn run(options: &RunOptions) -> Result<()> {
         }
         plan.add(&cells, options.rounds_of(scenario));
     }
-    options.keep_scenarios(results.folder())?;
     let stop = Arc::<AtomicBool>::default();
     for signal in [SIGINT, SIGTERM] {
         flag::register(signal, stop.clone()).context("cannot catch signals")?;
@@ -182,7 +181,7 @@ fn run(options: &RunOptions) -> Result<()> {
     let ended = plan.carry_out(&host, &mut results, &stop);
     if results.is_any() {
         report::write(results.folder())?;
-        eprintln!("{}", results.folder().join("report.html").display());
+        eprintln!("{}", results.folder().join("report.md").display());
     }
     ended
 }
@@ -204,19 +203,18 @@ impl RunOptions {
             [] => DEFAULT.map(str::to_owned).to_vec(),
             names => names.to_vec(),
         };
-        let mut all = Vec::new();
-        for name in names {
-            let named = match file_name(&name) {
-                Some((path, stem)) => {
-                    let text =
-                        fs::read_to_string(path).with_context(|| format!("reading {name}"))?;
-                    (stem.to_owned(), Scenario::parse(&text).context(name)?)
-                }
-                None => (name.clone(), Scenario::named(&name)?),
-            };
-            all.push(named);
-        }
-        Ok(all)
+        let named = |name: String| {
+            let path = Path::new(&name);
+            if path.extension().is_none_or(|extension| extension != "toml") {
+                let scenario = Scenario::named(&name)?;
+                return Ok((name, scenario));
+            }
+            let text = fs::read_to_string(path).with_context(|| format!("reading {name}"))?;
+            let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+            let scenario = Scenario::parse(&text).with_context(|| name.clone())?;
+            Ok((stem.into_owned(), scenario))
+        };
+        names.into_iter().map(named).collect()
     }
 
     fn cells(&self, name: &str, scenario: &Scenario, found: &Found) -> Vec<record::Cell> {
@@ -241,32 +239,4 @@ impl RunOptions {
         let usual = if self.quick { 1 } else { scenario.rounds };
         self.rounds.unwrap_or(usual)
     }
-
-    /// Copies the user's own scenarios to their results: the report needs them.
-    fn keep_scenarios(&self, folder: &Path) -> Result<()> {
-        for name in &self.scenarios {
-            if let Some((path, stem)) = file_name(name) {
-                let kept = folder.join(stem).with_extension("toml");
-                let text = fs::read(path).with_context(|| format!("reading {name}"))?;
-                let is_other = fs::read(&kept).is_ok_and(|before| before != text);
-                ensure!(
-                    !is_other,
-                    "{} was another scenario: choose another --out, or another name",
-                    kept.display()
-                );
-                fs::write(&kept, text).with_context(|| format!("writing {}", kept.display()))?;
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Path of a scenario file, and its name in the results.
-fn file_name(name: &str) -> Option<(&Path, &str)> {
-    let path = Path::new(name);
-    let is_file = path
-        .extension()
-        .is_some_and(|extension| extension == "toml");
-    let stem = is_file.then(|| path.file_stem()?.to_str())?;
-    stem.map(|stem| (path, stem))
 }

@@ -91,7 +91,7 @@ impl<'a> Testbed<'a> {
 impl Host {
     fn link(&self, rate: Rate) -> Result<Link> {
         match self.has_links {
-            true => Link::new(rate.first()),
+            true => Link::new(rate.limit()),
             false => Ok(Link::loopback()),
         }
     }

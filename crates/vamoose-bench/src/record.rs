@@ -37,7 +37,7 @@ pub(crate) struct Record {
     pub(crate) figures: Figures,
     /// Samples during the migration.
     #[serde(default)]
-    pub(crate) timeline: Vec<Moment>,
+    pub(crate) timeline: Vec<Sample>,
     /// What the guest's clients noticed.
     #[serde(default)]
     pub(crate) service: Option<Services>,
@@ -80,11 +80,6 @@ pub(crate) struct Figures {
     pub(crate) normal_pages: Option<u64>,
     pub(crate) zero_pages: Option<u64>,
     pub(crate) cpu: Cpu,
-    /// Peak memory of Vamoose at each end, in bytes.
-    pub(crate) peak_sender: Option<u64>,
-    pub(crate) peak_receiver: Option<u64>,
-    /// The highest throttle by auto-converge, in percent.
-    pub(crate) throttle: Option<u64>,
     /// MiB that the guest changed in a second before the migration.
     pub(crate) dirty_rate: Option<u64>,
 }
@@ -103,33 +98,35 @@ pub(crate) struct Cpu {
     pub(crate) destination: f64,
 }
 
-/// A sample of a running migration.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+/// A sample of a running migration, with the keys of the timeline of `vamoose migrate --json`; each may be absent.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
-pub(crate) struct Moment {
+pub(crate) struct Sample {
     /// Since the beginning of the migration.
     pub(crate) milliseconds: u64,
-    /// Bytes so far, over the link or, where that is unknown, as the sender counts them.
-    pub(crate) sent_bytes: u64,
-    /// Guest memory still to be sent, as the source QEMU counts it.
-    pub(crate) remaining_bytes: u64,
+    /// Bytes so far: between the hosts, or over the link.
+    pub(crate) wire_bytes: u64,
+    /// Bytes of the pages in these.
+    pub(crate) page_bytes: u64,
+    /// Guest memory still to be sent, as the source QEMU counts it, in bytes.
+    pub(crate) remaining: Option<u64>,
     /// Rounds over memory so far.
-    pub(crate) rounds: u64,
+    pub(crate) dirty_sync_count: Option<u64>,
     /// Pages that the guest changes in a second, as the source QEMU counts them.
-    pub(crate) dirty_pages_rate: u64,
+    pub(crate) dirty_pages_rate: Option<u64>,
+    /// Packets so far by method.
+    pub(crate) packets: BTreeMap<String, u64>,
+    pub(crate) reconnects: u64,
+    /// For how long the guest has been paused, in milliseconds.
+    pub(crate) paused: Option<u64>,
 }
 
 /// Service of the guest's clients: before the migration, and from its start until shortly after its end.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Services {
-    /// Unit of the rates, such as `requests`.
-    pub(crate) unit: String,
     pub(crate) before: Service,
     pub(crate) during: Service,
-    /// Latencies over time.
-    #[serde(default)]
-    pub(crate) latencies: Vec<Latency>,
 }
 
 /// Service over a span of time.
@@ -142,14 +139,6 @@ pub(crate) struct Service {
     pub(crate) p50: Option<f64>,
     pub(crate) p99: Option<f64>,
     pub(crate) longest: Option<f64>,
-}
-
-/// The longest latency of the answers in a short span; `at` is in milliseconds since the migration began, negative before.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) struct Latency {
-    pub(crate) at: i64,
-    pub(crate) milliseconds: f64,
 }
 
 /// The machine and the programs. A run does not continue the results of another machine or program.
@@ -174,13 +163,15 @@ pub(crate) struct Machine {
 }
 
 impl Cpu {
-    /// CPU seconds of the source's host.
-    pub(crate) fn of_source(&self) -> f64 {
-        self.source + self.sender
-    }
-
     pub(crate) fn total(&self) -> f64 {
-        self.of_source() + self.receiver + self.destination
+        self.source + self.sender + self.receiver + self.destination
+    }
+}
+
+impl Sample {
+    /// Seconds since the beginning of the migration.
+    pub(crate) fn seconds(&self) -> f64 {
+        self.milliseconds as f64 / 1e3
     }
 }
 

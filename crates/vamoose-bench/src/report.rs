@@ -1,24 +1,20 @@
-//! The report of a run: DIR/report.md, DIR/report.html, DIR/results.csv, and the plots of the Markdown in DIR/plots.
+//! The report of a run: DIR/report.md with its plots in DIR/plots, and DIR/results.csv.
 //!
 //! ```text
-//!  machine.json ─┐                      ┌─> table, verdict ─┐
-//!  results.jsonl ├─> results::Results ──┤                   ├─> report.md ─> report.html
-//!  SCENARIO.toml ┘   (medians, spread)  ├─> plots/*.svg ────┘
-//!                                       └─> results.csv: a line for each migration
+//!  machine.json ─┐                      ┌─> table ─────┬─> report.md
+//!                ├─> results::Results ──┼─> plots/*.svg ┘
+//!  results.jsonl ┘   (medians, spread)  └─> results.csv: a line for each migration
 //! ```
-//! The report leaves nothing out because it looks bad: a figure is the median of the rounds, with the least and the most; cancelled
-//! migrations are shown; and where Vamoose is slower, the report says so.
+//! A figure is the median of the rounds, with the minimum and the maximum. Cancelled migrations are reported, too.
 
 pub(crate) mod chart;
 mod csv;
-pub(crate) mod markdown;
-pub(crate) mod page;
+mod markdown;
 pub(crate) mod plots;
 mod results;
 pub(crate) mod table;
 #[cfg(test)]
 pub(crate) mod tests;
-mod verdict;
 
 use std::fs;
 use std::path::Path;
@@ -36,18 +32,12 @@ pub(crate) fn write(dir: &Path) -> Result<()> {
     for plot in plots.iter().flatten() {
         save(&dir.join(plot.path()), &plot.svg)?;
     }
-    let markdown = markdown::of(&results, &plots);
     save(&dir.join("results.csv"), &csv::of(&results)?)?;
-    save(&dir.join("report.md"), &markdown)?;
-    let plots: Vec<_> = plots.into_iter().flatten().collect();
-    save(
-        &dir.join("report.html"),
-        &page::of(markdown::TITLE, &markdown, &plots),
-    )
+    save(&dir.join("report.md"), &markdown::of(&results, &plots))
 }
 
 /// The plots of each group.
-fn plots(results: &Results) -> Result<Vec<Vec<markdown::Plot>>> {
+fn plots(results: &Results) -> Result<Vec<Vec<plots::Plot>>> {
     let sections = results.scenarios.iter();
     let groups =
         sections.flat_map(|section| section.groups.iter().map(|group| (&section.name, group)));

@@ -26,7 +26,7 @@ use crate::record::Cell;
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct Scenario {
-    /// One line for the list of scenarios and for the report.
+    /// One line for the list of scenarios and the report.
     pub(crate) about: String,
     pub(crate) guests: Vec<Guest>,
     pub(crate) links: Vec<Rate>,
@@ -42,19 +42,6 @@ pub(crate) struct Scenario {
     pub(crate) timeout: u64,
     pub(crate) rounds: u32,
     pub(crate) contenders: Vec<Contender>,
-    /// Published figures to compare with.
-    #[serde(default)]
-    pub(crate) published: Option<Published>,
-}
-
-/// Figures that others have published, for the report.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub(crate) struct Published {
-    /// Authors, subject and hardware.
-    pub(crate) about: String,
-    pub(crate) columns: Vec<String>,
-    pub(crate) rows: Vec<Vec<String>>,
 }
 
 /// A guest, and what it does.
@@ -95,15 +82,9 @@ pub(crate) enum Workload {
     RedisA,
     /// Redis: 95 % reads, 5 % updates (YCSB B).
     RedisB,
-    /// Redis: half reads, half reads with an update afterwards (YCSB F).
-    RedisF,
     /// PostgreSQL: the transactions of pgbench (TPC-B).
     Postgres,
-    /// A compiler, which compiles one file after another.
-    Compile,
-    /// A program that writes whole pages, three times as fast as the link carries them.
-    Writer,
-    /// The same, but only the first 40 of the 512 words of a page.
+    /// A program that writes the first 40 of the 512 words of pages, three times as fast as the link carries whole pages.
     Updates,
     /// The same, but every second word of a page is four small counters, which are incremented.
     Counters,
@@ -117,8 +98,6 @@ pub(crate) enum Rate {
     Constant(u64),
     /// As fast as the kernel can.
     Open,
-    /// 100 Mbit/s, then 1 Gbit/s for a while, then 100 Mbit/s again.
-    Changing,
 }
 
 /// A number of bytes, written with k, M or G.
@@ -215,13 +194,6 @@ impl Scenario {
             !scenario.channels.contains(&0),
             "channels: must be at least 1"
         );
-        if let Some(published) = &scenario.published {
-            let columns = published.columns.len();
-            ensure!(
-                published.rows.iter().all(|row| row.len() == columns),
-                "published: a row has not {columns} columns"
-            );
-        }
         Ok(scenario)
     }
 
@@ -256,38 +228,28 @@ impl Scenario {
 impl Rate {
     /// Bytes carried in this many seconds, in steps of 16 MiB.
     fn carries(self, seconds: u64) -> u64 {
-        let rate = match self {
-            Self::Open => return u64::MAX,
-            Self::Constant(rate) => rate,
-            Self::Changing => 300_000_000,
-        };
-        (rate / 8)
-            .saturating_mul(seconds)
-            .next_multiple_of(16 << 20)
+        let bytes = self.limit().map(|rate| (rate / 8).saturating_mul(seconds));
+        bytes.map_or(u64::MAX, |bytes| bytes.next_multiple_of(16 << 20))
     }
 
-    /// Bits a second at the beginning; `None` without a limit.
-    pub(crate) fn first(self) -> Option<u64> {
+    /// Bits a second; `None` without a limit.
+    pub(crate) fn limit(self) -> Option<u64> {
         match self {
             Self::Constant(rate) => Some(rate),
             Self::Open => None,
-            Self::Changing => Some(100_000_000),
         }
     }
 }
 
 impl fmt::Display for Rate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self::Constant(rate) = self else {
-            return f.write_str(match self {
-                Self::Open => "open",
-                _ => "changing",
-            });
-        };
-        match rate {
-            _ if rate % 1_000_000_000 == 0 => write!(f, "{}G", rate / 1_000_000_000),
-            _ if rate % 1_000_000 == 0 => write!(f, "{}M", rate / 1_000_000),
-            _ => write!(f, "{rate}"),
+        match self {
+            Self::Open => f.write_str("open"),
+            Self::Constant(rate) if rate % 1_000_000_000 == 0 => {
+                write!(f, "{}G", rate / 1_000_000_000)
+            }
+            Self::Constant(rate) if rate % 1_000_000 == 0 => write!(f, "{}M", rate / 1_000_000),
+            Self::Constant(rate) => write!(f, "{rate}"),
         }
     }
 }
@@ -296,25 +258,14 @@ impl FromStr for Rate {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        Ok(match text {
-            "open" => Self::Open,
-            "changing" => Self::Changing,
-            _ => {
-                let (digits, unit) = match text.strip_suffix(['G', 'M']) {
-                    Some(digits) if text.ends_with('G') => (digits, 1_000_000_000),
-                    Some(digits) => (digits, 1_000_000),
-                    None => (text, 1),
-                };
-                let number: Option<u64> = digits.parse().ok();
-                let rate = number.and_then(|number| number.checked_mul(unit));
-                let rate = rate.filter(|rate| *rate > 0).with_context(|| {
-                    format!(
-                        "`{text}` is not a link: bits a second as in 100M or 10G, open, or changing"
-                    )
-                })?;
-                Self::Constant(rate)
-            }
-        })
+        if text == "open" {
+            return Ok(Self::Open);
+        }
+        let rate = with_unit(text, [("G", 1_000_000_000), ("M", 1_000_000)]);
+        let rate = rate.filter(|rate| *rate > 0).with_context(|| {
+            format!("`{text}` is not a link: bits a second as in 100M or 10G, or open")
+        })?;
+        Ok(Self::Constant(rate))
     }
 }
 
@@ -350,9 +301,11 @@ impl FromStr for Guest {
 }
 
 impl Contender {
-    /// Whether it has no options.
-    pub(crate) fn has_defaults(&self) -> bool {
-        self.options.is_empty() && self.far_options.is_empty()
+    /// Whether this is what users get who set no option.
+    pub(crate) fn is_default(&self) -> bool {
+        let has_two_ends = matches!(self.who, Who::Migrate | Who::Pair);
+        let has_options = !self.options.is_empty() || !self.far_options.is_empty();
+        has_two_ends && self.method == "auto" && !has_options
     }
 }
 
@@ -412,11 +365,7 @@ impl FromStr for Size {
     fn from_str(text: &str) -> Result<Self> {
         /// Less is a forgotten unit.
         const MIN: u64 = 1 << 20;
-        let units = [("k", 10), ("M", 20), ("G", 30)];
-        let with_unit = |(unit, shift)| Some((text.strip_suffix(unit)?, shift));
-        let (digits, shift) = units.into_iter().find_map(with_unit).unwrap_or((text, 0));
-        let number: Option<u64> = digits.parse().ok();
-        let size = number.and_then(|number| number.checked_mul(1 << shift));
+        let size = with_unit(text, [("k", 1 << 10), ("M", 1 << 20), ("G", 1 << 30)]);
         let size = size.with_context(|| format!("`{text}` is not a size such as 512M"))?;
         ensure!(
             size >= MIN,
@@ -424,6 +373,14 @@ impl FromStr for Size {
         );
         Ok(Self(size))
     }
+}
+
+/// A number, multiplied by the factor of its unit.
+fn with_unit<const N: usize>(text: &str, units: [(&str, u64); N]) -> Option<u64> {
+    let found = |(unit, factor)| Some((text.strip_suffix(unit)?, factor));
+    let (digits, factor) = units.into_iter().find_map(found).unwrap_or((text, 1));
+    let number: u64 = digits.parse().ok()?;
+    number.checked_mul(factor)
 }
 
 fn name<T: ValueEnum>(value: &T) -> String {
@@ -506,7 +463,7 @@ mod tests {
 
     #[test]
     fn texts_and_back() {
-        let links = ["10M", "1G", "2500M", "1500", "open", "changing"];
+        let links = ["10M", "1G", "2500M", "1500", "open"];
         assert!(
             links
                 .iter()

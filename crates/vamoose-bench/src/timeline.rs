@@ -1,4 +1,4 @@
-//! `vamoose report`: shows the report of a real migration (`vamoose migrate --json FILE`) as a summary and as a page with plots.
+//! `vamoose report`: shows the report of a real migration (`vamoose migrate --json FILE`) as a summary and a plot.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,11 +7,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
-use crate::report::chart::{COLOURS, Curve, Marks, Panel, over_time};
-use crate::report::markdown::Plot;
-use crate::report::page;
-use crate::report::plots::{beginnings, panel, progress, rates, seconds};
-use crate::report::table::{PARTS, Table, short};
+use crate::record::Sample;
+use crate::report::chart::COLOURS;
+use crate::report::plots::timeline;
+use crate::report::table::short;
 
 /// The keys of the report that are shown; each may be absent.
 #[derive(Debug, Default, Deserialize)]
@@ -44,202 +43,94 @@ struct Ram {
     dirty_sync_count: Option<u64>,
 }
 
-#[derive(Debug, Default, Deserialize)]
-#[serde(rename_all = "kebab-case", default)]
-struct Sample {
-    milliseconds: u64,
-    wire_bytes: u64,
-    page_bytes: u64,
-    remaining: Option<u64>,
-    dirty_sync_count: Option<u64>,
-    dirty_pages_rate: Option<u64>,
-    packets: BTreeMap<String, u64>,
-    reconnects: u64,
-    paused: Option<u64>,
-}
+/// Parts of a downtime, in their order.
+const PARTS: [&str; 4] = ["last-round", "device-state", "load", "commit"];
 
-/// Prints a summary of the report in `file`, and writes a page with plots to `page`, or beside `file`.
-pub(crate) fn write(file: &Path, page: Option<&Path>) -> Result<()> {
+/// Prints a summary of the report in `file`, and writes a plot to `svg`, or beside `file`.
+pub(crate) fn write(file: &Path, svg: Option<&Path>) -> Result<()> {
     let name = file.display();
     let text = fs::read_to_string(file).with_context(|| format!("cannot read {name}"))?;
     let what = || format!("{name} is not a report of `vamoose migrate --json`");
     let report: Report = serde_json::from_str(&text).with_context(what)?;
+    let last = report.timeline.last();
+    let last = last.with_context(|| format!("{}: it has no timeline", what()))?;
+    let svg = svg.map_or_else(|| file.with_extension("svg"), PathBuf::from);
     ensure!(
-        !report.timeline.is_empty(),
-        "{}: it has no timeline",
-        what()
+        svg != file,
+        "the plot would replace the report: name another file by --svg"
     );
-    let page = page.map_or_else(|| file.with_extension("html"), PathBuf::from);
-    ensure!(
-        page != file,
-        "the page would replace the report: name another file by --html"
-    );
-    for cells in summary(&report).rows() {
-        println!("{}", cells.join(": "));
+    for (name, value) in summary(&report, last) {
+        println!("{name}: {value}");
     }
-    fs::write(&page, html(&report)?).with_context(|| format!("cannot write {}", page.display()))?;
-    println!("plots: {}", page.display());
+    match plot(&report)? {
+        Some(plot) => {
+            fs::write(&svg, plot).with_context(|| format!("cannot write {}", svg.display()))?;
+            println!("plot: {}", svg.display());
+        }
+        None => println!("plot: none, the samples show nothing"),
+    }
     Ok(())
 }
 
-fn html(report: &Report) -> Result<String> {
-    const TITLE: &str = "A migration by Vamoose";
-    let plot = plot(report)?;
-    let plots: String = plot.iter().map(Plot::markdown).collect();
-    let markdown = format!("# {TITLE}\n\n{}{plots}", summary(report).markdown());
-    Ok(page::of(TITLE, &markdown, plot.as_slice()))
-}
-
-fn summary(report: &Report) -> Table {
+fn summary(report: &Report, last: &Sample) -> Vec<(&'static str, String)> {
     let mebi = |bytes: u64| short(bytes as f64 / f64::from(1 << 20));
     let part = |name: &str| Some(format!(", {name} {} ms", report.downtime_parts.get(name)?));
     let parts: String = PARTS.into_iter().filter_map(part).collect();
-    let [total, cpu] = [seconds(report.total_time), report.cpu_seconds.total].map(short);
+    let packets = last.packets.iter();
+    let packets: Vec<_> = packets
+        .map(|(method, count)| format!("{method} {count}"))
+        .collect();
     let (wire, rate) = (mebi(report.wire_bytes), short(report.ram.mbps));
     let (pages, zero) = (mebi(report.page_bytes), report.zero_pages);
-    let rows = [
+    let downtime = report.downtime;
+    let rounds = report.ram.dirty_sync_count;
+    let known = [
         ("status", Some(report.status.clone())),
         ("error", report.error_desc.clone()),
-        ("total time", Some(format!("{total} s"))),
+        (
+            "total time",
+            Some(format!("{} s", short(report.total_time as f64 / 1e3))),
+        ),
         (
             "downtime",
-            report.downtime.map(|millis| format!("{millis} ms{parts}")),
+            downtime.map(|millis| format!("{millis} ms{parts}")),
         ),
         (
             "rounds over memory",
-            report.ram.dirty_sync_count.map(|rounds| rounds.to_string()),
+            rounds.map(|rounds| rounds.to_string()),
         ),
         ("method", Some(report.method.clone())),
-        ("packets by method", packets(report)),
+        ("packets by method", Some(packets.join(", "))),
         ("on the wire", Some(format!("{wire} MiB, {rate} Mbit/s"))),
         ("pages", Some(format!("{pages} MiB, and {zero} zero pages"))),
+        ("reconnects", Some(last.reconnects.to_string())),
         (
-            "reconnects",
-            report
-                .timeline
-                .last()
-                .map(|sample| sample.reconnects.to_string()),
+            "CPU of vamoose migrate",
+            Some(format!("{} s", short(report.cpu_seconds.total))),
         ),
-        ("CPU of vamoose migrate", Some(format!("{cpu} s"))),
     ];
-    let mut table = Table::new(["", "as vamoose migrate reports it"]);
-    for (name, value) in rows {
-        if let Some(value) = value {
-            table.add(None, [name.to_owned(), value]);
-        }
-    }
-    table
-}
-
-fn packets(report: &Report) -> Option<String> {
-    let packets = &report.timeline.last()?.packets;
-    let packets = packets
-        .iter()
-        .map(|(method, count)| format!("{method} {count}"));
-    Some(packets.collect::<Vec<_>>().join(", ")).filter(|text| !text.is_empty())
-}
-
-/// `None` where no sample shows anything.
-fn plot(report: &Report) -> Result<Option<Plot>> {
-    let samples = &report.timeline;
-    let of = |value: fn(&Sample) -> Option<u64>, unit: f64| -> Vec<(f64, f64)> {
-        let known = samples
-            .iter()
-            .filter_map(|sample| Some((sample, value(sample)?)));
-        known
-            .map(|(sample, value)| (seconds(sample.milliseconds), value as f64 / unit))
-            .collect()
-    };
-    let so_far = |value: fn(&Sample) -> u64| -> Vec<(u64, u64)> {
-        samples
-            .iter()
-            .map(|sample| (sample.milliseconds, value(sample)))
-            .collect()
-    };
-    let sent = so_far(|sample| sample.wire_bytes);
-    let pages = rates(&so_far(|sample| sample.page_bytes));
-    let remaining = of(|sample| sample.remaining, f64::from(1 << 20));
-    let written = of(|sample| sample.dirty_pages_rate, 1.0);
-    let colour = COLOURS[3];
-    let mut panels: Vec<_> = progress(colour, &sent, remaining, written).collect();
-    let ratios = ratios(&pages, &rates(&sent));
-    panels.extend(panel("ratio: page bytes to bytes sent", colour, ratios));
-    panels.extend(packets_by_method(samples));
-    if panels.is_empty() {
-        return Ok(None);
-    }
-    let counts = samples
-        .iter()
-        .filter_map(|sample| Some((sample.milliseconds, sample.dirty_sync_count?)));
-    let marks = Marks {
-        until: seconds(report.total_time),
-        paused: paused(report),
-        rounds: beginnings(&counts.collect::<Vec<_>>()),
-        events: reconnects(samples),
-    };
-    let paused = marks.paused.map_or(String::new(), |(from, to)| {
-        format!(
-            " Shaded: the guest is paused, for {} ms.",
-            short((to - from) * 1e3)
-        )
-    });
-    let note = format!(
-        "Grey lines: a round over memory begins. Red lines: a connection was replaced.{paused}"
-    );
-    Ok(Some(Plot {
-        file: "timeline.svg".to_owned(),
-        title: "From the beginning to the end".to_owned(),
-        note,
-        svg: over_time(&panels, &marks)?,
-    }))
-}
-
-/// Ratios of two rates with the same times, where anything was sent.
-fn ratios(pages: &[(f64, f64)], sent: &[(f64, f64)]) -> Vec<(f64, f64)> {
-    let both = pages.iter().zip(sent).filter(|(_, (_, sent))| *sent > 0.0);
-    both.map(|((at, pages), (_, sent))| (*at, pages / sent))
+    let known = known.into_iter();
+    known
+        .filter_map(|(name, value)| Some((name, value?)))
         .collect()
 }
 
-fn packets_by_method(samples: &[Sample]) -> Option<Panel> {
-    let methods = samples.last()?.packets.keys().zip(1..);
-    let curves = methods.map(|(method, colour)| {
-        let count = |sample: &Sample| sample.packets.get(method).copied().unwrap_or(0);
-        let counts: Vec<_> = samples
-            .iter()
-            .map(|sample| (sample.milliseconds, count(sample)))
-            .collect();
-        Curve {
-            name: method.clone(),
-            colour: COLOURS[colour % COLOURS.len()],
-            points: rates(&counts),
-        }
-    });
-    let curves: Vec<_> = curves.filter(|curve| !curve.points.is_empty()).collect();
-    (!curves.is_empty()).then_some(Panel {
-        name: "packets/s by method",
-        curves,
-    })
+fn plot(report: &Report) -> Result<Option<String>> {
+    let until = report.total_time as f64 / 1e3;
+    timeline(&report.timeline, paused(report), until, COLOURS[3])
 }
 
-/// From the guest's stop, as the samples show it, to its start.
+/// From the guest's stop, as the samples show it, to its start, in seconds.
 fn paused(report: &Report) -> Option<(f64, f64)> {
-    let began = report.timeline.iter().find_map(|sample| {
-        let paused = sample.paused?;
-        Some(sample.milliseconds.saturating_sub(paused))
-    })?;
+    let samples = report.timeline.iter();
+    let mut stops =
+        samples.filter_map(|sample| Some(sample.milliseconds.saturating_sub(sample.paused?)));
+    let began = stops.next()?;
     let last = report.timeline.last()?.milliseconds;
     let ended = report
         .downtime
         .map_or(last, |downtime| began.saturating_add(downtime));
-    Some((seconds(began), seconds(ended)))
-}
-
-fn reconnects(samples: &[Sample]) -> Vec<f64> {
-    let pairs = samples
-        .windows(2)
-        .filter(|pair| pair[1].reconnects > pair[0].reconnects);
-    pairs.map(|pair| seconds(pair[1].milliseconds)).collect()
+    Some((began as f64 / 1e3, ended as f64 / 1e3))
 }
 
 #[cfg(test)]
@@ -268,30 +159,28 @@ mod tests {
     }
 
     #[test]
-    fn a_page_has_all_panels_and_the_downtime() -> Result<()> {
+    fn the_plot_has_all_panels_and_the_downtime() -> Result<()> {
         let dir = TempDir::new()?;
         let file = dir.path().join("migration.json");
         fs::write(&file, migration().to_string())?;
         write(&file, None)?;
-        let page = fs::read_to_string(dir.path().join("migration.html"))?;
-        crate::report::tests::check(&page);
+        let plot = fs::read_to_string(dir.path().join("migration.svg"))?;
+        crate::report::tests::check(&plot);
         for name in [
             "sent, Mbit/s",
             "left to send",
             "written by the guest",
             "ratio",
             "zstd-frames",
-            "a connection was replaced",
         ] {
-            assert!(page.contains(name), "{name}");
+            assert!(plot.contains(name), "{name}");
         }
         // From 80 ms before the first sample that saw the pause.
         let report: Report = serde_json::from_value(migration())?;
         assert_eq!(paused(&report), Some((4.82, 4.94)));
-        assert!(page.contains("the guest is paused, for 120 ms"));
-        if let Some(wanted) = std::env::var_os("REPORT_EXAMPLE") {
-            fs::write(Path::new(&wanted).join("timeline.html"), page)?;
-        }
+        let lines = summary(&report, &report.timeline[49]);
+        assert!(lines.contains(&("downtime", "120 ms, load 20 ms, commit 5 ms".to_owned())));
+        assert!(lines.contains(&("packets by method", "none 147, zstd-frames 2401".to_owned())));
         Ok(())
     }
 
@@ -313,7 +202,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_the_samples_are_the_page_is_well_formed(
+        fn any_samples_make_a_well_formed_plot(
             samples in proptest::collection::vec((0..1_u64 << 40, 0..1_u64 << 50, 0..1_u64 << 50, proptest::option::of(0..1_u64 << 50), any::<String>()), 0..8),
         ) {
             let samples = samples.into_iter().map(|(milliseconds, wire_bytes, page_bytes, some, name)| Sample {
@@ -321,7 +210,9 @@ mod tests {
                 packets: [(name, page_bytes)].into(), reconnects: wire_bytes, paused: some,
             });
             let report = Report { timeline: samples.collect(), downtime: Some(1 << 50), ..Report::default() };
-            crate::report::tests::check(&html(&report).unwrap());
+            if let Some(plot) = plot(&report).unwrap() {
+                crate::report::tests::check(&plot);
+            }
         }
     }
 }

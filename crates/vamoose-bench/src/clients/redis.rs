@@ -5,6 +5,7 @@
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -20,26 +21,22 @@ use crate::clients::{Clients, Sample};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mix {
     records: u32,
-    /// Plain values of random bytes instead of records of fields.
-    is_random: bool,
-    /// Reads in a hundred requests.
-    reads: u32,
-    /// Each update follows a read of the same record.
-    reads_first: bool,
+    /// Reads in a hundred requests to records of fields; `None` for SETs of random bytes.
+    reads: Option<u32>,
 }
 
 impl Mix {
-    pub(crate) const RANDOM: Self = Self::ycsb(150_000, true, 0, false);
-    pub(crate) const A: Self = Self::ycsb(40_000, false, 50, false);
-    pub(crate) const B: Self = Self::ycsb(40_000, false, 95, false);
-    pub(crate) const F: Self = Self::ycsb(40_000, false, 50, true);
+    pub(crate) const RANDOM: Self = Self {
+        records: 150_000,
+        reads: None,
+    };
+    pub(crate) const A: Self = Self::ycsb(50);
+    pub(crate) const B: Self = Self::ycsb(95);
 
-    const fn ycsb(records: u32, is_random: bool, reads: u32, reads_first: bool) -> Self {
+    const fn ycsb(reads: u32) -> Self {
         Self {
-            records,
-            is_random,
-            reads,
-            reads_first,
+            records: 40_000,
+            reads: Some(reads),
         }
     }
 }
@@ -57,20 +54,11 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 impl Redis {
     /// Fills the guest's Redis and starts clients in the namespace.
     pub(crate) fn start(network: &Namespace, mix: Mix) -> Result<Self> {
-        let inside = |what: &(dyn Fn() -> Result<Connection> + Sync)| {
-            let run = || {
-                network.enter()?;
-                what()
-            };
-            let ended = thread::scope(|scope| scope.spawn(run).join());
-            ended.map_err(|_| anyhow!("a thread has panicked"))?
-        };
-        let mut first = inside(&Connection::open)?;
-        first.fill(mix)?;
+        fill(&mut connect(network)?, mix).context("filling Redis")?;
         let stop = Arc::<AtomicBool>::default();
         let mut threads = Vec::new();
         for seed in 0..CLIENTS {
-            let (connection, stop) = (inside(&Connection::open)?, stop.clone());
+            let (connection, stop) = (connect(network)?, stop.clone());
             let client = Client {
                 connection,
                 mix,
@@ -97,6 +85,36 @@ impl Clients for Redis {
     }
 }
 
+/// Connects from the namespace, which only a thread of its own enters.
+fn connect(network: &Namespace) -> Result<Connection> {
+    let connect = || {
+        network.enter()?;
+        let stream = TcpStream::connect_timeout(&(Lan::GUEST, 6379).into(), TIMEOUT)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
+        Ok(Connection(BufReader::new(stream)))
+    };
+    let connected = thread::scope(|scope| scope.spawn(connect).join());
+    let connected: Result<_> = connected.map_err(|_| anyhow!("a thread has panicked"))?;
+    connected.context("connecting to Redis")
+}
+
+/// Writes all records.
+fn fill(connection: &mut Connection, mix: Mix) -> Result<()> {
+    const AT_ONCE: usize = 100;
+    let mut random = Rng::with_seed(7);
+    for start in (0..mix.records).step_by(AT_ONCE) {
+        let requests = (start..mix.records)
+            .take(AT_ONCE)
+            .map(|key| match mix.reads {
+                None => set(key, &mut random),
+                Some(_) => update(key, 0..FIELDS, &mut random),
+            });
+        connection.exchange(requests)?;
+    }
+    Ok(())
+}
+
 struct Client {
     connection: Connection,
     mix: Mix,
@@ -119,24 +137,18 @@ impl Client {
 
     fn request(&mut self) -> Result<()> {
         let (mix, random) = (self.mix, &mut self.random);
-        if mix.is_random {
+        let Some(reads) = mix.reads else {
             let key = random.u32(0..mix.records);
-            self.connection.set(key, random);
-            return self.connection.exchange(1);
-        }
+            return self.connection.exchange([set(key, random)]);
+        };
         let key = self.zipf.next(random);
-        let is_read = random.u32(0..100) < mix.reads;
-        if is_read || mix.reads_first {
-            self.connection.ask(&[b"HGETALL", name(key).as_bytes()]);
-            self.connection.exchange(1)?;
+        if random.u32(0..100) < reads {
+            let read = vec![b"HGETALL".to_vec(), name(key)];
+            return self.connection.exchange([read]);
         }
-        if !is_read {
-            let field = random.usize(0..FIELDS);
-            self.connection
-                .update(key, field..field + 1, &mut self.random);
-            self.connection.exchange(1)?;
-        }
-        Ok(())
+        let field = random.usize(0..FIELDS);
+        self.connection
+            .exchange([update(key, field..field + 1, random)])
     }
 }
 
@@ -145,89 +157,53 @@ const FIELDS: usize = 10;
 const FIELD: usize = 100;
 const VALUE: usize = 300;
 
-fn name(key: u32) -> String {
-    format!("user{key}")
+/// The words of a request.
+type Request = Vec<Vec<u8>>;
+
+fn name(key: u32) -> Vec<u8> {
+    format!("user{key}").into_bytes()
 }
 
-/// A connection that speaks RESP.
-struct Connection {
-    stream: BufReader<TcpStream>,
-    /// Requests that are not sent yet.
-    out: Vec<u8>,
+fn set(key: u32, random: &mut Rng) -> Request {
+    let mut value = vec![0; VALUE];
+    random.fill(&mut value);
+    vec![b"SET".to_vec(), name(key), value]
 }
+
+fn update(key: u32, fields: Range<usize>, random: &mut Rng) -> Request {
+    let mut words = vec![b"HSET".to_vec(), name(key)];
+    for field in fields {
+        words.push(format!("field{field}").into_bytes());
+        let text = (0..FIELD).map(|_| random.u8(b' '..b'~'));
+        words.push(text.collect());
+    }
+    words
+}
+
+/// A connection that speaks RESP. (The crate `redis` would bring 30 others, among them ICU's.)
+struct Connection(BufReader<TcpStream>);
 
 impl Connection {
-    fn open() -> Result<Self> {
-        let address = (Lan::GUEST, 6379).into();
-        let stream =
-            TcpStream::connect_timeout(&address, TIMEOUT).context("connecting to Redis")?;
-        stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(TIMEOUT))?;
-        Ok(Self {
-            stream: BufReader::with_capacity(64 << 10, stream),
-            out: Vec::new(),
-        })
-    }
-
-    /// Writes all records.
-    fn fill(&mut self, mix: Mix) -> Result<()> {
-        const AT_ONCE: u32 = 100;
-        let mut random = Rng::with_seed(7);
-        for start in (0..mix.records).step_by(AT_ONCE as usize) {
-            for key in start..start + AT_ONCE {
-                if mix.is_random {
-                    self.set(key, &mut random);
-                } else {
-                    self.update(key, 0..FIELDS, &mut random);
-                }
+    /// Sends the requests, and reads an answer to each.
+    fn exchange(&mut self, requests: impl IntoIterator<Item = Request>) -> Result<()> {
+        let (mut out, mut answers) = (Vec::new(), 0);
+        for words in requests {
+            write!(out, "*{}\r\n", words.len())?;
+            for word in words {
+                write!(out, "${}\r\n", word.len())?;
+                out.extend([&word[..], b"\r\n"].concat());
             }
-            self.exchange(AT_ONCE)?;
+            answers += 1;
         }
-        Ok(())
-    }
-
-    fn set(&mut self, key: u32, random: &mut Rng) {
-        let mut value = [0; VALUE];
-        random.fill(&mut value);
-        self.ask(&[b"SET", name(key).as_bytes(), &value]);
-    }
-
-    fn update(&mut self, key: u32, fields: std::ops::Range<usize>, random: &mut Rng) {
-        let mut words = vec![b"HSET".to_vec(), name(key).into_bytes()];
-        for field in fields {
-            words.push(format!("field{field}").into_bytes());
-            let text = (0..FIELD).map(|_| random.u8(b' '..b'~'));
-            words.push(text.collect());
-        }
-        let words: Vec<_> = words.iter().map(Vec::as_slice).collect();
-        self.ask(&words);
-    }
-
-    /// Adds a request.
-    fn ask(&mut self, words: &[&[u8]]) {
-        self.out
-            .extend_from_slice(format!("*{}\r\n", words.len()).as_bytes());
-        for word in words {
-            self.out
-                .extend_from_slice(format!("${}\r\n", word.len()).as_bytes());
-            self.out.extend_from_slice(word);
-            self.out.extend_from_slice(b"\r\n");
-        }
-    }
-
-    /// Sends the requests, and reads this many answers.
-    fn exchange(&mut self, answers: u32) -> Result<()> {
-        let sent = self.stream.get_mut().write_all(&self.out);
+        let sent = self.0.get_mut().write_all(&out);
         sent.context("sending to Redis")?;
-        self.out.clear();
         (0..answers).try_for_each(|_| self.answer())
     }
 
     fn answer(&mut self) -> Result<()> {
         let mut line = String::new();
-        self.stream
-            .read_line(&mut line)
-            .context("reading from Redis")?;
+        let read = self.0.read_line(&mut line);
+        read.context("reading from Redis")?;
         let (kind, rest) = line
             .split_at_checked(1)
             .context("Redis has closed the connection")?;
@@ -236,9 +212,8 @@ impl Connection {
             "$" => {
                 let length: usize = rest.trim_end().parse().context("a length of Redis")?;
                 let mut bytes = vec![0; length + 2];
-                self.stream
-                    .read_exact(&mut bytes)
-                    .context("reading from Redis")
+                let read = self.0.read_exact(&mut bytes);
+                read.context("reading from Redis")
             }
             "*" => {
                 let count: u32 = rest.trim_end().parse().context("a length of Redis")?;

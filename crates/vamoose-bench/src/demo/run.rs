@@ -148,7 +148,7 @@ impl Setup<'_> {
             server,
             is_shown: true,
         };
-        let moved = moving::migrate(ends, &cell, |_| cut.as_mut().map_or(Ok(()), Cut::look))?;
+        let moved = moving::migrate(ends, &cell, || cut.as_mut().map_or(Ok(()), Cut::look))?;
         if let Some(cut) = cut {
             cut.show(&source.log(), moved.report.as_ref())?;
         }

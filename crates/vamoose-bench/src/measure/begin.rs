@@ -36,15 +36,12 @@ pub(super) struct Helpers {
     /// At the destination.
     far: Option<Vamoose>,
     server: Option<Server>,
-    peaks: [Option<u64>; 2],
 }
 
 /// Figures of Vamooses that have ended.
 pub(super) struct Finished {
     /// CPU seconds at the source and at the destination.
     pub(super) cpu: [f64; 2],
-    /// Peak memory of both, in bytes.
-    pub(super) peaks: [Option<u64>; 2],
     /// Report of the Vamoose at the source.
     pub(super) report: Option<Value>,
 }
@@ -179,17 +176,6 @@ impl Ends<'_> {
 }
 
 impl Helpers {
-    /// Samples their memory; after their end it is too late.
-    pub(super) fn look(&mut self) {
-        let far = self.far.as_ref();
-        let far = far.or(self.server.as_ref().map(Server::process));
-        for (peak, vamoose) in self.peaks.iter_mut().zip([self.near.as_ref(), far]) {
-            // Unknown once it has ended.
-            let memory = vamoose.and_then(|vamoose| vamoose.memory().ok());
-            *peak = (*peak).max(memory.map(|memory| memory.peak));
-        }
-    }
-
     /// Whether the Vamoose at the source has ended.
     pub(super) fn have_ended(&self) -> Result<bool> {
         let near = self.near.as_ref();
@@ -212,7 +198,6 @@ impl Helpers {
         let report = report.map(|near| serde_json::from_str(&near.stdout));
         Ok(Finished {
             cpu,
-            peaks: self.peaks,
             report: report.transpose().context("Vamoose's report")?,
         })
     }

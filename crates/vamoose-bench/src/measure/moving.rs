@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::begin::Ends;
 use super::{MOMENTS, watch};
-use crate::record::{Cell, Cpu, Figures, Moment};
+use crate::record::{Cell, Cpu, Figures, Outcome, Record, Sample};
 use crate::scenario::Guest;
 
 /// A completed or cancelled migration.
@@ -17,7 +17,7 @@ pub(crate) struct Moved {
     /// Whether the guest is at the destination. Otherwise the migration took too long and was cancelled.
     pub(crate) is_there: bool,
     pub(crate) figures: Figures,
-    pub(crate) timeline: Vec<Moment>,
+    pub(crate) timeline: Vec<Sample>,
     /// When the migration was started.
     pub(crate) commanded: Instant,
     /// From the time to which the times of a record refer, until the guest had arrived or the migration was cancelled.
@@ -28,11 +28,21 @@ pub(crate) struct Moved {
     pub(crate) guest_cpu: f64,
 }
 
+impl Moved {
+    /// The record of this migration.
+    pub(super) fn record(self, cell: &Cell, round: u32, outcome: Outcome) -> Record {
+        Record {
+            timeline: self.timeline,
+            ..Record::new(cell, round, outcome, self.figures)
+        }
+    }
+}
+
 /// Moves the guest; `meanwhile` is called at each sample.
 pub(crate) fn migrate(
     mut ends: Ends<'_>,
     cell: &Cell,
-    meanwhile: impl FnMut(Duration) -> Result<()>,
+    meanwhile: impl FnMut() -> Result<()>,
 ) -> Result<Moved> {
     let mut moved = Moved {
         is_there: false,
@@ -50,8 +60,8 @@ pub(crate) fn migrate(
     ];
     let sent_before = ends.here.traffic().ok();
     moved.commanded = Instant::now();
-    let mut helpers = ends.begin(cell)?;
-    let seen = watch::watch(ends.source, &mut helpers, cell, meanwhile);
+    let helpers = ends.begin(cell)?;
+    let seen = watch::watch(ends.source, &helpers, cell, meanwhile);
     let mut seen = seen.with_context(|| helpers.said())?;
     moved.span[0] = seen.began;
     moved.timeline = std::mem::take(&mut seen.timeline);
@@ -79,7 +89,6 @@ pub(crate) fn migrate(
         moved.span[1] = Instant::now();
         helpers.cancel(ends.source)?;
         moved.figures.seconds = seen.seconds;
-        moved.figures.throttle = Some(seen.throttle).filter(|throttle| *throttle > 0);
         let is_running = ends.source.qmp.query_status()? == "running";
         ensure!(
             is_running || matches!(cell.guest, Guest::Still(_)),

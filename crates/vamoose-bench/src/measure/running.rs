@@ -25,7 +25,7 @@ use crate::clients::{
     pgbench::Pgbench,
     redis::{Mix, Redis},
 };
-use crate::record::{Cell, Latency, Outcome, Record, Service, Services};
+use crate::record::{Cell, Outcome, Record, Service, Services};
 use crate::scenario::{Rate, Who, Workload};
 
 /// A running guest, its clients and networks.
@@ -57,10 +57,6 @@ const WARM_UP: Duration = Duration::from_secs(5);
 
 /// Part of [`REST`] in which changed memory is counted.
 const DIRTY_TIME: Duration = Duration::from_secs(1);
-
-/// Latencies are kept for this long before and after a migration, one for each [`PART`].
-const AROUND: Duration = Duration::from_secs(3);
-const PART: Duration = Duration::from_millis(100);
 
 /// Time limit of booting.
 const BOOT: Duration = Duration::from_secs(180);
@@ -120,7 +116,7 @@ impl<'a> Running<'a> {
             server: None,
             is_shown: false,
         };
-        let mut moved = moving::migrate(ends, cell, |_| Ok(()))?;
+        let mut moved = moving::migrate(ends, cell, || Ok(()))?;
         moved.figures.dirty_rate = Some(dirty_rate);
         let outcome = match (moved.is_there, self.workload.program()) {
             (false, _) => Outcome::Cancelled,
@@ -139,11 +135,9 @@ impl<'a> Running<'a> {
         }
         source.log().check()?;
         self.guest = Some(source);
-        let record = Record {
-            timeline: moved.timeline,
-            ..Record::new(cell, round, outcome, moved.figures)
-        };
-        self.records.push((record, moved.span));
+        let span = moved.span;
+        self.records
+            .push((moved.record(cell, round, outcome), span));
         Ok(())
     }
 
@@ -162,9 +156,12 @@ impl<'a> Running<'a> {
             true => self.signs(),
             false => of_clients,
         };
-        let unit = self.workload.unit();
-        let with_service = |(mut record, span): (Record, [Instant; 2])| {
-            record.service = Some(services(&samples, unit, span));
+        let with_service = |(mut record, [from, to]): (Record, [Instant; 2])| {
+            record.service = Some(Services {
+                before: Service::of(&samples, from - REST, from),
+                // A request during the migration may be answered shortly after it.
+                during: Service::of(&samples, from, to + REST / 3),
+            });
             record
         };
         Ok(self.records.into_iter().map(with_service).collect())
@@ -173,7 +170,7 @@ impl<'a> Running<'a> {
     /// Signs of life on the serial ports. The latency of a sign is the time since the previous one.
     fn signs(&self) -> Vec<Sample> {
         let lines = self.logs.iter().flat_map(|log| &log.lines);
-        let signs = lines.filter(|line| self.workload.is_sign(&line.text));
+        let signs = lines.filter(|line| line.text.starts_with("tick "));
         let mut times: Vec<_> = signs.map(|line| line.at).collect();
         times.sort();
         let sample = |pair: &[Instant]| Sample {
@@ -184,44 +181,13 @@ impl<'a> Running<'a> {
     }
 }
 
-/// Service around a migration, from samples.
-fn services(samples: &[Sample], unit: &str, [from, to]: [Instant; 2]) -> Services {
-    let mut parts: Vec<Latency> = Vec::new();
-    let mut around: Vec<_> = samples
-        .iter()
-        .filter(|it| (from - AROUND..to + AROUND).contains(&it.at))
-        .collect();
-    around.sort_by_key(|sample| sample.at);
-    for sample in around {
-        let at = match sample.at.checked_duration_since(from) {
-            Some(after) => after.as_millis().cast_signed(),
-            None => -(from - sample.at).as_millis().cast_signed(),
-        };
-        let part = PART.as_millis().cast_signed();
-        let at = i64::try_from(at.div_euclid(part) * part).unwrap_or(i64::MAX);
-        let milliseconds = sample.latency.as_secs_f64() * 1e3;
-        match parts.last_mut() {
-            Some(last) if last.at == at => last.milliseconds = last.milliseconds.max(milliseconds),
-            _ => parts.push(Latency { at, milliseconds }),
-        }
-    }
-    Services {
-        unit: unit.to_owned(),
-        before: Service::of(samples, from - REST, from),
-        // A request during the migration may be answered shortly after it.
-        during: Service::of(samples, from, to + REST / 3),
-        latencies: parts,
-    }
-}
-
 impl Workload {
     /// The program that clients use; `None` for a load that checks its own memory.
     pub(crate) fn program(self) -> Option<Program> {
         match self {
-            Self::RedisRandom | Self::RedisA | Self::RedisB | Self::RedisF => Some(Program::Redis),
+            Self::RedisRandom | Self::RedisA | Self::RedisB => Some(Program::Redis),
             Self::Postgres => Some(Program::Postgres),
-            Self::Compile => Some(Program::Compiler),
-            Self::Idle | Self::Dirty(_) | Self::Writer | Self::Updates | Self::Counters => None,
+            Self::Idle | Self::Dirty(_) | Self::Updates | Self::Counters => None,
         }
     }
 
@@ -234,7 +200,7 @@ impl Workload {
         }
         let image = Image::build(16)?;
         let mebibytes = u32::try_from(ram >> 20).context("the guest is too large")?;
-        let carried = link.first().unwrap_or(10_000_000_000) / 8 / 4096;
+        let carried = link.limit().unwrap_or(10_000_000_000) / 8 / 4096;
         // More than a link of 1 Gbit/s carries within the downtime limit, so that the limit decides when the source stops.
         let (hot, rate) = match self {
             Self::Idle => (1, 1),
@@ -262,27 +228,8 @@ impl Workload {
             Self::RedisRandom => Box::new(Redis::start(network, Mix::RANDOM)?),
             Self::RedisA => Box::new(Redis::start(network, Mix::A)?),
             Self::RedisB => Box::new(Redis::start(network, Mix::B)?),
-            Self::RedisF => Box::new(Redis::start(network, Mix::F)?),
             Self::Postgres => Box::new(Pgbench::start(network)?),
             _ => return Ok(None),
         }))
-    }
-
-    /// Unit of a sample.
-    fn unit(self) -> &'static str {
-        match self {
-            Self::Postgres => "transactions",
-            Self::Compile => "files",
-            _ if self.program().is_none() => "ticks",
-            _ => "requests",
-        }
-    }
-
-    /// Whether a line on the serial port is a sign of life.
-    fn is_sign(self, line: &str) -> bool {
-        match self {
-            Self::Compile => line.starts_with("compiled "),
-            _ => self.program().is_none() && line.starts_with("tick "),
-        }
     }
 }

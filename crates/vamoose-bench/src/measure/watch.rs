@@ -9,7 +9,7 @@ use lab::qemu::Qemu;
 use serde_json::Value;
 
 use super::begin::{Finished, Helpers};
-use crate::record::{Cell, Figures, Moment};
+use crate::record::{Cell, Figures, Sample};
 
 /// What was observed.
 pub(super) struct Watched {
@@ -19,23 +19,22 @@ pub(super) struct Watched {
     pub(super) began_at: Duration,
     /// The source QEMU's report of a completed migration; `None` if it took too long.
     pub(super) account: Option<Value>,
-    pub(super) timeline: Vec<Moment>,
-    pub(super) throttle: u64,
+    pub(super) timeline: Vec<Sample>,
     pub(super) seconds: f64,
 }
 
 /// Interval of the samples.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// When a timeline is longer, every second moment is removed.
-const MOST_MOMENTS: usize = 240;
+/// When a timeline is longer, every second sample is removed.
+const MOST_SAMPLES: usize = 240;
 
 /// Watches until the migration is completed, or has taken too long. `meanwhile` is called at each sample.
 pub(super) fn watch(
     source: &mut Qemu,
-    helpers: &mut Helpers,
+    helpers: &Helpers,
     cell: &Cell,
-    mut meanwhile: impl FnMut(Duration) -> Result<()>,
+    mut meanwhile: impl FnMut() -> Result<()>,
 ) -> Result<Watched> {
     let sent_before = net::sent_by(source.pid()).ok();
     let mut seen = Watched {
@@ -43,7 +42,6 @@ pub(super) fn watch(
         began_at: SystemTime::now().duration_since(UNIX_EPOCH)?,
         account: None,
         timeline: Vec::new(),
-        throttle: 0,
         seconds: 0.0,
     };
     let mut stride = 1;
@@ -51,12 +49,9 @@ pub(super) fn watch(
     let mut has_begun = false;
     for look in 0_u64.. {
         let have_ended = helpers.have_ended()?;
-        helpers.look();
         let account = source.qmp.query_migrate()?;
         let elapsed = seen.began.elapsed();
         seen.seconds = elapsed.as_secs_f64();
-        let throttle = account["cpu-throttle-percentage"].as_u64();
-        seen.throttle = seen.throttle.max(throttle.unwrap_or(0));
         let is_over = match account["status"].as_str() {
             // Without a downtime, it is the migration by which the guest arrived.
             Some("completed") => account["downtime"].is_u64(),
@@ -67,7 +62,7 @@ pub(super) fn watch(
             }
             _ => false,
         };
-        if seen.timeline.len() >= MOST_MOMENTS {
+        if seen.timeline.len() >= MOST_SAMPLES {
             let mut is_kept = false;
             seen.timeline.retain(|_| {
                 is_kept = !is_kept;
@@ -78,7 +73,7 @@ pub(super) fn watch(
         if is_over || has_begun && look % stride == 0 {
             let sent =
                 sent_before.and_then(|before| Some(net::sent_by(source.pid()).ok()? - before));
-            seen.timeline.push(moment(elapsed, &account, sent));
+            seen.timeline.push(sample(elapsed, &account, sent));
         }
         if is_over {
             seen.account = Some(account);
@@ -90,20 +85,21 @@ pub(super) fn watch(
         if elapsed.as_secs() >= cell.timeout {
             break;
         }
-        meanwhile(elapsed)?;
+        meanwhile()?;
         thread::sleep(LOOK);
     }
     Ok(seen)
 }
 
-fn moment(elapsed: Duration, account: &Value, sent: Option<u64>) -> Moment {
-    let of_ram = |name: &str| account["ram"][name].as_u64().unwrap_or(0);
-    Moment {
+fn sample(elapsed: Duration, account: &Value, sent: Option<u64>) -> Sample {
+    let of_ram = |name: &str| account["ram"][name].as_u64();
+    Sample {
         milliseconds: elapsed.as_millis().try_into().unwrap_or(u64::MAX),
-        sent_bytes: sent.unwrap_or_else(|| of_ram("transferred")),
-        remaining_bytes: of_ram("remaining"),
-        rounds: of_ram("dirty-sync-count"),
+        wire_bytes: sent.or(of_ram("transferred")).unwrap_or(0),
+        remaining: of_ram("remaining"),
+        dirty_sync_count: of_ram("dirty-sync-count"),
         dirty_pages_rate: of_ram("dirty-pages-rate"),
+        ..Sample::default()
     }
 }
 
@@ -111,9 +107,8 @@ fn moment(elapsed: Duration, account: &Value, sent: Option<u64>) -> Moment {
 pub(super) fn figures(seen: &Watched, finished: &Finished) -> Result<Figures> {
     let account = seen.account.as_ref().context("it was not completed")?;
     let report = finished.report.as_ref();
-    let ram = |name: &str| account["ram"][name].as_u64();
+    let pages = &report.unwrap_or(account)["ram"];
     let millis = account["total-time"].as_f64();
-    let of_report = |name: &str| report.and_then(|report| report[name].as_u64());
     let parts = report.and_then(|report| report["downtime-parts"].as_object());
     let parts = parts.into_iter().flatten();
     let parts = parts.filter_map(|(name, value)| Some((name.clone(), value.as_f64()?)));
@@ -121,20 +116,13 @@ pub(super) fn figures(seen: &Watched, finished: &Finished) -> Result<Figures> {
         seconds: millis.with_context(|| format!("no total-time: {account}"))? / 1e3,
         downtime_reported: account["downtime"].as_f64(),
         downtime_parts: parts.collect(),
-        rounds: ram("dirty-sync-count"),
+        rounds: account["ram"]["dirty-sync-count"].as_u64(),
         wire_bytes: match report {
-            Some(_) => of_report("wire-bytes"),
-            None => ram("transferred"),
+            Some(report) => report["wire-bytes"].as_u64(),
+            None => account["ram"]["transferred"].as_u64(),
         },
-        normal_pages: report
-            .map_or_else(|| ram("normal"), |report| report["ram"]["normal"].as_u64()),
-        zero_pages: match report {
-            Some(report) => report["ram"]["duplicate"].as_u64(),
-            None => ram("duplicate"),
-        },
-        peak_sender: finished.peaks[0],
-        peak_receiver: finished.peaks[1],
-        throttle: Some(seen.throttle).filter(|throttle| *throttle > 0),
+        normal_pages: pages["normal"].as_u64(),
+        zero_pages: pages["duplicate"].as_u64(),
         ..Figures::default()
     })
 }

@@ -31,7 +31,6 @@ pub(crate) struct Curve {
 }
 
 /// Marks in all panels, in seconds.
-#[derive(Default)]
 pub(crate) struct Marks {
     /// Least end of the time axis.
     pub(crate) until: f64,
@@ -39,11 +38,21 @@ pub(crate) struct Marks {
     pub(crate) paused: Option<(f64, f64)>,
     /// A round over memory began: grey lines.
     pub(crate) rounds: Vec<f64>,
-    /// Other events: red lines.
-    pub(crate) events: Vec<f64>,
+    /// A connection was replaced: red lines.
+    pub(crate) reconnects: Vec<f64>,
 }
 
-/// Colours of contenders and of methods.
+impl Panel {
+    /// Whether a curve has a line that is not zero.
+    pub(crate) fn shows_anything(&self) -> bool {
+        let shows = |curve: &Curve| {
+            curve.points.len() > 1 && curve.points.iter().any(|(_, value)| *value > 0.0)
+        };
+        self.curves.iter().any(shows)
+    }
+}
+
+/// Colours of contenders, in the order of [`Who`](crate::scenario::Who), and of methods.
 pub(crate) const COLOURS: [RGBColor; 6] = [
     RGBColor(87, 96, 106),
     RGBColor(161, 92, 0),
@@ -55,7 +64,7 @@ pub(crate) const COLOURS: [RGBColor; 6] = [
 const SHADE: RGBColor = RGBColor(246, 210, 213);
 const GRID: RGBColor = RGBColor(225, 228, 232);
 const ROUND: RGBColor = RGBColor(170, 176, 184);
-const EVENT: RGBColor = RGBColor(180, 35, 24);
+const RECONNECT: RGBColor = RGBColor(180, 35, 24);
 
 const FONT: &str = "sans-serif";
 const WIDTH: u32 = 520;
@@ -88,31 +97,20 @@ pub(crate) fn bars(unit: &str, bars: &[Bar]) -> Result<String> {
         let figure = name.pos(Pos::new(HPos::Left, VPos::Center));
         for (row, bar) in bars.iter().enumerate() {
             let (top, middle, bottom) = (row as f64 + 0.15, row as f64 + 0.5, row as f64 + 0.85);
-            let label = |x: i32, text: String, style: &TextStyle<'static>| {
-                EmptyElement::at((0.0, middle)) + Text::new(text, (x, 0), style.clone())
+            let text = |at: f64, gap: i32, text: String, style: &TextStyle<'static>| {
+                EmptyElement::at((at, middle)) + Text::new(text, (gap, 0), style.clone())
             };
-            chart
-                .plotting_area()
-                .draw(&label(-6, bar.name.clone(), &name))?;
+            let plot = chart.plotting_area();
+            plot.draw(&text(0.0, -6, bar.name.clone(), &name))?;
             let Some(value) = bar.value else {
-                chart
-                    .plotting_area()
-                    .draw(&label(6, "cancelled".to_owned(), &figure))?;
+                plot.draw(&text(0.0, 6, "cancelled".to_owned(), &figure))?;
                 continue;
             };
             let corners = [(0.0, top), (value.median, bottom)];
-            chart
-                .plotting_area()
-                .draw(&Rectangle::new(corners, bar.colour.filled()))?;
+            plot.draw(&Rectangle::new(corners, bar.colour.filled()))?;
             let spread = vec![(value.least, middle), (value.most, middle)];
-            chart
-                .plotting_area()
-                .draw(&PathElement::new(spread, BLACK))?;
-            let end = value.median.max(value.most);
-            let text = Text::new(short(value.median), (5, 0), figure.clone());
-            chart
-                .plotting_area()
-                .draw(&(EmptyElement::at((end, middle)) + text))?;
+            plot.draw(&PathElement::new(spread, BLACK))?;
+            plot.draw(&text(value.most, 5, short(value.median), &figure))?;
         }
         Ok(())
     })
@@ -159,7 +157,7 @@ fn draw_panel(
         .max_light_lines(0);
     mesh.x_label_formatter(&|seconds| format!("{seconds} s"));
     mesh.bold_line_style(GRID).label_style((FONT, 11)).draw()?;
-    let lines = [(&marks.rounds, ROUND), (&marks.events, EVENT)];
+    let lines = [(&marks.rounds, ROUND), (&marks.reconnects, RECONNECT)];
     for (times, colour) in lines {
         chart.draw_series(
             times

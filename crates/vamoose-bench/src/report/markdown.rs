@@ -1,68 +1,46 @@
-//! `report.md`, which can be put beside other documentation, and which `report.html` is made of.
+//! `report.md`.
 
+use super::plots::Plot;
 use super::results::{Group, Results, Section};
-use super::table::{self, Table};
-use super::verdict;
+use super::table::{self, Table, escaped};
 use crate::record::Machine;
-use crate::scenario::Published;
 
-pub(super) const TITLE: &str = "Vamoose beside stock QEMU";
+const HOW_TO_READ: &str = "\
+Figures are medians of the rounds, with the minimum and the maximum in brackets. The cells of a scenario take turns, so that a slow \
+period of the machine affects all of them. Only figures of one run can be compared. If the memory of a guest is not equal after a \
+migration, the run ends and the migration gives no figure. `results.csv` has all figures of each migration.
 
-const HOW_TO_READ: &str = "Figures are medians of the rounds, with the least and the most in brackets. The cells of a scenario take \
-    turns, so that a slow period of the machine affects all of them. Only figures of one run can be compared. A migration whose \
-    memory was not equal afterwards ends the run and gives no figure. Vamoose's default (`migrate auto`, or `pair auto` where that \
-    was not measured, without options) is in bold.";
-
-const COMPARISONS: &str = "Vamoose's default beside stock QEMU's fastest method, and beside Vamoose's own fastest fixed method. The \
-    ratio is that of the seconds; downtime and CPU seconds are those of the other method and of the default";
-
-/// A plot in a file of its own.
-pub(crate) struct Plot {
-    /// Name of the file, without a folder.
-    pub(crate) file: String,
-    pub(crate) title: String,
-    /// Text below the plot.
-    pub(crate) note: String,
-    pub(crate) svg: String,
-}
-
-impl Plot {
-    /// Path of the file in the folder of the report.
-    pub(crate) fn path(&self) -> String {
-        format!("plots/{}", self.file)
-    }
-
-    pub(crate) fn markdown(&self) -> String {
-        let (title, note) = (escaped(&self.title), escaped(&self.note));
-        format!("\n**{title}**. {note}\n\n![{title}]({})\n", self.path())
-    }
-}
+- **migrate auto** (or pair auto, where `migrate` was not measured), without options, is Vamoose's default, in bold.
+- **seconds**: total time of the migration; `>` marks one that was cancelled after that time.
+- **downtime**: from the guest's stop to its start at the destination, by one clock; for guests that do not run, as the source QEMU \
+reports it.
+- **rounds**: rounds over the guest's memory.
+- **link, MB**: bytes sent over the link with the headers of TCP and IP (where unknown: as the sender counts them), in 10^6.
+- **CPU, s/GiB**: CPU seconds of both hosts for each GiB of the guest's memory.
+- **answers/s**, **p99**: rate of the answers to the guest's clients, and latency of the slowest hundredth: before → during the \
+migration.
+- **proof**: *equal*: the whole memory of both ends was compared; *checked*: the running guest has verified its memory; *served*: a \
+real program continued to run and gave no wrong answer; *cancelled*: took too long, and the guest runs at the source.
+";
 
 /// The report; `plots` are the plots of all groups, in their order.
 pub(super) fn of(results: &Results, plots: &[Vec<Plot>]) -> String {
     let command = results.machine.command.replace("```", "");
     let machine = machine(&results.machine).markdown();
-    let mut text = format!("# {TITLE}\n\n```\n{command}\n```\n\n{machine}\n");
-    for line in verdict::summary(results) {
-        text += &format!("- **{}**\n", escaped(&line));
+    let mut text = format!("# Vamoose beside stock QEMU\n\n```\n{command}\n```\n\n{machine}");
+    let comparison = table::comparison(results);
+    if !comparison.is_empty() {
+        text += "\n## Vamoose's default and stock QEMU's fastest method\n\n";
+        text += &comparison.markdown();
     }
-    if let Some(comparisons) = verdict::table(results) {
-        text += &format!("\n{COMPARISONS}:\n\n{}", comparisons.markdown());
-    }
-    text += &format!("\n{HOW_TO_READ}\n");
     let mut plots = plots.iter();
     for section in &results.scenarios {
         text += &heading(section);
         for group in &section.groups {
             text += &of_group(group, plots.next().map_or(&[], Vec::as_slice));
         }
-        text += &section.published.as_ref().map_or(String::new(), published);
     }
-    text += "\n## What the columns mean\n\n";
-    for (name, meaning) in table::meanings(results) {
-        text += &format!("- **{}**: {}\n", escaped(name), escaped(meaning));
-    }
-    text
+    text + "\n## How to read the tables\n\n" + HOW_TO_READ
 }
 
 fn heading(section: &Section) -> String {
@@ -71,18 +49,9 @@ fn heading(section: &Section) -> String {
 }
 
 fn of_group(group: &Group, plots: &[Plot]) -> String {
-    let (title, table) = (escaped(&group.title()), Table::of(group).markdown());
+    let (title, table) = (escaped(&group.title()), table::of(group).markdown());
     let plots: String = plots.iter().map(Plot::markdown).collect();
     format!("\n### {title}\n\n{table}{plots}")
-}
-
-fn published(published: &Published) -> String {
-    let mut table = Table::new(published.columns.clone());
-    for row in &published.rows {
-        table.add(None, row.clone());
-    }
-    let (about, table) = (escaped(&published.about), table.markdown());
-    format!("\n### Published: their authors' figures, on their hardware\n\n{about}\n\n{table}")
 }
 
 fn machine(machine: &Machine) -> Table {
@@ -99,24 +68,7 @@ fn machine(machine: &Machine) -> Table {
         ("date", &machine.date),
         ("load average at the start", &machine.load),
     ] {
-        table.add(None, [name.to_owned(), value.clone()]);
+        table.add([name.to_owned(), escaped(value)]);
     }
     table
-}
-
-/// Text that is not markup, on one line.
-pub(crate) fn escaped(text: &str) -> String {
-    text.chars().fold(String::new(), |mut text, character| {
-        match character {
-            '\\' | '|' | '*' | '_' | '`' | '<' | '[' | ']' | '#' | '&' => {
-                text.extend(['\\', character])
-            }
-            // Neither XML nor a table has control characters.
-            character if character.is_control() || matches!(character, '\u{fffe}' | '\u{ffff}') => {
-                text.push(' ')
-            }
-            character => text.push(character),
-        }
-        text
-    })
 }

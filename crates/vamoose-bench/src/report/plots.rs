@@ -5,57 +5,63 @@ use anyhow::Result;
 use plotters::style::RGBColor;
 
 use super::chart::{Bar, COLOURS, Curve, Marks, Panel, bars, over_time};
-use super::markdown::Plot;
 use super::results::{Group, Row, Spread};
-use super::table::{cpu_by_memory, downtime, short};
-use super::verdict;
-use crate::record::{Moment, Record};
-use crate::scenario::Who;
+use super::table::{cpu_by_memory, downtime, escaped, short};
+use crate::record::{Record, Sample};
+
+/// A plot in a file of its own.
+pub(crate) struct Plot {
+    /// Name of the file, without a folder.
+    file: String,
+    title: String,
+    /// Text below the title.
+    note: String,
+    pub(super) svg: String,
+}
+
+impl Plot {
+    /// Path of the file in the folder of the report.
+    pub(super) fn path(&self) -> String {
+        format!("plots/{}", self.file)
+    }
+
+    pub(super) fn markdown(&self) -> String {
+        let (title, note) = (escaped(&self.title), escaped(&self.note));
+        format!("\n**{title}**. {note}\n\n![{title}]({})\n", self.path())
+    }
+}
 
 /// The plots of a group of `scenario`.
 pub(super) fn of(scenario: &str, group: &Group) -> Result<Vec<Plot>> {
     let title = group.title();
-    let plot = |kind: &str, subject: String, note: String, svg| Plot {
-        file: format!(
-            "{}.svg",
-            file_name(&format!("{scenario}-{}-{kind}", group.slug()))
-        ),
+    let plot = |kind: &str, subject: &str, note: String, svg| Plot {
+        file: file_name(&format!("{scenario}-{}-{kind}", group.slug())),
         title: format!("{subject}: {title}"),
         note,
         svg,
     };
     let mut plots = Vec::new();
-    let note = || "Bars are medians, lines the least and the most of the rounds.".to_owned();
+    let note = || "Bars are medians, lines the minimum and the maximum of the rounds.".to_owned();
     if let Some(svg) = bar_chart(group, "seconds", Row::seconds)? {
-        plots.push(plot("time", "Total time".to_owned(), note(), svg));
+        plots.push(plot("time", "Total time", note(), svg));
     }
-    if let Some(svg) = bar_chart(group, "CPU seconds for each GiB, both hosts", |row| {
-        row.spread(cpu_by_memory)
-    })? {
-        plots.push(plot("cpu", "CPU time".to_owned(), note(), svg));
+    let cpu = |row: &Row| row.spread(cpu_by_memory);
+    if let Some(svg) = bar_chart(group, "CPU seconds for each GiB, both hosts", cpu)? {
+        plots.push(plot("cpu", "CPU time", note(), svg));
     }
-    let shown = typical(group);
-    let until = shown
-        .iter()
-        .map(|(_, record)| end(record))
-        .fold(0.0, f64::max);
-    for (row, record) in shown {
-        let (label, note) = (row.label(), description(record));
-        if let Some(svg) = timeline(row, record, until)? {
-            plots.push(plot(
-                &format!("timeline-{label}"),
+    let shown = [group.default(), group.fastest_stock()];
+    let typical = |row: &'_ Row| row.typical().cloned().map(|record| (row.label(), record));
+    let shown: Vec<_> = shown.into_iter().flatten().filter_map(typical).collect();
+    let ends = shown.iter().map(|(_, record)| end(record));
+    let until = ends.fold(0.0, f64::max);
+    for (label, record) in &shown {
+        let colour = COLOURS[record.cell.contender.who as usize];
+        if let Some(svg) = timeline(&record.timeline, paused(record), until, colour)? {
+            let (kind, subject) = (
+                format!("timeline-{label}"),
                 format!("A migration by {label}"),
-                note.clone(),
-                svg,
-            ));
-        }
-        if let Some(svg) = latencies(row, record)? {
-            plots.push(plot(
-                &format!("latency-{label}"),
-                format!("Clients of the guest, by {label}"),
-                note,
-                svg,
-            ));
+            );
+            plots.push(plot(&kind, &subject, description(record), svg));
         }
     }
     Ok(plots)
@@ -68,189 +74,135 @@ fn bar_chart(
 ) -> Result<Option<String>> {
     let mut rows: Vec<&Row> = group.rows.iter().collect();
     rows.sort_by(|one, other| one.cell.contender.cmp(&other.cell.contender));
-    let of_rows: Vec<_> = rows
-        .into_iter()
-        .map(|row| Bar {
-            name: group.label(row),
-            value: value(row),
-            colour: colour(row),
-        })
-        .collect();
+    let bar = |row: &Row| Bar {
+        name: group.label(row),
+        value: value(row),
+        colour: COLOURS[row.cell.contender.who as usize],
+    };
+    let of_rows: Vec<_> = rows.into_iter().map(bar).collect();
     let is_known = of_rows.iter().any(|bar| bar.value.is_some());
     is_known.then(|| bars(unit, &of_rows)).transpose()
 }
 
-/// A typical migration by Vamoose's default (without one, by the fastest Vamoose), and by stock QEMU's fastest method.
-fn typical(group: &Group) -> Vec<(&Row, &Record)> {
-    let rows = || group.rows.iter();
-    let is_stock = |row: &&Row| row.cell.contender.who == Who::Qemu;
-    let default = verdict::fastest(rows().filter(|row| verdict::is_default(&row.cell.contender)));
-    let ours = default.or_else(|| verdict::fastest(rows().filter(|row| !is_stock(row))));
-    let stock = verdict::fastest(rows().filter(is_stock));
-    let both = [ours, stock].into_iter().flatten();
-    both.filter_map(|row| Some((row, row.typical()?))).collect()
-}
-
-/// Rate, remaining memory and written pages of a migration.
-fn timeline(row: &Row, record: &Record, until: f64) -> Result<Option<String>> {
-    let moments = &record.timeline;
-    let of = |value: fn(&Moment) -> f64| -> Vec<(f64, f64)> {
-        moments
-            .iter()
-            .map(|moment| (seconds(moment.milliseconds), value(moment)))
-            .collect()
+/// Plots the samples of a migration: rate, remaining memory, written pages, and what else they have. `paused` is when the guest was
+/// paused, in seconds; the time axis ends at `until` or later. `None` where no sample shows anything.
+pub(crate) fn timeline(
+    samples: &[Sample],
+    paused: Option<(f64, f64)>,
+    until: f64,
+    colour: RGBColor,
+) -> Result<Option<String>> {
+    let known = |value: fn(&Sample) -> Option<u64>, unit: f64| -> Vec<(f64, f64)> {
+        let point = |sample: &Sample| Some((sample.seconds(), value(sample)? as f64 / unit));
+        samples.iter().filter_map(point).collect()
     };
-    let sent: Vec<_> = moments
-        .iter()
-        .map(|moment| (moment.milliseconds, moment.sent_bytes))
-        .collect();
-    let remaining = of(|moment| moment.remaining_bytes as f64 / f64::from(1 << 20));
-    let written = of(|moment| moment.dirty_pages_rate as f64);
-    let panels: Vec<_> = progress(colour(row), &sent, remaining, written).collect();
-    let counts: Vec<_> = moments
-        .iter()
-        .map(|moment| (moment.milliseconds, moment.rounds))
-        .collect();
+    let sent = rates(samples, |sample| sample.wire_bytes);
+    let pages = rates(samples, |sample| sample.page_bytes);
+    let megabits = sent.iter().map(|(at, bytes)| (*at, bytes * 8.0 / 1e6));
+    let both = pages.iter().zip(&sent).filter(|(_, (_, sent))| *sent > 0.0);
+    let ratios = both.map(|((at, pages), (_, sent))| (*at, pages / sent));
+    let panels = [
+        ("sent, Mbit/s", megabits.collect()),
+        (
+            "left to send, MiB",
+            known(|sample| sample.remaining, f64::from(1 << 20)),
+        ),
+        (
+            "pages written by the guest, 1/s",
+            known(|sample| sample.dirty_pages_rate, 1.0),
+        ),
+        ("ratio: page bytes to bytes sent", ratios.collect()),
+    ];
+    let panels = panels.map(|(name, points)| Panel {
+        name,
+        curves: vec![Curve {
+            name: String::new(),
+            colour,
+            points,
+        }],
+    });
+    let panels = panels.into_iter().chain([packets_by_method(samples)]);
+    let panels: Vec<_> = panels.filter(Panel::shows_anything).collect();
     let marks = Marks {
         until,
-        paused: paused(record),
-        rounds: beginnings(&counts),
-        ..Marks::default()
+        paused,
+        // The first round begins with the migration.
+        rounds: increases(samples, |sample| {
+            sample.dirty_sync_count.unwrap_or(0).saturating_sub(1)
+        }),
+        reconnects: increases(samples, |sample| sample.reconnects),
     };
-    (!panels.is_empty())
-        .then(|| over_time(&panels, &marks))
-        .transpose()
+    let is_empty = panels.is_empty();
+    (!is_empty).then(|| over_time(&panels, &marks)).transpose()
 }
 
-/// Latencies of the guest's clients before, during and after a migration.
-fn latencies(row: &Row, record: &Record) -> Result<Option<String>> {
-    let latencies = record.service.iter().flat_map(|service| &service.latencies);
-    let points = latencies.map(|latency| (latency.at as f64 / 1e3, latency.milliseconds));
-    let marks = Marks {
-        until: end(record),
-        paused: paused(record),
-        events: vec![0.0, end(record)],
-        ..Marks::default()
+fn packets_by_method(samples: &[Sample]) -> Panel {
+    let methods = samples.last().map(|last| last.packets.keys().zip(1..));
+    let curve = |(method, colour): (&String, usize)| Curve {
+        name: method.clone(),
+        colour: COLOURS[colour % COLOURS.len()],
+        points: rates(samples, |sample| {
+            sample.packets.get(method).copied().unwrap_or(0)
+        }),
     };
-    let panel = panel("longest latency, ms", colour(row), points.collect());
-    panel.map(|panel| over_time(&[panel], &marks)).transpose()
+    Panel {
+        name: "packets/s by method",
+        curves: methods.into_iter().flatten().map(curve).collect(),
+    }
 }
 
-/// Panels of the rate, the remaining MiB, and the written pages; `sent` has milliseconds and bytes so far.
-pub(crate) fn progress(
-    colour: RGBColor,
-    sent: &[(u64, u64)],
-    remaining: Vec<(f64, f64)>,
-    written: Vec<(f64, f64)>,
-) -> impl Iterator<Item = Panel> {
-    let rate = rates(sent).into_iter();
-    let megabits = rate.map(|(at, bytes)| (at, bytes * 8.0 / 1e6)).collect();
-    let panels = [
-        ("sent, Mbit/s", megabits),
-        ("left to send, MiB", remaining),
-        ("pages written by the guest, 1/s", written),
-    ];
-    panels
-        .into_iter()
-        .filter_map(move |(name, points)| panel(name, colour, points))
-}
-
-/// A panel with one curve; `None` where there is nothing to see.
-pub(crate) fn panel(
-    name: &'static str,
-    colour: RGBColor,
-    points: Vec<(f64, f64)>,
-) -> Option<Panel> {
-    let is_shown = points.len() > 1 && points.iter().any(|(_, value)| *value > 0.0);
-    let curve = Curve {
-        name: String::new(),
-        colour,
-        points,
-    };
-    is_shown.then(|| Panel {
-        name,
-        curves: vec![curve],
-    })
-}
-
-/// From when to when the guest was paused, in seconds since the beginning.
+/// When a bench's guest was paused, in seconds since the beginning; `None` where that is unknown.
 fn paused(record: &Record) -> Option<(f64, f64)> {
-    let (downtime, end) = (downtime(record)? / 1e3, end(record));
-    let start = record
-        .figures
-        .stopped
-        .map_or(end - downtime, |stopped| stopped / 1e3);
-    (downtime > 0.0 && start >= 0.0).then_some((start, start + downtime))
+    let (start, downtime) = (record.figures.stopped? / 1e3, downtime(record)? / 1e3);
+    (downtime > 0.0).then_some((start, start + downtime))
 }
 
 /// When the migration ended, in seconds. The total time is QEMU's own, which begins later where Vamoose sets up first.
 fn end(record: &Record) -> f64 {
     let last = record.timeline.last();
-    last.map_or(record.figures.seconds, |moment| {
-        seconds(moment.milliseconds)
-    })
+    last.map_or(record.figures.seconds, Sample::seconds)
 }
 
 fn description(record: &Record) -> String {
-    let figures = &record.figures;
     let pause = paused(record).map_or(String::new(), |(from, to)| {
-        let place = match figures.stopped {
-            Some(_) => "",
-            None => " Its beginning is unknown: drawn at the end.",
-        };
-        format!(" Downtime {} ms (shaded).{place}", short((to - from) * 1e3))
+        format!(" Downtime {} ms (shaded).", short((to - from) * 1e3))
     });
-    let rounds = figures.rounds.unwrap_or(0);
+    let (seconds, rounds) = (record.figures.seconds, record.figures.rounds.unwrap_or(0));
     format!(
         "{} s, {rounds} rounds over memory (vertical lines).{pause}",
-        short(figures.seconds)
+        short(seconds)
     )
 }
 
-/// Amounts a second, from milliseconds and amounts so far. Samples that are close together count as one.
-pub(crate) fn rates(amounts: &[(u64, u64)]) -> Vec<(f64, f64)> {
-    /// Milliseconds: QEMU and the kernel send in bursts.
-    const LEAST: u64 = 100;
+/// Amounts a second, from the amounts so far. Samples that are close together count as one.
+fn rates(samples: &[Sample], amount: impl Fn(&Sample) -> u64) -> Vec<(f64, f64)> {
+    /// Seconds: QEMU and the kernel send in bursts.
+    const LEAST: f64 = 0.1;
     let mut rates = Vec::new();
-    let mut from = amounts.first().copied().unwrap_or_default();
-    for (at, amount) in amounts.iter().copied() {
-        let elapsed = at.saturating_sub(from.0);
+    let Some(mut from) = samples.first() else {
+        return rates;
+    };
+    for sample in samples {
+        let elapsed = sample.seconds() - from.seconds();
         if elapsed >= LEAST {
-            let rate = amount.saturating_sub(from.1) as f64 / seconds(elapsed);
-            rates.extend([(seconds(from.0), rate), (seconds(at), rate)]);
-            from = (at, amount);
+            let rate = amount(sample).saturating_sub(amount(from)) as f64 / elapsed;
+            rates.extend([(from.seconds(), rate), (sample.seconds(), rate)]);
+            from = sample;
         }
     }
     rates
 }
 
-/// When rounds over memory began, in seconds, from milliseconds and rounds so far. The beginning itself is left out.
-pub(crate) fn beginnings(counts: &[(u64, u64)]) -> Vec<f64> {
-    let pairs = counts
-        .windows(2)
-        .filter(|pair| pair[1].1 > pair[0].1 && pair[1].1 > 1);
-    pairs.map(|pair| seconds(pair[1].0)).collect()
-}
-
-pub(crate) fn seconds(milliseconds: u64) -> f64 {
-    milliseconds as f64 / 1e3
-}
-
-fn colour(row: &Row) -> RGBColor {
-    COLOURS[match row.cell.contender.who {
-        Who::Qemu => 0,
-        Who::Relay => 1,
-        Who::Pair => 2,
-        Who::Migrate => 3,
-        Who::Live => 4,
-    }]
+/// When a count increased, in seconds.
+fn increases(samples: &[Sample], count: impl Fn(&Sample) -> u64) -> Vec<f64> {
+    let pairs = samples.windows(2);
+    let increased = pairs.filter(|pair| count(&pair[1]) > count(&pair[0]));
+    increased.map(|pair| pair[1].seconds()).collect()
 }
 
 /// Letters and digits, with a hyphen in place of everything else.
 fn file_name(text: &str) -> String {
     let words = text.split(|character: char| !character.is_ascii_alphanumeric());
-    words
-        .filter(|word| !word.is_empty())
-        .collect::<Vec<_>>()
-        .join("-")
+    let words: Vec<_> = words.filter(|word| !word.is_empty()).collect();
+    format!("{}.svg", words.join("-"))
 }

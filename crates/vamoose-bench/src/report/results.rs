@@ -1,14 +1,13 @@
 //! The results of a run in the order of the report: scenarios, groups of cells that can be compared, cells.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use crate::record::{Cell, Machine, Outcome, Record};
 use crate::results;
-use crate::scenario::{Guest, Published, Rate, Scenario};
+use crate::scenario::{Contender, Guest, Rate, Scenario, Who};
 
 /// A run.
 pub(super) struct Results {
@@ -19,8 +18,8 @@ pub(super) struct Results {
 /// A scenario.
 pub(super) struct Section {
     pub(super) name: String,
+    /// Unknown for a user's own scenario.
     pub(super) about: Option<String>,
-    pub(super) published: Option<Published>,
     pub(super) groups: Vec<Group>,
 }
 
@@ -36,7 +35,7 @@ pub(super) struct Row {
     pub(super) records: Vec<Record>,
 }
 
-/// The median of some values, and their range.
+/// The median of some values, the minimum and the maximum.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Spread {
     pub(crate) median: f64,
@@ -47,15 +46,10 @@ pub(crate) struct Spread {
 impl Results {
     pub(super) fn read(dir: &Path) -> Result<Self> {
         let (machine, records) = (results::read_machine(dir)?, results::read(dir)?);
-        Self::new(machine, records, |name| scenario(dir, name))
+        Ok(Self::new(machine, records))
     }
 
-    /// `scenario` finds a definition by its name.
-    pub(super) fn new(
-        machine: Machine,
-        records: Vec<Record>,
-        scenario: impl Fn(&str) -> Result<Option<Scenario>>,
-    ) -> Result<Self> {
+    pub(super) fn new(machine: Machine, records: Vec<Record>) -> Self {
         let mut names: Vec<String> = Vec::new();
         let mut rows: BTreeMap<_, Vec<Record>> = BTreeMap::new();
         for record in records {
@@ -63,27 +57,22 @@ impl Results {
             if !names.contains(&cell.scenario) {
                 names.push(cell.scenario.clone());
             }
-            rows.entry((comparable(&cell), cell))
-                .or_default()
-                .push(record);
+            let row = rows.entry((comparable(&cell), cell)).or_default();
+            row.push(record);
         }
         // Scenarios in the order in which they were measured.
-        let sections = names.into_iter().map(|name| {
-            let definition = scenario(&name)?;
-            let of_scenario: Vec<_> = rows
-                .iter()
-                .filter(|((_, cell), _)| cell.scenario == name)
-                .collect();
+        let section = |name: String| {
+            let of_scenario = |((_, cell), _): &(&(_, Cell), _)| cell.scenario == name;
+            let of_scenario: Vec<_> = rows.iter().filter(of_scenario).collect();
             let groups = of_scenario.chunk_by(|((one, _), _), ((other, _), _)| one == other);
-            Ok(Section {
+            Section {
                 groups: groups.map(Group::new).collect(),
-                about: definition.as_ref().map(|scenario| scenario.about.clone()),
-                published: definition.and_then(|scenario| scenario.published),
+                about: Scenario::named(&name).ok().map(|scenario| scenario.about),
                 name,
-            })
-        });
-        let scenarios = sections.collect::<Result<_>>()?;
-        Ok(Self { machine, scenarios })
+            }
+        };
+        let scenarios = names.into_iter().map(section).collect();
+        Self { machine, scenarios }
     }
 
     /// The groups of all scenarios.
@@ -97,20 +86,6 @@ type Comparable = (Guest, Rate, u64, u64);
 
 fn comparable(cell: &Cell) -> Comparable {
     (cell.guest, cell.link, cell.ram, cell.downtime_limit)
-}
-
-/// The definition beside the results, else the built-in one. Results may outlive both.
-fn scenario(dir: &Path, name: &str) -> Result<Option<Scenario>> {
-    let file = dir.join(format!("{name}.toml"));
-    if !file.exists() {
-        return Ok(Scenario::named(name).ok());
-    }
-    let text =
-        fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
-    let scenario = Scenario::parse(&text);
-    scenario
-        .with_context(|| file.display().to_string())
-        .map(Some)
 }
 
 impl Group {
@@ -132,7 +107,6 @@ impl Group {
                 .replace("Gbit", " Gbit")
                 .replace("Mbit", " Mbit"),
             Rate::Open => "an open link".to_owned(),
-            Rate::Changing => "a changing link".to_owned(),
         };
         let limit = match cell.guest {
             Guest::Running(_) => format!(", downtime limit {} ms", cell.downtime_limit),
@@ -160,8 +134,33 @@ impl Group {
         }
     }
 
+    /// The fastest row of stock QEMU.
+    pub(super) fn fastest_stock(&self) -> Option<&Row> {
+        self.fastest(|contender| contender.who == Who::Qemu)
+    }
+
+    /// The fastest row of Vamoose's default.
+    pub(super) fn default(&self) -> Option<&Row> {
+        let migrate = self.fastest(|it| it.is_default() && it.who == Who::Migrate);
+        migrate.or_else(|| self.fastest(Contender::is_default))
+    }
+
+    /// The row with the least median time, of those with the fewest cancelled migrations.
+    fn fastest(&self, is_wanted: impl Fn(&Contender) -> bool) -> Option<&Row> {
+        let rows = self
+            .rows
+            .iter()
+            .filter(|row| is_wanted(&row.cell.contender));
+        let timed = rows.filter_map(|row| Some((row, row.seconds()?.median)));
+        let fastest = timed.min_by(|(one, time), (other, other_time)| {
+            let cancelled = one.cancelled().total_cmp(&other.cancelled());
+            cancelled.then(time.total_cmp(other_time))
+        });
+        fastest.map(|(row, _)| row)
+    }
+
     /// Numbers of channels, without repetition.
-    pub(super) fn channels(&self) -> Vec<u8> {
+    fn channels(&self) -> Vec<u8> {
         let mut all: Vec<u8> = self.rows.iter().map(|row| row.cell.channels).collect();
         all.sort_unstable();
         all.dedup();
@@ -176,7 +175,7 @@ impl Row {
     }
 
     /// The migrations that moved the guest.
-    pub(super) fn moved(&self) -> impl Iterator<Item = &Record> {
+    fn moved(&self) -> impl Iterator<Item = &Record> {
         self.records
             .iter()
             .filter(|record| record.outcome != Outcome::Cancelled)
@@ -200,27 +199,29 @@ impl Row {
     }
 
     /// The part of the migrations that were cancelled, from 0 to 1.
-    pub(super) fn cancelled(&self) -> f64 {
+    fn cancelled(&self) -> f64 {
         1.0 - self.moved().count() as f64 / self.records.len().max(1) as f64
     }
 
     /// How the migrations ended, and how many of them in each way.
     pub(super) fn proof(&self) -> String {
-        let names = [
+        let count = |outcome: Outcome| {
+            let ended = |record: &&Record| record.outcome == outcome;
+            self.records.iter().filter(ended).count()
+        };
+        let counts = [
             ("equal", Outcome::Equal),
             ("checked", Outcome::Checked),
             ("served", Outcome::Served),
             ("cancelled", Outcome::Cancelled),
-        ];
-        let counts = names.map(|(name, outcome)| {
-            let count = self
-                .records
-                .iter()
-                .filter(|record| record.outcome == outcome)
-                .count();
-            (count > 0).then(|| format!("{name} {count} of {}", self.records.len()))
-        });
-        counts.into_iter().flatten().collect::<Vec<_>>().join(", ")
+        ]
+        .map(|(name, outcome)| (name, count(outcome)));
+        let known = counts.into_iter().filter(|(_, count)| *count > 0);
+        let all = self.records.len();
+        let texts: Vec<_> = known
+            .map(|(name, count)| format!("{name} {count} of {all}"))
+            .collect();
+        texts.join(", ")
     }
 }
 

@@ -1,140 +1,106 @@
-//! Tables of the report. The table of a group has a row for each cell, and the columns in which something is known.
+//! Tables of the report.
 
-use super::markdown::escaped;
 use super::results::{Group, Results, Row, Spread};
-use super::verdict;
-use crate::record::{Figures, Outcome, Record, Service};
+use crate::record::{Outcome, Record, Service};
 
 /// Columns and rows of text.
 pub(crate) struct Table {
     columns: Vec<String>,
-    /// With the cell that is bold, if one is.
-    rows: Vec<(Option<usize>, Vec<String>)>,
+    rows: Vec<Vec<String>>,
 }
 
 /// A column of the table of a group.
 struct Column {
     name: &'static str,
-    meaning: &'static str,
+    /// `None` where the value is unknown.
     value: fn(&Row) -> Option<String>,
 }
-
-/// The parts of a downtime, in their order.
-pub(crate) const PARTS: [&str; 4] = ["last-round", "device-state", "load", "commit"];
 
 /// Stands for an unknown value.
-pub(super) const ABSENT: &str = "–";
+const ABSENT: &str = "–";
 
-const fn column(
-    name: &'static str,
-    meaning: &'static str,
-    value: fn(&Row) -> Option<String>,
-) -> Column {
-    Column {
-        name,
-        meaning,
-        value,
-    }
+const fn column(name: &'static str, value: fn(&Row) -> Option<String>) -> Column {
+    Column { name, value }
 }
 
-static COLUMNS: [Column; 19] = [
-    column(
-        "contender",
-        "what moved the guest, by which method and with which options",
-        |row| Some(row.cell.contender.to_string()),
-    ),
-    column("channels", "data channels (connections)", |row| {
-        Some(row.cell.channels.to_string())
+static COLUMNS: [Column; 10] = [
+    column("contender", |row| {
+        let name = escaped(&row.cell.contender.to_string());
+        Some(match row.cell.contender.is_default() {
+            true => format!("**{name}**"),
+            false => name,
+        })
     }),
-    column(
-        "seconds",
-        "total time of the migration; > marks one that was cancelled after that time",
-        seconds,
-    ),
-    column(
-        "downtime, ms",
-        "from the guest's stop to its start at the destination, by one clock",
-        |row| figure(row, full, |of| of.downtime),
-    ),
-    column(
-        "reported, ms",
-        "downtime that the source QEMU reports",
-        |row| figure(row, full, |of| of.downtime_reported),
-    ),
-    column(
-        "parts, ms",
-        "parts of the downtime, as Vamoose reports them: last round + device state + load + commit, a median of each",
-        parts,
-    ),
-    column("rounds", "rounds over the guest's memory", |row| {
-        figure(row, count, |of| of.rounds.map(float))
+    column("channels", |row| Some(row.cell.channels.to_string())),
+    column("seconds", seconds),
+    column("downtime, ms", |row| row.spread(downtime).map(full)),
+    column("rounds", |row| {
+        let rounds = row.spread(|record| record.figures.rounds.map(|rounds| rounds as f64));
+        rounds.map(|rounds| range(rounds, |number| number.to_string()))
     }),
-    column(
-        "throttle, %",
-        "the most by which auto-converge slowed the guest",
-        |row| figure(row, count, |of| of.throttle.map(float)),
-    ),
-    column(
-        "guest writes, MiB/s",
-        "memory that the guest changed in a second, before the migration",
-        |row| figure(row, count, |of| of.dirty_rate.map(float)),
-    ),
-    column(
-        "wire, MB",
-        "bytes between the hosts, as the sender counts them, in 10^6",
-        |row| figure(row, full, |of| of.wire_bytes.map(mega)),
-    ),
-    column(
-        "link, MB",
-        "bytes over the link, headers of TCP and IP included, in 10^6",
-        |row| figure(row, full, |of| of.link_bytes.map(mega)),
-    ),
-    column(
-        "link, Mbit/s",
-        "bits over the link (where unknown: on the wire) divided by the total time",
-        |row| figure(row, median, link_rate),
-    ),
-    column(
-        "CPU, s/GiB",
-        "CPU seconds of both hosts for each GiB of the guest's memory",
-        |row| row.spread(cpu_by_memory).map(median),
-    ),
-    column(
-        "CPU send, %",
-        "CPU seconds of the source's host divided by the total time: 100 is one core",
-        |row| figure(row, median, cpu_of_source),
-    ),
-    column(
-        "peak, MiB",
-        "the most memory of Vamoose, at the end that had more",
-        |row| {
-            figure(row, median, |of| {
-                of.peak_sender.max(of.peak_receiver).map(mebi)
-            })
-        },
-    ),
-    column(
-        "clients, answers/s",
-        "answers to the guest's clients: before the migration → through it",
-        |row| services(row, |service| Some(service.rate)),
-    ),
-    column(
-        "p99, ms",
-        "latency of the slowest hundredth of the answers: before → through the migration",
-        |row| services(row, |service| service.p99),
-    ),
-    column(
-        "longest, ms",
-        "the longest latency: before → through the migration",
-        |row| services(row, |service| service.longest),
-    ),
-    column(
-        "proof",
-        "equal: the whole memory of both ends was compared; checked: the running guest has verified its memory; \
-         served: a real program ran on without a wrong answer; cancelled: took too long, and runs at the source",
-        |row| Some(row.proof()),
-    ),
+    column("link, MB", |row| {
+        let bytes = |record: &Record| record.figures.link_bytes.or(record.figures.wire_bytes);
+        let megabytes = row.spread(|record| Some(bytes(record)? as f64 / 1e6));
+        megabytes.map(full)
+    }),
+    column("CPU, s/GiB", |row| row.spread(cpu_by_memory).map(median)),
+    column("answers/s", |row| {
+        services(row, |service| Some(service.rate))
+    }),
+    column("p99, ms", |row| services(row, |service| service.p99)),
+    column("proof", |row| Some(row.proof())),
 ];
+
+/// The table of a group: a row for each cell, and the columns in which something is known.
+pub(super) fn of(group: &Group) -> Table {
+    let is_known = |column: &&Column| group.rows.iter().any(|row| (column.value)(row).is_some());
+    let columns: Vec<_> = COLUMNS.iter().filter(is_known).collect();
+    let mut table = Table::new(columns.iter().map(|column| column.name));
+    for row in &group.rows {
+        let value = |column: &&Column| (column.value)(row).unwrap_or_else(|| ABSENT.to_owned());
+        table.add(columns.iter().map(value));
+    }
+    table
+}
+
+/// Vamoose's default beside stock QEMU's fastest method, a row for each group that has both.
+pub(super) fn comparison(results: &Results) -> Table {
+    let mut table = Table::new([
+        "scenario",
+        "guest and link",
+        "stock QEMU",
+        "Vamoose",
+        "seconds",
+        "ratio",
+        "downtime, ms",
+        "CPU, s/GiB",
+    ]);
+    for section in &results.scenarios {
+        for group in &section.groups {
+            if let (Some(stock), Some(default)) = (group.fastest_stock(), group.default()) {
+                let both = |value: fn(&Record) -> Option<f64>| {
+                    let [stock, default] =
+                        [stock, default].map(|row| row.spread(value).map_or(ABSENT.into(), median));
+                    format!("{stock} → {default}")
+                };
+                let times = default.seconds().zip(stock.seconds());
+                let ratio = times.map(|(ours, theirs)| ours.median / theirs.median);
+                let ratio = ratio.filter(|ratio| ratio.is_finite()).map(short);
+                table.add([
+                    escaped(&section.name),
+                    group.title(),
+                    group.label(stock),
+                    escaped(&group.label(default)),
+                    both(|record| Some(record.figures.seconds)),
+                    ratio.unwrap_or(ABSENT.into()),
+                    both(downtime),
+                    both(cpu_by_memory),
+                ]);
+            }
+        }
+    }
+    table
+}
 
 impl Table {
     pub(crate) fn new<T: Into<String>>(columns: impl IntoIterator<Item = T>) -> Self {
@@ -144,70 +110,19 @@ impl Table {
         }
     }
 
-    /// Adds a row, whose cell number `bold` stands out.
-    pub(crate) fn add(&mut self, bold: Option<usize>, cells: impl IntoIterator<Item = String>) {
-        self.rows.push((bold, cells.into_iter().collect()));
+    pub(crate) fn add(&mut self, cells: impl IntoIterator<Item = String>) {
+        self.rows.push(cells.into_iter().collect());
     }
 
     pub(crate) fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
 
-    /// The cells of each row.
-    pub(crate) fn rows(&self) -> impl Iterator<Item = &[String]> {
-        self.rows.iter().map(|(_, cells)| cells.as_slice())
-    }
-
-    /// The table of a group.
-    pub(super) fn of(group: &Group) -> Self {
-        let columns: Vec<_> = COLUMNS
-            .iter()
-            .filter(|column| column.is_known(group))
-            .collect();
-        let mut table = Self::new(columns.iter().map(|column| column.name));
-        for row in &group.rows {
-            let bold = verdict::is_default(&row.cell.contender).then_some(0);
-            let value = |column: &&Column| (column.value)(row).unwrap_or_else(|| ABSENT.to_owned());
-            table.add(bold, columns.iter().map(value));
-        }
-        table
-    }
-
+    /// Renders the table; its cells are Markdown.
     pub(crate) fn markdown(&self) -> String {
-        let line = |cells: Vec<String>| format!("| {} |\n", cells.join(" | "));
-        let mut text = line(self.columns.iter().map(|name| escaped(name)).collect());
-        text += &format!("|{}\n", "---|".repeat(self.columns.len()));
-        for (bold, cells) in &self.rows {
-            let cells = cells.iter().map(|cell| escaped(cell)).enumerate();
-            text += &line(
-                cells
-                    .map(|(at, cell)| {
-                        if *bold == Some(at) {
-                            format!("**{cell}**")
-                        } else {
-                            cell
-                        }
-                    })
-                    .collect(),
-            );
-        }
-        text
-    }
-}
-
-/// Names and meanings of the columns that a table of the report has.
-pub(super) fn meanings(results: &Results) -> Vec<(&'static str, &'static str)> {
-    let is_known = |column: &&Column| results.groups().any(|group| column.is_known(group));
-    COLUMNS
-        .iter()
-        .filter(is_known)
-        .map(|column| (column.name, column.meaning))
-        .collect()
-}
-
-impl Column {
-    fn is_known(&self, group: &Group) -> bool {
-        group.rows.iter().any(|row| (self.value)(row).is_some())
+        let line = |cells: &Vec<String>| format!("| {} |\n", cells.join(" | "));
+        let head = line(&self.columns) + &format!("|{}\n", "---|".repeat(self.columns.len()));
+        head + &self.rows.iter().map(line).collect::<String>()
     }
 }
 
@@ -221,31 +136,21 @@ pub(crate) fn short(value: f64) -> String {
     }
 }
 
-/// The median, with the least and the most where they differ.
-pub(super) fn full(spread: Spread) -> String {
-    let [median, least, most] = [spread.median, spread.least, spread.most].map(short);
+/// The median, with the minimum and the maximum where they differ.
+fn full(spread: Spread) -> String {
+    range(spread, short)
+}
+
+fn range(spread: Spread, text: fn(f64) -> String) -> String {
+    let [median, least, most] = [spread.median, spread.least, spread.most].map(text);
     match least == most {
         true => median,
         false => format!("{median} ({least}–{most})"),
     }
 }
 
-/// The median of a value derived from other columns, whose spread is theirs.
 fn median(spread: Spread) -> String {
     short(spread.median)
-}
-
-/// The same as [`full`] for whole numbers.
-fn count(spread: Spread) -> String {
-    let Spread {
-        median,
-        least,
-        most,
-    } = spread;
-    match least < most {
-        true => format!("{median} ({least}–{most})"),
-        false => median.to_string(),
-    }
 }
 
 /// Downtime of a running guest by one clock; of other guests, the downtime that QEMU reports. In milliseconds.
@@ -258,61 +163,35 @@ pub(super) fn cpu_by_memory(record: &Record) -> Option<f64> {
     (total > 0.0).then(|| total / (record.cell.ram as f64 / f64::from(1 << 30)))
 }
 
-/// A figure as text: its spread over the migrations of a row.
-fn figure(
-    row: &Row,
-    text: fn(Spread) -> String,
-    value: fn(&Figures) -> Option<f64>,
-) -> Option<String> {
-    row.spread(|record| value(&record.figures)).map(text)
-}
-
-fn cpu_of_source(figures: &Figures) -> Option<f64> {
-    (figures.cpu.total() > 0.0).then_some(figures.cpu.of_source() * 100.0 / figures.seconds)
-}
-
-fn link_rate(figures: &Figures) -> Option<f64> {
-    let bytes = figures.link_bytes.or(figures.wire_bytes)?;
-    Some(mega(bytes) * 8.0 / figures.seconds)
-}
-
 fn seconds(row: &Row) -> Option<String> {
     let moved = row.seconds().map(full);
-    let cancelled = row
-        .records
-        .iter()
-        .filter(|record| record.outcome == Outcome::Cancelled);
+    let is_cancelled = |record: &&Record| record.outcome == Outcome::Cancelled;
+    let cancelled = row.records.iter().filter(is_cancelled);
     let cancelled = Spread::of(cancelled.map(|record| record.figures.seconds));
     let cancelled = cancelled.map(|spread| format!("> {}", short(spread.most)));
     let both: Vec<_> = moved.into_iter().chain(cancelled).collect();
     (!both.is_empty()).then(|| both.join(", "))
 }
 
-fn parts(row: &Row) -> Option<String> {
-    let part = |name: &str| row.spread(|record| record.figures.downtime_parts.get(name).copied());
-    let parts = PARTS.map(part);
-    let text =
-        |part: Option<Spread>| part.map_or(ABSENT.to_owned(), |part| format!("{:.0}", part.median));
-    let is_known = parts.iter().any(Option::is_some);
-    is_known.then(|| parts.map(text).join("\u{a0}+\u{a0}"))
-}
-
 fn services(row: &Row, value: impl Fn(&Service) -> Option<f64>) -> Option<String> {
     let before = row.spread(|record| value(&record.service.as_ref()?.before));
     let during = row.spread(|record| value(&record.service.as_ref()?.during));
     before.or(during)?;
-    let [before, during] = [before, during].map(|spread| spread.map_or(ABSENT.to_owned(), median));
+    let [before, during] = [before, during].map(|spread| spread.map_or(ABSENT.into(), median));
     Some(format!("{before} → {during}"))
 }
 
-fn float(value: u64) -> f64 {
-    value as f64
-}
-
-fn mega(bytes: u64) -> f64 {
-    bytes as f64 / 1e6
-}
-
-fn mebi(bytes: u64) -> f64 {
-    bytes as f64 / f64::from(1 << 20)
+/// Text that is not markup, on one line.
+pub(super) fn escaped(text: &str) -> String {
+    text.chars().fold(String::new(), |mut text, character| {
+        match character {
+            '\\' | '|' | '*' | '_' | '`' | '<' | '[' | ']' | '#' | '&' => {
+                text.extend(['\\', character])
+            }
+            // A table has no control characters.
+            character if character.is_control() => text.push(' '),
+            character => text.push(character),
+        }
+        text
+    })
 }

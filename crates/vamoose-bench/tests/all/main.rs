@@ -66,20 +66,6 @@ fn what_is_not_here_is_named_with_its_remedy_and_the_rest_is_measured() -> Resul
     Ok(())
 }
 
-#[test]
-fn results_of_another_scenario_of_this_name_are_not_mixed() -> Result<()> {
-    let Some(bench) = Bench::new()? else {
-        return Ok(());
-    };
-    bench.run(&["--contender", "qemu none", "--rounds", "1"])?;
-    fs::write(bench.scenario(), SCENARIO.replace("32M", "48M"))?;
-    let output = bench.command(&[]).output()?;
-    let said = said(&output);
-    ensure!(!output.status.success(), "{said}");
-    ensure!(said.contains("was another scenario"), "{said}");
-    Ok(())
-}
-
 struct Bench {
     folder: TempDir,
 }

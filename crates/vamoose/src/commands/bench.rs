@@ -28,16 +28,16 @@ pub(crate) struct BenchOptions {
     arguments: Vec<OsString>,
 }
 
-/// Show the course of a migration: a summary, and a page with plots
+/// Show the course of a migration: a summary, and a plot over time
 ///
 /// Starts the program vamoose-bench, which is beside this one or in PATH.
 #[derive(Args, Debug)]
 pub(crate) struct ReportOptions {
     /// Report that `vamoose migrate --json FILE` has written
     file: PathBuf,
-    /// Page to write [default: FILE with the ending .html]
+    /// Plot to write [default: FILE with the ending .svg]
     #[arg(long, value_name = "FILE")]
-    html: Option<PathBuf>,
+    svg: Option<PathBuf>,
 }
 
 const PROGRAM: &str = "vamoose-bench";
@@ -48,8 +48,8 @@ pub(crate) fn bench(options: &BenchOptions) -> Result<()> {
 
 pub(crate) fn report(options: &ReportOptions) -> Result<()> {
     let mut arguments = vec!["timeline".into(), options.file.clone().into()];
-    if let Some(html) = &options.html {
-        arguments.extend(["--html".into(), html.clone().into()]);
+    if let Some(svg) = &options.svg {
+        arguments.extend(["--svg".into(), svg.clone().into()]);
     }
     become_program(&arguments)
 }

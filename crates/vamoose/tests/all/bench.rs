@@ -60,8 +60,8 @@ fn the_other_program_gets_all_arguments() -> Result<()> {
         (&["bench", "--help"], "--help"),
         (&["report", "a.json"], "timeline a.json"),
         (
-            &["report", "a.json", "--html", "b.html"],
-            "timeline a.json --html b.html",
+            &["report", "a.json", "--svg", "b.svg"],
+            "timeline a.json --svg b.svg",
         ),
     ] {
         let output = run(&program, arguments)?;
