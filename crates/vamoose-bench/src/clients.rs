@@ -1,22 +1,10 @@
-//! Clients of the programs in a guest.
+//! Clients of the program in a guest.
 
-pub(crate) mod pgbench;
 pub(crate) mod redis;
 
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
-
 use crate::record::Service;
-
-/// Running clients.
-pub(crate) trait Clients {
-    /// Ends them and returns all answered requests, in any order.
-    ///
-    /// # Errors
-    /// When one has failed before: a connection broke, or an answer was wrong.
-    fn end(self: Box<Self>) -> Result<Vec<Sample>>;
-}
 
 /// An answered request.
 #[derive(Clone, Copy, Debug)]

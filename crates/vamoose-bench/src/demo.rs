@@ -18,7 +18,6 @@ mod proof;
 mod run;
 mod screen;
 mod setup;
-mod witness;
 
 use std::fmt;
 use std::path::Path;

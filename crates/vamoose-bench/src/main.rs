@@ -76,7 +76,7 @@ enum Command {
     },
     /// Proxy of a QEMU's monitor, for the demo
     #[command(hide = true)]
-    HoldMonitor { at: PathBuf, monitor: PathBuf },
+    HoldMonitor(demo::hold::Proxy),
     /// Show what happened in a migration (`vamoose report`)
     Timeline {
         /// Report of `vamoose migrate --json FILE`
@@ -109,7 +109,7 @@ struct RunOptions {
     /// Only these contenders, such as `qemu zstd` or `migrate auto` (repeatable)
     #[arg(long, value_name = "CONTENDER")]
     contender: Vec<Contender>,
-    /// Files that fill memory, plain or .zst [default: the Silesia corpus if it was fetched, else files of this host]
+    /// Folder of files that fill memory [default: the Silesia corpus if it was fetched, else files of this host]
     #[arg(long, value_name = "DIR")]
     corpus: Option<PathBuf>,
     /// QEMU to measure with [default: the newest]
@@ -136,7 +136,7 @@ fn main() -> ExitCode {
         Some(Command::List) => list(),
         Some(Command::Report { dir }) => report::write(dir),
         Some(Command::Demo { vamoose }) => return demo::run(vamoose.as_deref()),
-        Some(Command::HoldMonitor { at, monitor }) => demo::hold::serve(at, monitor),
+        Some(Command::HoldMonitor(proxy)) => proxy.serve(),
         Some(Command::Timeline { file, svg }) => timeline::write(file, svg.as_deref()),
         None => run(&cli.run),
     };
@@ -169,8 +169,8 @@ fn run(options: &RunOptions) -> Result<()> {
     for (name, scenario) in &scenarios {
         let cells = options.cells(name, scenario, &found);
         let (cells, missing) = found.sort(cells);
-        for (it, count) in &missing {
-            eprintln!("{name}: {}", it.line(*count));
+        for line in missing {
+            eprintln!("{name}: {line}");
         }
         plan.add(&cells, options.rounds_of(scenario));
     }

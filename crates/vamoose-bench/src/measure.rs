@@ -27,7 +27,7 @@ use lab::qemu::Binary;
 
 use crate::corpus::Corpus;
 use crate::record::{Cell, Record};
-use crate::scenario::{Guest, Rate, Who};
+use crate::scenario::{Content, Guest, Rate, Who};
 use running::Running;
 
 /// What all cells of a run have in common.
@@ -42,8 +42,8 @@ pub(crate) struct Host {
 
 /// What the migrations of one guest over one link need.
 pub(crate) enum Testbed<'a> {
-    /// Each migration begins with a new guest.
-    Still(&'a Host),
+    /// Each migration begins with a new guest, whose memory has this content.
+    Still(&'a Host, Content),
     /// One guest moves to and fro.
     Running(Box<Running<'a>>),
 }
@@ -55,7 +55,7 @@ impl<'a> Testbed<'a> {
     /// Prepares for `cell`, and other cells of the same guest and link.
     pub(crate) fn new(host: &'a Host, cell: &Cell) -> Result<Self> {
         Ok(match cell.guest {
-            Guest::Still(_) => Self::Still(host),
+            Guest::Still(content) => Self::Still(host, content),
             Guest::Running(workload) => {
                 let running = Running::start(host, workload, cell).context("starting the guest")?;
                 Self::Running(Box::new(running))
@@ -67,10 +67,13 @@ impl<'a> Testbed<'a> {
     pub(crate) fn measure(&mut self, cell: &Cell, round: u32) -> Result<Option<Record>> {
         match self {
             Self::Running(running) => running.migrate(cell, round).map(|()| None),
-            Self::Still(host) if cell.contender.who == Who::Live => {
-                live::measure(host, cell, round).map(Some)
+            Self::Still(host, content) => {
+                let measured = match cell.contender.who {
+                    Who::Live => live::measure(host, *content, cell, round),
+                    _ => still::measure(host, *content, cell, round),
+                };
+                measured.map(Some)
             }
-            Self::Still(host) => still::measure(host, cell, round).map(Some),
         }
     }
 
@@ -82,7 +85,7 @@ impl<'a> Testbed<'a> {
     /// Returns the results that are known only at the end, with what clients have noticed.
     pub(crate) fn finish(self) -> Result<Vec<Record>> {
         match self {
-            Self::Still(_) => Ok(Vec::new()),
+            Self::Still(..) => Ok(Vec::new()),
             Self::Running(running) => running.finish(),
         }
     }

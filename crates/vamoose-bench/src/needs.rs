@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use lab::guest::{Image, Part};
+use lab::program::Program;
 use lab::{net, proc};
 
 use crate::record::Cell;
@@ -19,13 +20,6 @@ pub(crate) struct Found {
     /// Bytes.
     memory: u64,
     shared_memory: bool,
-}
-
-/// What is missing, and how to get it.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Missing {
-    what: String,
-    remedy: &'static str,
 }
 
 const KERNEL: &str = "apt install linux-image-amd64, or scripts/setup guest";
@@ -54,30 +48,32 @@ impl Found {
         (self.memory / 4) >> 20 << 20
     }
 
-    /// Splits cells into those that can be measured, and what the others lack, with the number of cells.
-    pub(crate) fn sort(&self, cells: Vec<Cell>) -> (Vec<Cell>, BTreeMap<Missing, usize>) {
-        let mut missing = BTreeMap::new();
-        let mut can = cells;
-        can.retain(|cell| match self.missing(cell) {
-            Some(it) => {
-                *missing.entry(it).or_default() += 1;
-                false
+    /// Splits cells into those that can be measured, and a line for the user about what the others lack.
+    pub(crate) fn sort(&self, mut cells: Vec<Cell>) -> (Vec<Cell>, Vec<String>) {
+        let mut missing = BTreeMap::<_, usize>::new();
+        cells.retain(|cell| {
+            let lacks = self.missing(cell);
+            let can_be_measured = lacks.is_none();
+            if let Some(lacks) = lacks {
+                *missing.entry(lacks).or_default() += 1;
             }
-            None => true,
+            can_be_measured
         });
-        (can, missing)
+        let line = |((what, remedy), cells): ((String, &str), usize)| {
+            format!("not here: {what}; without it {cells} cells are left out ({remedy})")
+        };
+        (cells, missing.into_iter().map(line).collect())
     }
 
-    fn missing(&self, cell: &Cell) -> Option<Missing> {
-        let missing = |what: &str, remedy| {
-            let what = what.to_owned();
-            Some(Missing { what, remedy })
-        };
+    /// What a cell lacks, and how to get it.
+    fn missing(&self, cell: &Cell) -> Option<(String, &'static str)> {
+        let missing = |what: &str, remedy| Some((what.to_owned(), remedy));
+        let has_clients = matches!(cell.guest, Guest::Running(workload) if workload.has_clients());
         if !self.shared_memory {
             return missing("/dev/shm", "mount -t tmpfs tmpfs /dev/shm");
         }
         if let Err(why) = &self.links
-            && (cell.link != Rate::Open || has_clients(cell))
+            && (cell.link != Rate::Open || has_clients)
         {
             let what = format!("links of given rates ({why})");
             return missing(&what, "run it as root, with Debian's package iproute2");
@@ -86,15 +82,14 @@ impl Found {
             let remedy = "cargo build --release -p vamoose-demo";
             return missing("vamoose-demo beside this program", remedy);
         }
-        if let Guest::Running(workload) = cell.guest {
+        if let Guest::Running(_) = cell.guest {
             match self.guest {
                 Some(Part::Kernel) => return missing("a kernel for guests", KERNEL),
                 Some(Part::Busybox) => return missing("a static busybox for guests", BUSYBOX),
                 Some(Part::Ticker) => return missing("the guests' ticker", "scripts/setup guest"),
                 None => {}
             }
-            let program = workload.program();
-            if program.is_some_and(|program| !program.is_there()) {
+            if has_clients && !Program::Redis.is_there() {
                 return missing("the guests' programs", WORKLOADS);
             }
             if cell.contender.who == Who::Live {
@@ -108,18 +103,6 @@ impl Found {
         }
         None
     }
-}
-
-impl Missing {
-    /// A line for the user.
-    pub(crate) fn line(&self, cells: usize) -> String {
-        let Self { what, remedy } = self;
-        format!("not here: {what}; without it {cells} cells are left out ({remedy})")
-    }
-}
-
-fn has_clients(cell: &Cell) -> bool {
-    matches!(cell.guest, Guest::Running(workload) if workload.program().is_some())
 }
 
 #[cfg(test)]
@@ -144,10 +127,9 @@ mod tests {
             memory: 1 << 30,
             shared_memory: true,
         };
-        let (can, missing) = found.sort(cells());
+        let (can, lines) = found.sort(cells());
         let can: Vec<_> = can.iter().map(|cell| cell.guest.to_string()).collect();
         assert_eq!(can, ["zero", "idle"]);
-        let lines: Vec<_> = missing.iter().map(|(it, cells)| it.line(*cells)).collect();
         assert_eq!(
             lines,
             [

@@ -82,8 +82,6 @@ pub(crate) enum Workload {
     RedisA,
     /// Redis: 95 % reads, 5 % updates (YCSB B).
     RedisB,
-    /// PostgreSQL: the transactions of pgbench (TPC-B).
-    Postgres,
     /// A program that writes the first 40 of the 512 words of pages, three times as fast as the link carries whole pages.
     Updates,
     /// The same, but every second word of a page is four small counters, which are incremented.
@@ -133,7 +131,7 @@ pub(crate) enum Who {
 }
 
 /// Built-in scenarios.
-const BUILT_IN: [(&str, &str); 16] = [
+const BUILT_IN: [(&str, &str); 15] = [
     ("idle", include_str!("../scenarios/idle.toml")),
     ("silesia", include_str!("../scenarios/silesia.toml")),
     ("half-zero", include_str!("../scenarios/half-zero.toml")),
@@ -145,7 +143,6 @@ const BUILT_IN: [(&str, &str); 16] = [
     ("busy", include_str!("../scenarios/busy.toml")),
     ("placement", include_str!("../scenarios/placement.toml")),
     ("redis", include_str!("../scenarios/redis.toml")),
-    ("postgres", include_str!("../scenarios/postgres.toml")),
     ("table-a", include_str!("../scenarios/table-a.toml")),
     ("table-b", include_str!("../scenarios/table-b.toml")),
     ("table-c", include_str!("../scenarios/table-c.toml")),
@@ -469,7 +466,7 @@ mod tests {
                 .iter()
                 .all(|text| text.parse::<Rate>().unwrap().to_string() == *text)
         );
-        let guests = ["zero", "dirty-7", "redis-b", "postgres"];
+        let guests = ["zero", "dirty-7", "redis-b", "updates"];
         assert!(
             guests
                 .iter()

@@ -15,7 +15,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use fastrand::Rng;
 use lab::net::{Lan, Namespace};
 
-use crate::clients::{Clients, Sample};
+use crate::clients::Sample;
 
 /// A mix of requests.
 #[derive(Clone, Copy, Debug)]
@@ -69,10 +69,12 @@ impl Redis {
         }
         Ok(Self { stop, threads })
     }
-}
 
-impl Clients for Redis {
-    fn end(self: Box<Self>) -> Result<Vec<Sample>> {
+    /// Ends the clients and returns all answered requests, in any order.
+    ///
+    /// # Errors
+    /// When one has failed before: a connection broke, or an answer was wrong.
+    pub(crate) fn end(self) -> Result<Vec<Sample>> {
         self.stop.store(true, Ordering::Relaxed);
         let mut samples = Vec::new();
         for thread in self.threads {

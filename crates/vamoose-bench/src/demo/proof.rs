@@ -19,26 +19,20 @@ const NOISE: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 pub(crate) struct Life {
     pub(crate) continuity: Continuity,
-    /// The time between two ticks with the noise of this machine: the longest silence at the source during the migration, or the
-    /// longest delay of a sleeping thread.
-    noisy_tick: Duration,
+    /// The longest silence at the source during the migration: a tick, and the noise of this machine.
+    before: Duration,
     /// The longest silence at the destination.
     after: Duration,
 }
 
 impl Life {
-    pub(crate) fn of(
-        source: &Log,
-        destination: &Log,
-        start: Instant,
-        overslept: Duration,
-    ) -> Result<Self> {
+    pub(crate) fn of(source: &Log, destination: &Log, start: Instant) -> Result<Self> {
         let continuity = serial::follow(source, destination)?;
         let mut migrating = source.clone();
         migrating.lines.retain(|line| line.at >= start);
         Ok(Self {
             continuity,
-            noisy_tick: migrating.largest_gap().max(TICK + overslept),
+            before: migrating.largest_gap().max(TICK),
             after: destination.largest_gap(),
         })
     }
@@ -66,34 +60,18 @@ pub(crate) fn check(run: &Run) -> Result<()> {
 
 /// Shows and checks the ticks.
 pub(crate) fn show(run: &Run) -> Result<()> {
-    let Life {
-        continuity,
-        noisy_tick,
-        ..
-    } = &run.life;
-    note("the source QEMU has stopped for good ('postmigrate'), the destination QEMU is 'running'");
-    note(
-        "before the guest resumed, all of its memory was compared in both QEMUs: every byte is equal",
-    );
+    let Continuity { ticks, last, first } = &run.life.continuity;
+    let [silence, downtime, held] = [silence(run), run.downtime, run.held].map(|it| it.as_millis());
+    let [allowed, noise, before] = [allowed(run), NOISE, run.life.before].map(|it| it.as_millis());
     note(format!(
-        "since the move, the guest has verified all of its {FILLED} MiB: nothing is corrupt"
-    ));
-    note(format!(
-        "{} ticks, numbered without a gap or a repetition; {} was the last at the source, {} the first at the destination",
-        continuity.ticks, continuity.last.number, continuity.first.number,
-    ));
-    note(format!(
-        "between these two: {} ms, with a downtime of {} ms, both without the {} ms of the comparison",
-        silence(run).as_millis(),
-        run.downtime.as_millis(),
-        run.held.as_millis(),
-    ));
-    note(format!(
-        "allowed: {} ms = downtime x 1.5 + {} ms (first steps at a new place, on a shared machine)\n\
-         + {} ms (period of a tick and noise of this machine, measured at the source and by a sleeping thread)",
-        allowed(run).as_millis(),
-        NOISE.as_millis(),
-        noisy_tick.as_millis(),
+        "the source QEMU has stopped for good ('postmigrate'), the destination QEMU is 'running'\n\
+         before the guest resumed, all of its memory was compared in both QEMUs: every byte is equal\n\
+         since the move, the guest has verified all of its {FILLED} MiB: nothing is corrupt\n\
+         {ticks} ticks, numbered without a gap or a repetition; {} was the last at the source, {} the first at the destination\n\
+         between these two: {silence} ms, with a downtime of {downtime} ms, both without the {held} ms of the comparison\n\
+         allowed: {allowed} ms = downtime x 1.5 + {noise} ms (first steps at a new place, on a shared machine)\n\
+         + {before} ms (the longest silence at the source during the migration)",
+        last.number, first.number,
     ));
     check(run).context("the guest was silent for too long")
 }
@@ -104,5 +82,5 @@ fn silence(run: &Run) -> Duration {
 }
 
 fn allowed(run: &Run) -> Duration {
-    run.downtime.mul_f64(1.5) + NOISE + run.life.noisy_tick
+    run.downtime.mul_f64(1.5) + NOISE + run.life.before
 }

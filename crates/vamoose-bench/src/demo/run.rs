@@ -13,7 +13,6 @@ use super::network::RATE;
 use super::proof::Life;
 use super::screen::note;
 use super::setup::{LOAD, RAM, Setup};
-use super::witness::Witness;
 use super::{METHOD, Variant};
 use crate::measure::begin::Ends;
 use crate::measure::moving::{self, Moved};
@@ -47,7 +46,6 @@ impl Setup<'_> {
 
     fn try_run(&self, variant: Variant) -> Result<Run> {
         let (mut source, mut destination) = self.boot(variant)?;
-        let witness = Witness::start();
         let moved = self.migrate(variant, &mut source, &mut destination);
         let (moved, held) = moved.with_context(|| fates(&mut source, &mut destination))?;
         ensure!(moved.is_there, "it took longer than {LIMIT:?}");
@@ -69,12 +67,7 @@ impl Setup<'_> {
             total,
             downtime,
             guest_cpu: moved.guest_cpu,
-            life: Life::of(
-                &source.finish()?,
-                &destination.finish()?,
-                moved.commanded,
-                witness.finish(),
-            )?,
+            life: Life::of(&source.finish()?, &destination.finish()?, moved.commanded)?,
             held,
         })
     }
@@ -114,7 +107,7 @@ impl Setup<'_> {
         let monitor = destination.qemu.qmp_socket();
         let hold = if variant == Variant::Cut {
             let at = destination.qemu.socket("held");
-            let memory = [&source.qemu, &destination.qemu].map(|qemu| qemu.ram().to_owned());
+            let memory = [source.qemu.ram(), destination.qemu.ram()];
             Some((Hold::start(self.guard, &at, &monitor, memory)?, at))
         } else {
             None

@@ -25,58 +25,35 @@ pub(crate) fn note(text: impl Display) {
 
 /// Prints all runs side by side.
 pub(crate) fn table(runs: &[Run], measuring: &str) {
-    const MIB: f64 = (1 << 20) as f64;
-    say("                    total  downtime  tick gap     link  ratio     CPU seconds");
-    say(
-        "                        s        ms        ms      MiB         source  vamoose  dest.    all   (guest)",
-    );
+    say("                    total  downtime  tick gap     link   CPU seconds");
+    say("                        s        ms        ms      MiB    all (guest)");
     for run in runs {
         let Run { figures, .. } = run;
         let bytes = figures.link_bytes.or(figures.wire_bytes);
-        let link = bytes.map(|bytes| bytes as f64 / MIB);
-        let pages = figures
-            .normal_pages
-            .map(|pages| (pages * 4096) as f64 / MIB);
-        let ratio = pages.zip(link).map(|(pages, link)| pages / link);
-        let known = |value: Option<f64>, digits| {
-            value.map_or_else(|| "?".to_owned(), |value| format!("{value:.digits$}"))
-        };
-        let (link, ratio) = (known(link, 0), known(ratio, 2));
-        let cpu = &figures.cpu;
+        let link = bytes.map_or("?".to_owned(), |bytes| (bytes >> 20).to_string());
         say(format!(
-            "   {:<14} {:>7.1} {:>9} {:>9} {link:>8} {ratio:>6} {:>8.2} {:>8.2} {:>6.2} {:>6.2} {:>9.2}",
+            "   {:<14} {:>7.1} {:>9} {:>9} {link:>8} {:>6.2} {:>7.2}",
             run.variant.to_string(),
             run.total.as_secs_f64(),
             run.downtime.as_millis(),
             run.life.continuity.gap().as_millis(),
-            cpu.source,
-            cpu.sender + cpu.receiver,
-            cpu.destination,
-            cpu.total(),
+            figures.cpu.total(),
             run.guest_cpu,
         ));
     }
+    let cores = thread::available_parallelism().map_or(1, usize::from);
     say("");
     note(format!(
         "total: from the command until the guest runs at the destination.\n\
          downtime: from the guest's stop to its start, by one clock.\n\
          tick gap: from the last tick at the source to the first at the destination; ticks come every 100 ms.\n\
-         link: bytes to the destination, {measuring}. ratio: pages sent / link.\n\
-         CPU seconds: of the migration; those of the guest (vCPU threads of both QEMUs) are shown separately.\n\
+         link: bytes to the destination, {measuring}.\n\
+         CPU seconds: of the migration, at both ends; those of the guest (vCPU threads of both QEMUs) are shown separately.\n\
          Stock QEMU: zstd, level 1. vamoose: its default, method auto.\n\
          All: 2 channels, downtime limit 300 ms, return path, destination memory preallocated, cable plugged in.\n\
-         The move whose cable was pulled is not among them.\n\
          vamoose: destination with -S, resumed once the source has stopped for good; pages and all data sent are\n\
          checked by CRC-32C. TLS: authenticated and encrypted. plain: neither, for a fair comparison with stock.\n\
          stock: plain TCP; destination without -S, so that the guest resumes as soon as it has arrived.\n\
-         One run each, on {}: an illustration, not a benchmark.",
-        machine()
+         One run each, on {cores} shared cores: an illustration, not a benchmark."
     ));
-}
-
-fn machine() -> String {
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
-    let load = load.split(' ').next().unwrap_or("?");
-    format!("{cores} shared cores, load average {load}")
 }

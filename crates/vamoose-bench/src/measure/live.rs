@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use lab::ram;
 use lab::vamoose::Vamoose;
 use serde_json::Value;
@@ -12,15 +12,12 @@ use tempfile::TempDir;
 use super::Host;
 use super::still::SEED;
 use crate::record::{Cell, Cpu, Figures, Outcome, Record};
-use crate::scenario::{Content, Guest};
+use crate::scenario::Content;
 
 /// Time limit, which includes making and comparing the memory.
 const MOST: Duration = Duration::from_secs(300);
 
-pub(super) fn measure(host: &Host, cell: &Cell, round: u32) -> Result<Record> {
-    let Guest::Still(content) = cell.guest else {
-        bail!("{} runs in a QEMU", cell.guest);
-    };
+pub(super) fn measure(host: &Host, content: Content, cell: &Cell, round: u32) -> Result<Record> {
     let folder = TempDir::new_in("/dev/shm").context("a folder for the memory image")?;
     let image = folder.path().join("ram");
     let fill = match host.corpus.fill(content) {

@@ -1,7 +1,7 @@
 //! Measures a running guest, which each contender moves to the other host; its clients work all the time.
 //!
 //! ```text
-//!                         clients' namespace: Redis clients, pgbench
+//!                         clients' namespace: clients of Redis
 //!                     ┌──────────────────────┴──────────────────────┐
 //!  namespace here     │                                             │     namespace there
 //!    guest ─ source QEMU ═══════════════ the link ═════════════ destination QEMU ─ guest
@@ -11,7 +11,7 @@ use std::mem;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use lab::guest::{Guest, Image, Load, Pattern};
 use lab::net::{Lan, Link};
 use lab::program::Program;
@@ -20,19 +20,16 @@ use lab::serial::Log;
 
 use super::begin::Ends;
 use super::{Host, MOMENTS, moving};
-use crate::clients::{
-    Clients, Sample,
-    pgbench::Pgbench,
-    redis::{Mix, Redis},
-};
+use crate::clients::Sample;
+use crate::clients::redis::{Mix, Redis};
 use crate::record::{Cell, Outcome, Record, Service, Services};
-use crate::scenario::{Rate, Who, Workload};
+use crate::scenario::{Rate, Workload};
 
 /// A running guest, its clients and networks.
 pub(crate) struct Running<'a> {
     host: &'a Host,
     workload: Workload,
-    clients: Option<Box<dyn Clients>>,
+    clients: Option<Redis>,
     // Dropped before the networks in which it runs.
     guest: Option<Guest>,
     machine: Builder,
@@ -52,7 +49,7 @@ const SETTLE: Duration = Duration::from_secs(2);
 /// Time after that in which the guest is left alone before it is moved on.
 const REST: Duration = Duration::from_secs(3);
 
-/// Time before the first measurement: PostgreSQL is still writing its tables.
+/// Time before the first measurement, in which the guest settles.
 const WARM_UP: Duration = Duration::from_secs(5);
 
 /// Part of [`REST`] in which changed memory is counted.
@@ -64,15 +61,16 @@ const BOOT: Duration = Duration::from_secs(180);
 impl<'a> Running<'a> {
     pub(super) fn start(host: &'a Host, workload: Workload, cell: &Cell) -> Result<Self> {
         let link = host.link(cell.link)?;
-        let lan = workload.program().map(|_| Lan::new(&link)).transpose()?;
+        let lan = workload
+            .has_clients()
+            .then(|| Lan::new(&link))
+            .transpose()?;
         let (image, machine) = workload.machine(&host.qemu, cell.link, cell.ram)?;
         let guest = Guest::start(&machine.clone().namespace(link.source.name()))?;
         guest.wait_ready(BOOT)?;
-        let clients = lan
-            .as_ref()
-            .map(|lan| workload.clients(lan))
-            .transpose()?
-            .flatten();
+        let mix = lan.as_ref().zip(workload.mix());
+        let start = |(lan, mix): (&Lan, Mix)| Redis::start(&lan.clients, mix);
+        let clients = mix.map(start).transpose()?;
         thread::sleep(WARM_UP);
         Ok(Self {
             host,
@@ -91,11 +89,6 @@ impl<'a> Running<'a> {
 
     /// Moves the guest to the other host.
     pub(super) fn migrate(&mut self, cell: &Cell, round: u32) -> Result<()> {
-        ensure!(
-            cell.contender.who != Who::Live,
-            "{} cannot move a guest of QEMU",
-            cell.contender
-        );
         let mut source = self.guest.take().context("the guest is lost")?;
         let mut hosts = [&self.link.source, &self.link.destination];
         if self.is_there {
@@ -118,10 +111,10 @@ impl<'a> Running<'a> {
         };
         let mut moved = moving::migrate(ends, cell, || Ok(()))?;
         moved.figures.dirty_rate = Some(dirty_rate);
-        let outcome = match (moved.is_there, self.workload.program()) {
+        let outcome = match (moved.is_there, self.workload.has_clients()) {
             (false, _) => Outcome::Cancelled,
-            (true, Some(_)) => Outcome::Served,
-            (true, None) => Outcome::Checked,
+            (true, true) => Outcome::Served,
+            (true, false) => Outcome::Checked,
         };
         if moved.is_there {
             mem::swap(&mut source, &mut destination);
@@ -144,18 +137,12 @@ impl<'a> Running<'a> {
     /// Ends the clients and the guest; returns all records.
     pub(super) fn finish(mut self) -> Result<Vec<Record>> {
         thread::sleep(REST);
-        let of_clients = match self.clients.take() {
-            Some(clients) => clients.end()?,
-            None => Vec::new(),
-        };
+        let of_clients = self.clients.take().map(Redis::end).transpose()?;
         let guest = self.guest.take().context("the guest is lost")?;
         let log = guest.finish()?;
         log.check()?;
         self.logs.push(log);
-        let samples = match of_clients.is_empty() {
-            true => self.signs(),
-            false => of_clients,
-        };
+        let samples = of_clients.unwrap_or_else(|| self.signs());
         let with_service = |(mut record, [from, to]): (Record, [Instant; 2])| {
             record.service = Some(Services {
                 before: Service::of(&samples, from - REST, from),
@@ -182,20 +169,16 @@ impl<'a> Running<'a> {
 }
 
 impl Workload {
-    /// The program that clients use; `None` for a load that checks its own memory.
-    pub(crate) fn program(self) -> Option<Program> {
-        match self {
-            Self::RedisRandom | Self::RedisA | Self::RedisB => Some(Program::Redis),
-            Self::Postgres => Some(Program::Postgres),
-            Self::Idle | Self::Dirty(_) | Self::Updates | Self::Counters => None,
-        }
+    /// Whether clients use a program in the guest, instead of a load that checks its own memory.
+    pub(crate) fn has_clients(self) -> bool {
+        self.mix().is_some()
     }
 
     /// Boot image and machine.
     fn machine(self, binary: &Binary, link: Rate, ram: u64) -> Result<(Image, Builder)> {
-        if let Some(program) = self.program() {
-            let image = program.image()?;
-            let machine = program.machine(&image, binary, ram);
+        if self.has_clients() {
+            let image = Program::Redis.image()?;
+            let machine = Program::Redis.machine(&image, binary, ram);
             return Ok((image, machine));
         }
         let image = Image::build(16)?;
@@ -221,15 +204,13 @@ impl Workload {
         Ok((image, machine))
     }
 
-    /// Starts the clients; `None` where signs of life on the serial port replace them.
-    fn clients(self, lan: &Lan) -> Result<Option<Box<dyn Clients>>> {
-        let network = &lan.clients;
-        Ok(Some(match self {
-            Self::RedisRandom => Box::new(Redis::start(network, Mix::RANDOM)?),
-            Self::RedisA => Box::new(Redis::start(network, Mix::A)?),
-            Self::RedisB => Box::new(Redis::start(network, Mix::B)?),
-            Self::Postgres => Box::new(Pgbench::start(network)?),
-            _ => return Ok(None),
-        }))
+    /// The mix of the clients' requests; `None` where signs of life on the serial port replace clients.
+    fn mix(self) -> Option<Mix> {
+        match self {
+            Self::RedisRandom => Some(Mix::RANDOM),
+            Self::RedisA => Some(Mix::A),
+            Self::RedisB => Some(Mix::B),
+            Self::Idle | Self::Dirty(_) | Self::Updates | Self::Counters => None,
+        }
     }
 }
