@@ -3,20 +3,22 @@
 //! The engine's `resume` does not resume the guest yet: first, its memory is read as it arrived. So the downtime that the source
 //! reports excludes this reading, and waking the vCPUs, which takes microseconds.
 
-use std::io::{self, Write as _};
+use std::{
+    io::{self, Write as _},
+    process, thread,
+};
 
 use anyhow::{Context as _, Result};
 use serde::Serialize;
 use testguest::{Fill, Guest, fill};
 use tracing::warn;
+use vamoose::report::process_cpu_time;
 use vamoose_live::{Destination, DestinationConfig, DestinationGuest, GuestError, Settings};
 
 use crate::{
-    cpu::CpuTime,
     digest::Digest,
     dsa::Queues,
     guest::{ram_of, run_briefly},
-    link::{OwnKey, end_with_the_source},
     messages::{Arrived, Order, Resumed},
 };
 
@@ -27,13 +29,21 @@ pub(crate) fn run() -> Result<()> {
         .context("cannot read the order")?;
     let order: Order = serde_json::from_str(&line)
         .context("this command is started by vamoose-demo, not by hand")?;
-    let own_key = order.link.own_key()?;
-    end_with_the_source(own_key.as_ref());
+    end_with_the_source();
     // The source prints an error for the user.
-    receive_guest(&order, own_key.as_ref()).or_else(|error| send::<()>(Err(format!("{error:#}"))))
+    receive_guest(&order).or_else(|error| send::<()>(Err(format!("{error:#}"))))
 }
 
-fn receive_guest(order: &Order, own_key: Option<&OwnKey>) -> Result<()> {
+/// Ends this process when the source has ended in any way.
+fn end_with_the_source() {
+    thread::spawn(|| {
+        // An error is an end, too.
+        let _ = io::copy(&mut io::stdin(), &mut io::sink());
+        process::exit(1);
+    });
+}
+
+fn receive_guest(order: &Order) -> Result<()> {
     let memory = order.shape.memory()?;
     if order.prealloc {
         fill(&memory, &Fill::Zero).context("cannot populate the memory")?;
@@ -46,15 +56,13 @@ fn receive_guest(order: &Order, own_key: Option<&OwnKey>) -> Result<()> {
     // sent as zeros.
     config.memory_is_zero = true;
     config.copy = Queues::copy(order.copy.as_ref(), &order.hardware)?;
-    let (acceptor, listening) = order
-        .link
-        .listen(&order.listen, own_key, config.stall_timeout)?;
+    let (acceptor, address) = order.link.listen(&order.listen, config.stall_timeout)?;
     let mut destination = Destination::new(acceptor, ram.clone(), config)?;
-    send(Ok(listening))?;
+    send(Ok(address))?;
 
-    let before = CpuTime::now();
+    let before = process_cpu_time();
     let arrival = destination.run(&mut Incoming(&guest))?;
-    let cpu_seconds = CpuTime::now().without_vcpus(before).as_secs_f64();
+    let cpu_seconds = process_cpu_time().saturating_sub(before).as_secs_f64();
     if !arrival.settled {
         warn!("the source has not acknowledged that the guest is here");
     }

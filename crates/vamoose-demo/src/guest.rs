@@ -43,8 +43,8 @@ impl Shape {
         config.vcpus = self.vcpus;
         config.pattern = self.pattern;
         config.rate = match self.rate {
-            Rate::Idle | Rate::Max => None,
-            Rate::PagesPerSecond(rate) => Some(rate),
+            Rate::Max => None,
+            Rate::PagesPerSecond(rate) => NonZeroU64::new(rate),
         };
         if let Some(bytes) = self.working_set_bytes {
             // At the end: a KVM guest has its code at the start.
@@ -71,7 +71,7 @@ pub(crate) fn ram_of(memory: &Memory) -> Result<Ram> {
 pub(crate) fn run_briefly(guest: &Guest, rate: Rate) -> Result<u64> {
     const WRITES: u64 = 4000;
     const TIMEOUT: Duration = Duration::from_secs(2);
-    if rate == Rate::Idle {
+    if rate == Rate::IDLE {
         return Ok(0);
     }
     let (before, start) = (guest.written(), Instant::now());
@@ -86,12 +86,15 @@ pub(crate) fn run_briefly(guest: &Guest, rate: Rate) -> Result<u64> {
 /// Rate at which the guest writes pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rate {
-    /// No writes.
-    Idle,
     /// At most this many pages a second.
-    PagesPerSecond(NonZeroU64),
+    PagesPerSecond(u64),
     /// As fast as possible.
     Max,
+}
+
+impl Rate {
+    /// No writes.
+    pub(crate) const IDLE: Self = Self::PagesPerSecond(0);
 }
 
 impl FromStr for Rate {
@@ -101,17 +104,14 @@ impl FromStr for Rate {
         if text == "max" {
             return Ok(Self::Max);
         }
-        let pages: u64 = text
-            .parse()
-            .map_err(|_| format!("`{text}` is neither a number of pages per second nor `max`"))?;
-        Ok(NonZeroU64::new(pages).map_or(Self::Idle, Self::PagesPerSecond))
+        let pages = text.parse().map(Self::PagesPerSecond);
+        pages.map_err(|_| format!("`{text}` is neither a number of pages per second nor `max`"))
     }
 }
 
 impl fmt::Display for Rate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Idle => f.write_str("0"),
             Self::PagesPerSecond(rate) => rate.fmt(f),
             Self::Max => f.write_str("max"),
         }

@@ -1,8 +1,8 @@
-//! How the demo's two processes connect: over a session, for which each makes a key, or over plain connections.
+//! How the demo's two processes connect: over a session, or over plain connections.
 //!
-//! Public keys are exchanged through the destination's standard input and output, so that the user needs no keys.
+//! The source makes a key for each side, so that the user needs none.
 
-use std::{fs, io, path::PathBuf, process, thread, time::Duration};
+use std::{path::PathBuf, time::Duration};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
@@ -15,7 +15,7 @@ use vamoose_live::{
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Connection")]
 pub(crate) struct LinkOptions {
-    /// Use neither authentication nor encryption [default: each side makes a key]
+    /// Use neither authentication nor encryption [default: each side gets a key]
     #[arg(long)]
     insecure: bool,
     /// Use plain connections instead of a session: not authenticated, encrypted or checked, and none may be lost
@@ -31,51 +31,68 @@ pub(crate) struct LinkOptions {
     reconnect_timeout: u64,
 }
 
-/// Connections that the destination accepts.
+/// One side of the link.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Link {
     Plain,
     Session {
-        /// The source's public key; `None` without keys.
-        key: Option<String>,
+        /// `None` without authentication.
+        keys: Option<SideKeys>,
         reconnect_timeout: Duration,
     },
 }
 
-/// Where the destination listens.
+/// What a side needs to authenticate.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Listening {
-    pub(crate) address: String,
-    /// Its public key.
-    key: Option<String>,
+pub(crate) struct SideKeys {
+    /// Folder of its own key.
+    directory: PathBuf,
+    /// Public key of the other side.
+    trusted: String,
 }
 
-/// This side's key, until it is dropped.
-pub(crate) struct OwnKey {
-    directory: TempDir,
-    public: String,
+/// Both sides of the link.
+pub(crate) struct Sides {
+    pub(crate) source: Link,
+    pub(crate) destination: Link,
+    /// Removed, with its keys, on drop.
+    _keys: TempDir,
 }
 
 impl LinkOptions {
-    /// The link for the order to the destination, and the source's key.
-    pub(crate) fn link(&self) -> Result<(Link, Option<OwnKey>)> {
-        if self.plain {
-            return Ok((Link::Plain, None));
-        }
-        let own = (!self.insecure).then(OwnKey::new).transpose()?;
-        let link = Link::Session {
-            key: own.as_ref().map(|own| own.public.clone()),
-            reconnect_timeout: Duration::from_secs(self.reconnect_timeout),
+    /// Both sides of the link, with new keys.
+    pub(crate) fn sides(&self) -> Result<Sides> {
+        let folder = TempDir::new().context("no directory for keys")?;
+        let directories = ["source", "destination"].map(|name| folder.path().join(name));
+        let reconnect_timeout = Duration::from_secs(self.reconnect_timeout);
+        let session = |keys| Link::Session {
+            keys,
+            reconnect_timeout,
         };
-        Ok((link, own))
+        let [source, destination] = if self.plain {
+            [Link::Plain, Link::Plain]
+        } else if self.insecure {
+            [session(None), session(None)]
+        } else {
+            let [source, destination] = directories;
+            let public = [Keys::generate(&source)?, Keys::generate(&destination)?];
+            let [of_source, of_destination] = public.map(|key| key.to_string());
+            [(source, of_destination), (destination, of_source)]
+                .map(|(directory, trusted)| session(Some(SideKeys { directory, trusted })))
+        };
+        Ok(Sides {
+            source,
+            destination,
+            _keys: folder,
+        })
     }
 }
 
 impl Link {
     /// The transport to the listening destination.
-    pub(crate) fn to(&self, there: &Listening, own: Option<&OwnKey>) -> Result<Transport> {
-        let address: Address = there.address.parse()?;
-        Ok(match self.session(there.key.as_deref(), own)? {
+    pub(crate) fn to(&self, address: &str) -> Result<Transport> {
+        let address: Address = address.parse()?;
+        Ok(match self.session()? {
             None => Transport::Plain(address),
             Some(config) => Transport::Session(Remote {
                 paths: vec![address.into()],
@@ -84,50 +101,35 @@ impl Link {
         })
     }
 
-    /// The key that the destination needs.
-    pub(crate) fn own_key(&self) -> Result<Option<OwnKey>> {
-        match self {
-            Self::Session { key: Some(_), .. } => OwnKey::new().map(Some),
-            Self::Session { key: None, .. } | Self::Plain => Ok(None),
-        }
-    }
-
-    /// Listens on `address`.
+    /// Listens on `address`; also returns the address with its port.
     pub(crate) fn listen(
         &self,
         address: &str,
-        own: Option<&OwnKey>,
         stall_timeout: Duration,
-    ) -> Result<(Acceptor, Listening)> {
+    ) -> Result<(Acceptor, String)> {
         let listener = Listener::bind(&address.parse()?, stall_timeout)?;
-        let listening = Listening {
-            address: listener.address().to_string(),
-            key: own.map(|own| own.public.clone()),
-        };
-        let key = match self {
-            Self::Plain => None,
-            Self::Session { key, .. } => key.as_deref(),
-        };
-        let acceptor = match self.session(key, own)? {
+        let address = listener.address().to_string();
+        let acceptor = match self.session()? {
             None => Acceptor::Plain(listener),
             Some(config) => Acceptor::Sessions(Sessions::new(vec![listener], config)?),
         };
-        Ok((acceptor, listening))
+        Ok((acceptor, address))
     }
 
-    /// The configuration of sessions with the owner of `key`; `None` for plain connections.
-    fn session(&self, key: Option<&str>, own: Option<&OwnKey>) -> Result<Option<SessionConfig>> {
+    /// The configuration of sessions; `None` for plain connections.
+    fn session(&self) -> Result<Option<SessionConfig>> {
         let Self::Session {
-            reconnect_timeout, ..
+            keys,
+            reconnect_timeout,
         } = self
         else {
             return Ok(None);
         };
-        let security = match own {
+        let security = match keys {
             None => Security::Insecure,
-            Some(own) => Security::Keys(Keys {
-                directory: own.directory.path().to_owned(),
-                trusted: Some(vec![key.context("the other side has no key")?.parse()?]),
+            Some(keys) => Security::Keys(Keys {
+                directory: keys.directory.clone(),
+                trusted: Some(vec![keys.trusted.parse()?]),
             }),
         };
         Ok(Some(SessionConfig {
@@ -135,24 +137,4 @@ impl Link {
             ..SessionConfig::new(security)
         }))
     }
-}
-
-impl OwnKey {
-    fn new() -> Result<Self> {
-        let directory = TempDir::new().context("no directory for a key")?;
-        let public = Keys::generate(directory.path())?.to_string();
-        Ok(Self { directory, public })
-    }
-}
-
-/// Ends this process and removes its key when the source has ended in any way.
-pub(crate) fn end_with_the_source(own: Option<&OwnKey>) {
-    let directory: Option<PathBuf> = own.map(|own| own.directory.path().to_owned());
-    thread::spawn(move || {
-        // An error is an end, too.
-        let _ = io::copy(&mut io::stdin(), &mut io::sink());
-        // It may have been removed.
-        let _ = directory.map(fs::remove_dir_all);
-        process::exit(1);
-    });
 }

@@ -13,7 +13,6 @@
 
 #![deny(unsafe_code)]
 
-mod cpu;
 mod destination;
 mod digest;
 mod dirty_log;
@@ -47,7 +46,7 @@ use crate::{
     dirty_log::LogName,
     dsa::DsaOptions,
     guest::{Rate, Shape, parse_fill, parse_ram, ram_of, run_briefly},
-    link::{Link, LinkOptions, Listening},
+    link::{Link, LinkOptions},
     messages::{Arrived, Order, Resumed},
     process::Process,
     report::Outcome,
@@ -72,8 +71,7 @@ struct Options {
     /// Address the destination listens on: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI", default_value = "tcp:127.0.0.1:0")]
     listen: Address,
-    /// Command that starts the destination in another place: `ip netns exec NAME`, `taskset -c 1`, or `ssh HOST` (with this
-    /// program at the same path)
+    /// Command that starts the destination in another place on this host: `ip netns exec NAME`, or `taskset -c 1`
     #[arg(long, value_name = "COMMAND")]
     via: Option<String>,
     #[command(flatten)]
@@ -173,8 +171,8 @@ fn main() -> ExitCode {
 }
 
 fn run(options: &Options) -> Result<()> {
-    let (link, own_key) = options.link.link()?;
-    let order = options.order(link)?;
+    let link = options.link.sides()?;
+    let order = options.order(link.destination.clone())?;
     let mut config = options.migration.config()?;
     // Over loopback; the path through a command is unknown.
     config.direct_link = options.via.is_none();
@@ -186,14 +184,11 @@ fn run(options: &Options) -> Result<()> {
     let ram = ram_of(guest.memory())?;
     let log = dirty_log::open(dirty_log, &guest, &ram)?;
     let source = Source::new(ram.clone(), log, config.clone())?;
-    let there: Listening = destination.receive()?;
-    info!(
-        "the destination, process {}, listens on {}",
-        destination.id(),
-        there.address
-    );
-    let to = order.link.to(&there, own_key.as_ref())?;
-    if shape.rate != Rate::Idle {
+    let address: String = destination.receive()?;
+    let process = destination.id();
+    info!("the destination, process {process}, listens on {address}");
+    let to = link.source.to(&address)?;
+    if shape.rate != Rate::IDLE {
         guest.resume()?;
     }
     let (run, result) = source::migrate(source, &to, &guest, &cancel);
@@ -390,7 +385,7 @@ fn summarise(run: &Run, shape: &Shape, outcome: &Outcome) {
         "moved in {} ms, downtime {} ms, {} rounds, {} MiB on the wire ({:.2}x)",
         status.total_time,
         status.downtime.unwrap_or_default(),
-        run.rounds.len(),
+        status.ram.dirty_sync_count,
         moved.wire_bytes >> 20,
         moved.page_bytes as f64 / moved.wire_bytes.max(1) as f64,
     );
@@ -409,13 +404,5 @@ fn summarise(run: &Run, shape: &Shape, outcome: &Outcome) {
         yes(outcome.verdict.checksum_holds),
         outcome.writes,
         outcome.writes_after,
-    );
-    let seconds =
-        |seconds: Option<f64>| seconds.map_or("unknown".to_owned(), |time| format!("{time:.3}"));
-    info!(
-        "CPU seconds: source {:.3}, destination {}, the guest meanwhile {}",
-        run.cpu_time.as_secs_f64(),
-        seconds(outcome.arrived.as_ref().map(|arrived| arrived.cpu_seconds)),
-        seconds(run.vcpu_time.map(|time| time.as_secs_f64())),
     );
 }

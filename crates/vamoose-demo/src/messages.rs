@@ -3,9 +3,9 @@
 //!
 //! ```text
 //!  source                                            destination
-//!     ── Order (the guest's shape, where to listen, ─>  makes memory, guest and key
-//!              its public key)
-//!     <───────── Listening (address, its public key) ──
+//!     ── Order (the guest's shape, where to listen, ──> makes memory and guest
+//!              its keys)
+//!     <──────────────── the address, with its port ──
 //!     ══ the migration, over the network ════════════>  the guest is loaded, but does not run yet
 //!     <── Arrived (checksum, digest of all memory, CPU time)
 //!     <── Resumed (its writes) ───────────────────────  it has run, was paused and verified again

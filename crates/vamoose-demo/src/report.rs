@@ -98,9 +98,6 @@ pub(crate) fn json(
             "memory-equal": outcome.verdict.memory_equal,
             "checksum-holds": outcome.verdict.checksum_holds,
             "downtime": status.downtime,
-            // Everything but the setup: from the first search for written memory to the running guest.
-            "scan-and-send": status.total_time.saturating_sub(status.setup_time),
-            "rounds": run.rounds,
             "channels": config.channels,
             "packet-bytes": config.packet_bytes,
             "zero-copy": {
@@ -113,13 +110,11 @@ pub(crate) fn json(
             },
             "zero-page-detection": { "by": name(&config.zero_page_detection) },
             "guest": shape,
-            // Without making, reading and comparing the memory; of the source without the vCPUs, `guest`, which includes faults
-            // of the dirty log.
+            // Without making, reading and comparing the memory; at the source with the guest's vCPUs.
             "cpu-seconds": {
                 "source": run.cpu_time.as_secs_f64(),
                 "destination": arrived.map(|arrived| arrived.cpu_seconds),
                 "total": arrived.map(|arrived| run.cpu_time.as_secs_f64() + arrived.cpu_seconds),
-                "guest": run.vcpu_time.map(|time| time.as_secs_f64()),
                 "encode": moved.encode_time.as_secs_f64(),
                 "decode": arrived.map(|arrived| arrived.decode_seconds),
             },

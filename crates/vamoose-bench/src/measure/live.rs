@@ -65,9 +65,7 @@ pub(super) fn measure(host: &Host, content: Content, cell: &Cell, round: u32) ->
     let figures = Figures {
         seconds: number(&report["total-time"])? / 1e3,
         downtime_reported: report["downtime"].as_f64(),
-        rounds: report["rounds"]
-            .as_array()
-            .map(|rounds| rounds.len() as u64),
+        rounds: report["ram"]["dirty-sync-count"].as_u64(),
         wire_bytes: report["wire-bytes"].as_u64(),
         link_bytes: sent,
         normal_pages: report["ram"]["normal"].as_u64(),
