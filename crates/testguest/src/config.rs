@@ -2,9 +2,9 @@
 
 use std::{num::NonZeroU64, ops::Range};
 
+use anyhow::{Result, ensure};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
-use thiserror::Error;
 
 use crate::{
     kvm,
@@ -51,23 +51,6 @@ pub enum Pattern {
     Random,
 }
 
-/// A configuration that is not valid.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
-pub enum ConfigError {
-    #[error("{vcpus} vCPUs: the range is 1 to {MAX_VCPUS}")]
-    Vcpus { vcpus: u8 },
-    #[error(
-        "working set: {:#x}..{:#x} is not made of whole pages of {:#x}..{:#x}",
-        working_set.start, working_set.end, writable.start, writable.end
-    )]
-    WorkingSet {
-        working_set: Range<u64>,
-        writable: Range<u64>,
-    },
-}
-
 impl Config {
     /// One vCPU, which writes random pages of all memory as fast as it can.
     pub fn new(kind: Kind, memory: Memory) -> Self {
@@ -82,19 +65,20 @@ impl Config {
     }
 
     /// Checks the number of vCPUs and the working set.
-    pub(crate) fn check(&self) -> Result<(), ConfigError> {
-        if !(1..=MAX_VCPUS).contains(&self.vcpus) {
-            return Err(ConfigError::Vcpus { vcpus: self.vcpus });
-        }
-        let (writable, working_set) = (self.writable(), self.working_set());
-        let Range { start, end } = working_set;
-        let pages = start.is_multiple_of(PAGE) && end.is_multiple_of(PAGE);
-        if !pages || start >= end || start < writable.start || end > writable.end {
-            return Err(ConfigError::WorkingSet {
-                working_set,
-                writable,
-            });
-        }
+    pub(crate) fn check(&self) -> Result<()> {
+        let (vcpus, writable, Range { start, end }) =
+            (self.vcpus, self.writable(), self.working_set());
+        ensure!(
+            (1..=MAX_VCPUS).contains(&vcpus),
+            "{vcpus} vCPUs: the range is 1 to {MAX_VCPUS}"
+        );
+        let is_whole = start.is_multiple_of(PAGE) && end.is_multiple_of(PAGE);
+        ensure!(
+            is_whole && start < end && writable.start <= start && end <= writable.end,
+            "working set: {start:#x}..{end:#x} is not made of whole pages of {:#x}..{:#x}",
+            writable.start,
+            writable.end
+        );
         Ok(())
     }
 

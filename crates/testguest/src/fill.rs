@@ -1,13 +1,10 @@
 //! Initial content of the memory.
 
-use std::{fs::File, io, ops::Range, os::unix::fs::FileExt, path::PathBuf};
+use std::{fs::File, io, os::unix::fs::FileExt, path::PathBuf};
 
 use fastrand::Rng;
 
-use crate::{
-    memory::{Memory, PAGE, PAGE_BYTES},
-    parallel::{on_all_cpus, pieces},
-};
+use crate::memory::{Memory, PAGE, PAGE_BYTES};
 
 /// Bytes filled at a time.
 const CHUNK: usize = 1 << 20;
@@ -26,7 +23,7 @@ pub enum Fill {
     File(PathBuf),
 }
 
-/// Fills all of `memory`, with a thread for each CPU. Call this before a guest is made in the memory.
+/// Fills all of `memory`. Call this before a guest is made in the memory.
 ///
 /// # Errors
 /// When the file cannot be read, or is empty.
@@ -56,22 +53,23 @@ pub fn fill(memory: &Memory, fill: &Fill) -> io::Result<()> {
 }
 
 /// Calls `content` with each chunk's address and a buffer of zeros, and copies the buffer into the memory.
-fn in_chunks<F>(memory: &Memory, content: F) -> io::Result<()>
-where
-    F: Fn(u64, &mut [u8]) -> io::Result<()> + Sync,
-{
-    let blocks = memory.blocks().iter();
-    let chunks = blocks.flat_map(|block| pieces(block.range(), CHUNK));
-    let fill = |chunk: Range<u64>| {
-        let len = usize::try_from(chunk.end - chunk.start).map_err(io::Error::other)?;
-        let mut buffer = vec![0; len];
-        content(chunk.start, &mut buffer)?;
-        if let Some(slice) = memory.slice(chunk.start, len) {
-            slice.copy_from(&buffer);
+fn in_chunks(
+    memory: &Memory,
+    content: impl Fn(u64, &mut [u8]) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut buffer = vec![0; CHUNK];
+    for block in memory.blocks() {
+        for start in block.range().step_by(CHUNK) {
+            let len = usize::try_from(block.range().end - start).unwrap_or(CHUNK);
+            let chunk = &mut buffer[..len.min(CHUNK)];
+            chunk.fill(0);
+            content(start, chunk)?;
+            if let Some(slice) = memory.slice(start, chunk.len()) {
+                slice.copy_from(chunk);
+            }
         }
-        Ok(())
-    };
-    on_all_cpus(chunks.collect(), fill).into_iter().collect()
+    }
+    Ok(())
 }
 
 /// The bytes from `start` of the endless repetition of a file of `len` bytes.

@@ -1,26 +1,22 @@
 //! A guest, from its first write to its proof.
 
 use std::{
-    io,
     os::fd::BorrowedFd,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex, atomic::Ordering},
     thread::{self, JoinHandle},
 };
 
+use anyhow::{Context as _, Error, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
-use thiserror::Error;
 
 use crate::{
-    config::{Config, ConfigError, Kind},
-    kvm::{KvmError, Slot, Vm},
+    config::{Config, Kind},
+    kvm::{Slot, Vm},
     memory::Memory,
     pacer::Pacer,
     stamp::{self, Course, Progress},
-    state::{self, LoadError},
-    vcpu::{self, Control, Failure, Shared, Vcpu, Writer, lock},
+    state,
+    vcpu::{self, Control, Shared, Vcpu, Writer, lock},
 };
 
 /// A guest that writes memory, and can prove what it wrote.
@@ -32,51 +28,9 @@ pub struct Guest {
     vcpus: Vec<Shared>,
     control: Arc<Control>,
     threads: Vec<JoinHandle<()>>,
-    /// An [`incoming`](Guest::incoming) guest that has not loaded its state.
-    waiting: AtomicBool,
-    /// Allows one change of state at a time.
-    changing: Mutex<()>,
-}
-
-/// A guest that cannot be created, or cannot do what was asked.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
-pub enum GuestError {
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    #[error(transparent)]
-    Kvm(#[from] KvmError),
-    #[error("cannot start the thread of a vCPU")]
-    Thread(#[source] io::Error),
-    #[error("the guest is running: pause it first")]
-    Running,
-    #[error("the guest waits for its state: load it first")]
-    Waiting,
-    #[error("vCPU {vcpu} has failed: {reason}")]
-    Failed { vcpu: u8, reason: String },
-}
-
-/// Memory that differs from what the guest wrote, or a guest that cannot be verified.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
-pub enum VerifyError {
-    #[error(transparent)]
-    Guest(#[from] GuestError),
-    /// Some page is not what the vCPU last wrote to it.
-    #[error(
-        "the words of vCPU {vcpu} have the sum {memory:#x}, and it wrote {register:#x}: \
-         pages were lost, are old, or in another place"
-    )]
-    Sum {
-        vcpu: u8,
-        memory: u64,
-        register: u64,
-    },
-    /// vCPUs that wrote less or more than was requested.
-    #[error("the vCPUs count {vcpus} writes, of {host} requested ones")]
-    Writes { vcpus: u64, host: u64 },
+    /// Whether this is an [`incoming`](Guest::incoming) guest that has not loaded its state. Locked during a change of state, one
+    /// at a time.
+    waiting: Mutex<bool>,
 }
 
 /// Proof that the memory is what the vCPUs wrote. It is equal for a saved guest and the guest that loaded it, until one resumes.
@@ -93,7 +47,7 @@ impl Guest {
     ///
     /// # Errors
     /// When the configuration is wrong, or the host does not have what it needs.
-    pub fn new(config: &Config) -> Result<Self, GuestError> {
+    pub fn new(config: &Config) -> Result<Self> {
         Self::build(config, false)
     }
 
@@ -101,7 +55,7 @@ impl Guest {
     ///
     /// # Errors
     /// As [`Guest::new`].
-    pub fn incoming(config: &Config) -> Result<Self, GuestError> {
+    pub fn incoming(config: &Config) -> Result<Self> {
         Self::build(config, true)
     }
 
@@ -109,9 +63,9 @@ impl Guest {
     ///
     /// # Errors
     /// When it waits for its state, or a vCPU has failed.
-    pub fn resume(&self) -> Result<(), GuestError> {
-        let _changing = lock(&self.changing);
-        self.check_whole()?;
+    pub fn resume(&self) -> Result<()> {
+        let waiting = lock(&self.waiting);
+        self.check_whole(*waiting)?;
         self.control.resume();
         Ok(())
     }
@@ -119,7 +73,7 @@ impl Guest {
     /// Returns when all vCPUs have left guest mode and nothing writes any more: within milliseconds, or at once if the guest is
     /// already paused.
     pub fn pause(&self) {
-        let _changing = lock(&self.changing);
+        let _waiting = lock(&self.waiting);
         self.control.pause();
     }
 
@@ -149,9 +103,9 @@ impl Guest {
     ///
     /// # Errors
     /// When it is running, waits for its state itself, or a vCPU has failed.
-    pub fn save(&self) -> Result<Vec<u8>, GuestError> {
-        let _changing = lock(&self.changing);
-        self.check_at_rest()?;
+    pub fn save(&self) -> Result<Vec<u8>> {
+        let waiting = lock(&self.waiting);
+        self.check_at_rest(*waiting)?;
         let states: Result<Vec<_>, _> = self.vcpus.iter().map(|vcpu| lock(vcpu).save()).collect();
         Ok(state::encode(state::describe(&self.config), states?))
     }
@@ -162,29 +116,29 @@ impl Guest {
     /// # Errors
     /// When it does not wait for a state, when `state` is from a guest of another configuration (rate and backing may differ), or
     /// when the memory is not that guest's.
-    pub fn load(&self, state: &[u8]) -> Result<(), LoadError> {
-        let _changing = lock(&self.changing);
-        if !self.waiting.load(Ordering::Relaxed) {
-            return Err(LoadError::NotWaiting);
-        }
-        let states = state::decode(state, state::describe(&self.config))?;
-        if states.len() != self.vcpus.len() {
-            return Err(LoadError::Damaged);
-        }
+    pub fn load(&self, state: &[u8]) -> Result<()> {
+        let mut waiting = lock(&self.waiting);
+        ensure!(*waiting, "this guest does not wait for a state");
+        let states = state::decode(state, &state::describe(&self.config))?;
+        ensure!(
+            states.len() == self.vcpus.len(),
+            "a state of {} vCPUs",
+            states.len()
+        );
         if let Some(address) = self.vm.as_ref().and_then(Vm::damaged_image) {
-            return Err(LoadError::Code { address });
+            bail!(
+                "the memory at {address:#x} does not hold the guest's code and page tables: migrate the memory first"
+            );
         }
         let mut writes = 0_u64;
-        for (index, (vcpu, state)) in (0..).zip(self.vcpus.iter().zip(states)) {
+        for (index, (vcpu, state)) in self.vcpus.iter().zip(states).enumerate() {
             let mut vcpu = lock(vcpu);
-            vcpu.load(&state).map_err(|reason| LoadError::Vcpu {
-                vcpu: index,
-                reason,
-            })?;
+            let loaded = vcpu.load(&state);
+            loaded.with_context(|| format!("the state of vCPU {index} does not fit"))?;
             writes = writes.wrapping_add(vcpu.progress().writes);
         }
         self.control.written.store(writes, Ordering::Relaxed);
-        self.waiting.store(false, Ordering::Relaxed);
+        *waiting = false;
         Ok(())
     }
 
@@ -192,36 +146,32 @@ impl Guest {
     ///
     /// # Errors
     /// When they differ, the guest is running, waits for its state, or a vCPU has failed.
-    pub fn verify(&self) -> Result<Proof, VerifyError> {
-        let _changing = lock(&self.changing);
-        self.check_at_rest()?;
+    pub fn verify(&self) -> Result<Proof> {
+        let waiting = lock(&self.waiting);
+        self.check_at_rest(*waiting)?;
         let sums = stamp::sums(&self.config);
         let mut writes = 0_u64;
-        for (index, (vcpu, memory)) in (0..).zip(self.vcpus.iter().zip(&sums)) {
+        for (index, (vcpu, memory)) in self.vcpus.iter().zip(&sums).enumerate() {
             let progress = lock(vcpu).progress();
-            if *memory != progress.sum {
-                return Err(VerifyError::Sum {
-                    vcpu: index,
-                    memory: *memory,
-                    register: progress.sum,
-                });
-            }
+            let register = progress.sum;
+            ensure!(
+                *memory == register,
+                "the words of vCPU {index} have the sum {memory:#x}, and it wrote {register:#x}: \
+                 pages were lost, are old, or in another place"
+            );
             writes = writes.wrapping_add(progress.writes);
         }
         let host = self.written();
-        if writes != host {
-            return Err(VerifyError::Writes {
-                vcpus: writes,
-                host,
-            });
-        }
+        ensure!(
+            writes == host,
+            "the vCPUs count {writes} writes, of {host} requested ones"
+        );
         Ok(Proof { writes, sums })
     }
 
     /// Why a vCPU has ended, if one has. The others run until they are paused.
-    pub fn failure(&self) -> Option<GuestError> {
-        let Failure { vcpu, reason } = self.control.failure()?;
-        Some(GuestError::Failed { vcpu, reason })
+    pub fn failure(&self) -> Option<Error> {
+        self.control.failure().map(Error::msg)
     }
 
     /// Its memory, whose blocks are to be migrated.
@@ -239,7 +189,7 @@ impl Guest {
         self.vm.as_ref().map_or(&[], Vm::slots)
     }
 
-    fn build(config: &Config, waiting: bool) -> Result<Self, GuestError> {
+    fn build(config: &Config, waiting: bool) -> Result<Self> {
         config.check()?;
         let vm = match config.kind {
             Kind::Kvm => Some(Vm::new(&config.memory)?),
@@ -264,25 +214,20 @@ impl Guest {
                 };
                 Ok(Arc::new(Mutex::new(vcpu)))
             })
-            .collect::<Result<Vec<Shared>, KvmError>>()?;
+            .collect::<Result<Vec<Shared>>>()?;
         let mut guest = Self {
             config: config.clone(),
             control: Arc::new(Control::new(config.vcpus)),
             vm,
             vcpus,
             threads: Vec::new(),
-            waiting: AtomicBool::new(waiting),
-            changing: Mutex::new(()),
+            waiting: Mutex::new(waiting),
         };
         guest.spawn()?;
         Ok(guest)
     }
 
-    #[allow(
-        clippy::cast_precision_loss,
-        reason = "a rate of more than 2⁵³ writes per second is none"
-    )]
-    fn spawn(&mut self) -> Result<(), GuestError> {
+    fn spawn(&mut self) -> Result<()> {
         let share = self
             .config
             .rate
@@ -292,23 +237,19 @@ impl Guest {
             let thread = thread::Builder::new()
                 .name(format!("vcpu {index}"))
                 .spawn(move || vcpu::run(index, &vcpu, &control, Pacer::new(share)))
-                .map_err(GuestError::Thread)?;
+                .context("cannot start the thread of a vCPU")?;
             self.threads.push(thread);
         }
         Ok(())
     }
 
-    fn check_at_rest(&self) -> Result<(), GuestError> {
-        if self.is_running() {
-            return Err(GuestError::Running);
-        }
-        self.check_whole()
+    fn check_at_rest(&self, is_waiting: bool) -> Result<()> {
+        ensure!(!self.is_running(), "the guest is running: pause it first");
+        self.check_whole(is_waiting)
     }
 
-    fn check_whole(&self) -> Result<(), GuestError> {
-        if self.waiting.load(Ordering::Relaxed) {
-            return Err(GuestError::Waiting);
-        }
+    fn check_whole(&self, is_waiting: bool) -> Result<()> {
+        ensure!(!is_waiting, "the guest waits for its state: load it first");
         self.failure().map_or(Ok(()), Err)
     }
 }
@@ -343,21 +284,18 @@ mod tests {
         /// Fails at its third batch.
         struct Failing(u32);
         impl Vcpu for Failing {
-            fn run(&mut self, _writes: u32) -> Result<(), KvmError> {
+            fn run(&mut self, _writes: u32) -> Result<()> {
                 self.0 += 1;
-                if self.0 < 3 {
-                    Ok(())
-                } else {
-                    Err(KvmError::OutsideMemory)
-                }
+                ensure!(self.0 < 3, "the third batch");
+                Ok(())
             }
             fn progress(&self) -> Progress {
                 unreachable!("a failed guest is not asked")
             }
-            fn save(&self) -> Result<Vec<u8>, KvmError> {
+            fn save(&self) -> Result<Vec<u8>> {
                 unreachable!("a failed guest is not asked")
             }
-            fn load(&mut self, _state: &[u8]) -> Result<(), String> {
+            fn load(&mut self, _state: &[u8]) -> Result<()> {
                 unreachable!("a failed guest is not asked")
             }
         }
@@ -371,10 +309,13 @@ mod tests {
             thread::yield_now();
         }
         guest.pause();
-        let failed =
-            |error: &GuestError| matches!(error, GuestError::Failed { vcpu: 1, reason: _ });
-        assert!(failed(&guest.save().unwrap_err()));
-        assert!(failed(&guest.resume().unwrap_err()));
-        assert!(matches!(guest.verify(), Err(VerifyError::Guest(error)) if failed(&error)));
+        let errors = [
+            guest.save().unwrap_err(),
+            guest.resume().unwrap_err(),
+            guest.verify().unwrap_err(),
+        ];
+        for error in errors {
+            assert_eq!(error.to_string(), "vCPU 1 has failed: the third batch");
+        }
     }
 }

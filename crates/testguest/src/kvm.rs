@@ -21,17 +21,16 @@
 
 use std::{
     arch::global_asm,
-    io,
     os::fd::{AsRawFd, BorrowedFd},
     slice,
 };
 
+use anyhow::{Context as _, Result, ensure};
 use kvm_bindings::{
     KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment, kvm_sregs, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
-use thiserror::Error;
-use zerocopy::{FromBytes, IntoBytes};
+use zerocopy::{FromBytes as _, IntoBytes as _};
 
 use crate::{
     memory::{LARGE_PAGE, Memory, PAGE},
@@ -105,10 +104,7 @@ global_asm!(
 /// # Errors
 /// What is missing.
 pub fn kvm_available() -> Result<(), String> {
-    open()
-        .and_then(|kvm| kvm.create_vm().map_err(KvmError::call("KVM_CREATE_VM")))
-        .map(drop)
-        .map_err(|error| error.reason())
+    create_vm().map(drop).map_err(|error| format!("{error:#}"))
 }
 
 /// A piece of a KVM guest's memory: what `KVM_SET_USER_MEMORY_REGION` was called with.
@@ -128,27 +124,6 @@ pub struct Slot {
     pub host_address: u64,
     /// `KVM_MEM_*`: none are set. A dirty log sets the slot again with its flag.
     pub flags: u32,
-}
-
-/// KVM is missing or failed, or a vCPU has left its code.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
-pub enum KvmError {
-    #[error("KVM: {call} failed")]
-    Call {
-        call: &'static str,
-        source: io::Error,
-    },
-    #[error("a KVM guest needs a first block of {least:#x} to {HOLE:#x} bytes, not of {len:#x}")]
-    Layout { len: u64, least: u64 },
-    /// The vCPU exited before the end of its batch.
-    #[error(
-        "the vCPU is out of its code, with {exit} at {rip:#x}: its memory or registers are damaged"
-    )]
-    Exit { exit: String, rip: u64 },
-    #[error("a write outside of the memory: the vCPU's state is damaged")]
-    OutsideMemory,
 }
 
 /// A virtual machine.
@@ -176,17 +151,15 @@ pub(crate) fn reserved_bytes(memory: &Memory) -> u64 {
 
 impl Vm {
     /// A machine with `memory`, into which it puts its image.
-    pub(crate) fn new(memory: &Memory) -> Result<Self, KvmError> {
+    pub(crate) fn new(memory: &Memory) -> Result<Self> {
         let least = reserved_bytes(memory);
         let len = memory.blocks().first().map_or(0, |block| block.range().end);
-        if !(least..=HOLE).contains(&len) {
-            return Err(KvmError::Layout { len, least });
-        }
-        let fd = open()?
-            .create_vm()
-            .map_err(KvmError::call("KVM_CREATE_VM"))?;
+        ensure!(
+            (least..=HOLE).contains(&len),
+            "a KVM guest needs a first block of {least:#x} to {HOLE:#x} bytes, not of {len:#x}"
+        );
         let vm = Self {
-            fd,
+            fd: create_vm()?,
             slots: slots(memory),
             memory: memory.clone(),
         };
@@ -194,9 +167,8 @@ impl Vm {
             vm.set(slot)?;
         }
         for (address, word) in image(memory) {
-            vm.memory
-                .store(address, word)
-                .ok_or(KvmError::OutsideMemory)?;
+            let stored = vm.memory.store(address, word);
+            stored.context("the image is outside of the memory")?;
         }
         Ok(vm)
     }
@@ -207,20 +179,16 @@ impl Vm {
         index: u8,
         course: Course,
         progress: &Progress,
-    ) -> Result<Box<dyn Vcpu>, KvmError> {
-        let call = KvmError::call;
-        let fd = self
-            .fd
-            .create_vcpu(index.into())
-            .map_err(call("KVM_CREATE_VCPU"))?;
+    ) -> Result<Box<dyn Vcpu>> {
+        let fd = self.fd.create_vcpu(index.into());
+        let fd = fd.context("KVM_CREATE_VCPU")?;
         // Without its CPUID a vCPU has 36 bits of physical addresses.
-        let cpuid = open()?
-            .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-            .map_err(call("KVM_GET_SUPPORTED_CPUID"))?;
-        fd.set_cpuid2(&cpuid).map_err(call("KVM_SET_CPUID2"))?;
-        let mut sregs = fd.get_sregs().map_err(call("KVM_GET_SREGS"))?;
+        let cpuid = open()?.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
+        let cpuid = cpuid.context("KVM_GET_SUPPORTED_CPUID")?;
+        fd.set_cpuid2(&cpuid).context("KVM_SET_CPUID2")?;
+        let mut sregs = fd.get_sregs().context("KVM_GET_SREGS")?;
         enter_long_mode(&mut sregs);
-        fd.set_sregs(&sregs).map_err(call("KVM_SET_SREGS"))?;
+        fd.set_sregs(&sregs).context("KVM_SET_SREGS")?;
         Ok(Box::new(KvmVcpu {
             fd,
             regs: registers(&course, progress),
@@ -248,7 +216,7 @@ impl Vm {
             .map(|(address, _)| address)
     }
 
-    fn set(&self, slot: &Slot) -> Result<(), KvmError> {
+    fn set(&self, slot: &Slot) -> Result<()> {
         let region = kvm_userspace_memory_region {
             slot: slot.slot,
             flags: slot.flags,
@@ -258,53 +226,48 @@ impl Vm {
         };
         // SAFETY: the slot is a mapping of `self.memory`, all of it, and there are no Rust references to its content.
         // Only vCPUs write to it through KVM, and each of them holds the mapping too.
-        unsafe { self.fd.set_user_memory_region(region) }
-            .map_err(KvmError::call("KVM_SET_USER_MEMORY_REGION"))
+        unsafe { self.fd.set_user_memory_region(region) }.context("KVM_SET_USER_MEMORY_REGION")
     }
 }
 
 impl Vcpu for KvmVcpu {
-    fn run(&mut self, writes: u32) -> Result<(), KvmError> {
+    fn run(&mut self, writes: u32) -> Result<()> {
         self.regs.rcx = writes.into();
-        self.fd
-            .set_regs(&self.regs)
-            .map_err(KvmError::call("KVM_SET_REGS"))?;
+        self.fd.set_regs(&self.regs).context("KVM_SET_REGS")?;
         let exit = loop {
             match self.fd.run() {
                 Ok(VcpuExit::Hlt) => break None,
                 Ok(exit) => break Some(format!("{exit:?}")),
                 // A signal for this thread.
                 Err(error) if matches!(error.errno(), INTERRUPTED | AGAIN) => {}
-                Err(error) => return Err(KvmError::call("KVM_RUN")(error)),
+                Err(error) => return Err(error).context("KVM_RUN"),
             }
         };
-        self.regs = self.fd.get_regs().map_err(KvmError::call("KVM_GET_REGS"))?;
-        let rip = self.regs.rip;
-        match exit {
-            None if rip == BATCH_ENTRY && self.regs.rcx == 0 => Ok(()),
-            exit => Err(KvmError::Exit {
-                exit: exit.unwrap_or("Hlt".to_owned()),
-                rip,
-            }),
-        }
+        self.regs = self.fd.get_regs().context("KVM_GET_REGS")?;
+        let (rip, left) = (self.regs.rip, self.regs.rcx);
+        ensure!(
+            exit.is_none() && rip == BATCH_ENTRY && left == 0,
+            "the vCPU is out of its code, with {} at {rip:#x}: its memory or registers are damaged",
+            exit.as_deref().unwrap_or("Hlt")
+        );
+        Ok(())
     }
 
     fn progress(&self) -> Progress {
         progress(&self.regs)
     }
 
-    fn save(&self) -> Result<Vec<u8>, KvmError> {
+    fn save(&self) -> Result<Vec<u8>> {
         let sregs = self.sregs()?;
         Ok([self.regs.as_bytes(), sregs.as_bytes()].concat())
     }
 
-    fn load(&mut self, state: &[u8]) -> Result<(), String> {
+    fn load(&mut self, state: &[u8]) -> Result<()> {
         /// The flags that arithmetic leaves behind.
         const ARITHMETIC: u64 = 0x8d5;
-        let (regs, rest) = kvm_regs::read_from_prefix(state)
-            .map_err(|_| format!("{} bytes are too few", state.len()))?;
-        let sregs = kvm_sregs::read_from_bytes(rest)
-            .map_err(|_| format!("{} bytes of system registers", rest.len()))?;
+        let parts = kvm_regs::read_from_prefix(state).ok();
+        let (regs, rest) = parts.context("no registers")?;
+        let sregs = kvm_sregs::read_from_bytes(rest).ok();
         // Other registers would mean other instructions, or writes in other places.
         let progress = progress(&regs);
         let expected = kvm_regs {
@@ -313,41 +276,23 @@ impl Vcpu for KvmVcpu {
             rflags: regs.rflags,
             ..registers(&self.course, &progress)
         };
-        if regs != expected || regs.rflags & !ARITHMETIC != RFLAGS {
-            return Err(format!("the vCPU is not between two batches: {regs:x?}"));
-        }
-        if progress.cursor >= self.course.pages {
-            return Err(format!("page {} of {}", progress.cursor, self.course.pages));
-        }
-        if sregs != self.sregs().map_err(|error| error.reason())? {
-            return Err("the vCPU is in another mode than this crate's".to_owned());
-        }
+        ensure!(
+            regs == expected && regs.rflags & !ARITHMETIC == RFLAGS,
+            "the vCPU is not between two batches: {regs:x?}"
+        );
+        progress.check(&self.course)?;
+        ensure!(
+            sregs == Some(self.sregs()?),
+            "the vCPU is in another mode than this crate's"
+        );
         self.regs = regs;
         Ok(())
     }
 }
 
 impl KvmVcpu {
-    fn sregs(&self) -> Result<kvm_sregs, KvmError> {
-        self.fd.get_sregs().map_err(KvmError::call("KVM_GET_SREGS"))
-    }
-}
-
-impl KvmError {
-    /// The error and its cause.
-    pub(crate) fn reason(&self) -> String {
-        match self {
-            Self::Call { source, .. } => format!("{self}: {source}"),
-            _ => self.to_string(),
-        }
-    }
-
-    /// For the error of a system call.
-    fn call(call: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
-        move |error| Self::Call {
-            call,
-            source: error.into(),
-        }
+    fn sregs(&self) -> Result<kvm_sregs> {
+        self.fd.get_sregs().context("KVM_GET_SREGS")
     }
 }
 
@@ -357,8 +302,12 @@ const RFLAGS: u64 = 2;
 const INTERRUPTED: i32 = rustix::io::Errno::INTR.raw_os_error();
 const AGAIN: i32 = rustix::io::Errno::AGAIN.raw_os_error();
 
-fn open() -> Result<Kvm, KvmError> {
-    Kvm::new().map_err(KvmError::call("opening /dev/kvm"))
+fn open() -> Result<Kvm> {
+    Kvm::new().context("opening /dev/kvm")
+}
+
+fn create_vm() -> Result<VmFd> {
+    open()?.create_vm().context("KVM_CREATE_VM")
 }
 
 fn slots(memory: &Memory) -> Vec<Slot> {
@@ -491,7 +440,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        config::{Config, ConfigError, Kind, Pattern},
+        config::{Config, Kind, Pattern},
         memory::{Backing, PAGE_BYTES},
         stamp,
         vcpu::Writer,
@@ -623,7 +572,7 @@ mod tests {
         config.memory.store(0, 0x0b0f_0b0f_0b0f_0b0f).unwrap();
         assert_eq!(vm.damaged_image(), Some(0));
         let error = vcpu.run(1).unwrap_err();
-        assert!(matches!(error, KvmError::Exit { .. }), "{error}");
+        assert!(error.to_string().contains("out of its code"), "{error}");
     }
 
     #[test]
@@ -644,7 +593,7 @@ mod tests {
         let mut load = |regs: &kvm_regs, sregs: &kvm_sregs| {
             vcpu.load(&[regs.as_bytes(), sregs.as_bytes()].concat())
         };
-        assert_eq!(load(&regs, &sregs), Ok(()));
+        load(&regs, &sregs).unwrap();
         let changes: [fn(&mut kvm_regs); 6] = [
             |regs| regs.rip = 0,
             |regs| regs.rsi += 8,
@@ -660,7 +609,7 @@ mod tests {
         }
         assert!(load(&regs, &kvm_sregs { cr3: 0, ..sregs }).is_err());
         regs.rax = 17;
-        assert_eq!(load(&regs, &sregs), Ok(()));
+        load(&regs, &sregs).unwrap();
     }
 
     #[test]
@@ -698,10 +647,8 @@ mod tests {
     fn memory_that_has_no_place_for_the_image_is_refused() {
         let memory = Memory::new(Backing::Anonymous, PAGE).unwrap();
         let error = Config::new(Kind::Kvm, memory.clone()).check().unwrap_err();
-        assert!(matches!(error, ConfigError::WorkingSet { .. }), "{error}");
-        assert!(matches!(
-            Vm::new(&memory),
-            Err(KvmError::Layout { len: PAGE, .. })
-        ));
+        assert!(error.to_string().contains("working set"), "{error}");
+        let error = Vm::new(&memory).err().unwrap();
+        assert!(error.to_string().contains("not of 0x1000"), "{error}");
     }
 }

@@ -39,14 +39,12 @@ mod guest;
 mod kvm;
 mod memory;
 mod pacer;
-mod parallel;
 mod stamp;
 mod state;
 mod vcpu;
 
-pub use config::{Config, ConfigError, Kind, Pattern};
+pub use config::{Config, Kind, Pattern};
 pub use fill::{Fill, fill};
-pub use guest::{Guest, GuestError, Proof, VerifyError};
-pub use kvm::{KvmError, Slot, kvm_available};
-pub use memory::{Backing, Block, Memory, MemoryError, PAGE};
-pub use state::LoadError;
+pub use guest::{Guest, Proof};
+pub use kvm::{Slot, kvm_available};
+pub use memory::{Backing, Block, Memory, PAGE};

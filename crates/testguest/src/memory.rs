@@ -8,13 +8,13 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
+use anyhow::{Context as _, Result, ensure};
 use clap::ValueEnum;
 use rustix::{
     fs::{MemfdFlags, SeekFrom},
     mm::{Advice, MapFlags, ProtFlags, madvise},
 };
 use serde::{Deserialize, Serialize};
-use thiserror::Error;
 use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
 
 /// Bytes in a page of a guest.
@@ -53,30 +53,12 @@ pub struct Block {
     start: u64,
 }
 
-/// Memory that cannot be mapped, or that no guest could use.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
-pub enum MemoryError {
-    #[error("`{name}`: {len} bytes are not a number of pages of {unit} bytes")]
-    Length { name: String, len: u64, unit: u64 },
-    #[error("a guest without memory")]
-    Empty,
-    #[error("`{name}`: cannot map {len} bytes of memory ({backing:?})")]
-    Host {
-        name: String,
-        len: u64,
-        backing: Backing,
-        source: io::Error,
-    },
-}
-
 impl Memory {
     /// `bytes` of memory that was never touched, in the blocks `ram.low` and, from 8 MiB on, `ram.high`.
     ///
     /// # Errors
     /// When `bytes` is 0 or not a multiple of the page size (2 MiB for hugetlb), or the host has no more memory.
-    pub fn new(backing: Backing, bytes: u64) -> Result<Self, MemoryError> {
+    pub fn new(backing: Backing, bytes: u64) -> Result<Self> {
         let low = low_bytes(bytes);
         let mut blocks = vec![("ram.low".to_owned(), map("ram.low", backing, low)?)];
         if bytes > low {
@@ -90,8 +72,9 @@ impl Memory {
     ///
     /// # Errors
     /// When there are none, one is not of whole pages, or one but the last is not a multiple of 2 MiB.
-    pub fn from_regions(regions: Vec<(String, Arc<MmapRegion>)>) -> Result<Self, MemoryError> {
-        let last = regions.len().checked_sub(1).ok_or(MemoryError::Empty)?;
+    pub fn from_regions(regions: Vec<(String, Arc<MmapRegion>)>) -> Result<Self> {
+        let last = regions.len().checked_sub(1);
+        let last = last.context("a guest without memory")?;
         let mut start = 0;
         let mut blocks = Vec::with_capacity(regions.len());
         for (index, (name, region)) in regions.into_iter().enumerate() {
@@ -211,18 +194,15 @@ fn low_bytes(bytes: u64) -> u64 {
     (bytes / 4 / LARGE_PAGE * LARGE_PAGE).min(MOST)
 }
 
-fn check_length(name: &str, len: u64, unit: u64) -> Result<u64, MemoryError> {
-    if len == 0 || !len.is_multiple_of(unit) {
-        return Err(MemoryError::Length {
-            name: name.to_owned(),
-            len,
-            unit,
-        });
-    }
+fn check_length(name: &str, len: u64, unit: u64) -> Result<u64> {
+    ensure!(
+        len > 0 && len.is_multiple_of(unit),
+        "`{name}`: {len} bytes are not a number of pages of {unit} bytes"
+    );
     Ok(len)
 }
 
-fn map(name: &str, backing: Backing, bytes: u64) -> Result<Arc<MmapRegion>, MemoryError> {
+fn map(name: &str, backing: Backing, bytes: u64) -> Result<Arc<MmapRegion>> {
     let large = MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
     let (unit, memfd) = match backing {
         Backing::Anonymous => (PAGE, None),
@@ -234,12 +214,8 @@ fn map(name: &str, backing: Backing, bytes: u64) -> Result<Arc<MmapRegion>, Memo
         None => map_anonymous(bytes),
         Some(flags) => map_memfd(name, flags, bytes),
     };
-    region.map(Arc::new).map_err(|source| MemoryError::Host {
-        name: name.to_owned(),
-        len: bytes,
-        backing,
-        source,
-    })
+    let what = || format!("`{name}`: cannot map {bytes} bytes of memory ({backing:?})");
+    region.map(Arc::new).with_context(what)
 }
 
 fn map_anonymous(bytes: u64) -> io::Result<MmapRegion> {
@@ -349,10 +325,8 @@ mod tests {
             (Backing::Hugetlb, 4096, LARGE_PAGE),
         ] {
             let error = Memory::new(backing, bytes).unwrap_err();
-            assert!(
-                matches!(error, MemoryError::Length { unit: named, .. } if named == unit),
-                "{error}"
-            );
+            let named = format!("not a number of pages of {unit} bytes");
+            assert!(error.to_string().contains(&named), "{error}");
         }
     }
 

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
+use anyhow::{Result, ensure};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::{
     config::{Config, Pattern},
     memory::{Memory, PAGE, PAGE_BYTES},
-    parallel::{on_all_cpus, pieces},
 };
 
 /// Words of 8 bytes in a page.
@@ -87,6 +87,13 @@ impl Course {
 }
 
 impl Progress {
+    /// Checks that it is on `course`.
+    pub(crate) fn check(&self, course: &Course) -> Result<()> {
+        let (page, pages) = (self.cursor, course.pages);
+        ensure!(page < pages, "page {page} of {pages}");
+        Ok(())
+    }
+
     /// The progress of vCPU `index` before its first write. `sum` is that of its words in the present memory.
     pub(crate) fn new(course: &Course, index: u8, vcpus: u8, sum: u64) -> Self {
         Self {
@@ -101,25 +108,11 @@ impl Progress {
 
 /// The sum of each vCPU's words over the working set as it is now.
 pub(crate) fn sums(config: &Config) -> Vec<u64> {
-    /// Bytes of a few milliseconds of work.
-    const SHARE: usize = 16 << 20;
-    let parts = config.memory.touched(&config.working_set());
-    let shares = parts.into_iter().flat_map(|part| pieces(part, SHARE));
-    let mut sums = vec![0_u64; usize::from(config.vcpus)];
-    for partial in on_all_cpus(shares.collect(), |pages| sums_of_pages(config, pages)) {
-        for (sum, partial) in sums.iter_mut().zip(partial) {
-            *sum = sum.wrapping_add(partial);
-        }
-    }
-    sums
-}
-
-/// The sums over the pages at these addresses, all of one block.
-fn sums_of_pages(config: &Config, addresses: Range<u64>) -> Vec<u64> {
     let words = usize::try_from(words_per_vcpu(config)).unwrap_or(usize::MAX);
     let mut sums = vec![0_u64; usize::from(config.vcpus)];
     let mut copy = [0_u8; PAGE_BYTES];
-    for address in addresses.step_by(PAGE_BYTES) {
+    let parts = config.memory.touched(&config.working_set());
+    for address in parts.into_iter().flat_map(|part| part.step_by(PAGE_BYTES)) {
         let Some(slice) = config.memory.slice(address, copy.len()) else {
             continue;
         };

@@ -3,31 +3,10 @@
 use std::hash::{DefaultHasher, Hasher as _};
 use std::ops::Range;
 
+use anyhow::{Context as _, Result, ensure};
 use serde::{Deserialize, Serialize};
-use thiserror::Error;
 
 use crate::config::Config;
-
-/// A state that this guest does not take.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
-pub enum LoadError {
-    /// Only a guest of [`Guest::incoming`](crate::Guest::incoming) loads, and once.
-    #[error("this guest does not wait for a state")]
-    NotWaiting,
-    #[error("not the state of a test guest, or a damaged one")]
-    Damaged,
-    #[error("saved from the guest {theirs:?}, this is the guest {ours:?}")]
-    OtherGuest { theirs: String, ours: String },
-    #[error("the state of vCPU {vcpu} does not fit: {reason}")]
-    Vcpu { vcpu: u8, reason: String },
-    /// The guest's code or page tables are missing from its memory: running it could do anything.
-    #[error(
-        "the memory at {address:#x} does not hold the guest's code and page tables: migrate the memory first"
-    )]
-    Code { address: u64 },
-}
 
 #[derive(Serialize, Deserialize)]
 struct State {
@@ -55,19 +34,16 @@ pub(crate) fn encode(description: String, vcpus: Vec<Vec<u8>>) -> Vec<u8> {
 }
 
 /// The states of the vCPUs, if `state` is of a guest with the description `ours`.
-pub(crate) fn decode(state: &[u8], ours: String) -> Result<Vec<Vec<u8>>, LoadError> {
-    let (sum, state) = state.split_first_chunk().ok_or(LoadError::Damaged)?;
-    if hash(state) != u64::from_le_bytes(*sum) {
-        return Err(LoadError::Damaged);
-    }
-    let state: State = serde_json::from_slice(state).map_err(|_| LoadError::Damaged)?;
-    match state.description == ours {
-        true => Ok(state.vcpus),
-        false => Err(LoadError::OtherGuest {
-            theirs: state.description,
-            ours,
-        }),
-    }
+pub(crate) fn decode(state: &[u8], ours: &str) -> Result<Vec<Vec<u8>>> {
+    const DAMAGED: &str = "not the state of a test guest, or a damaged one";
+    let (sum, state) = state.split_first_chunk().context(DAMAGED)?;
+    ensure!(hash(state) == u64::from_le_bytes(*sum), DAMAGED);
+    let State { description, vcpus } = serde_json::from_slice(state).context(DAMAGED)?;
+    ensure!(
+        description == ours,
+        "saved from the guest {description:?}, this is the guest {ours:?}"
+    );
+    Ok(vcpus)
 }
 
 fn hash(bytes: &[u8]) -> u64 {
@@ -84,18 +60,15 @@ mod tests {
     fn saved_state_is_loaded() {
         let vcpus = vec![vec![1, 2, 3], vec![], vec![4; 400]];
         let state = encode("a guest".to_owned(), vcpus.clone());
-        assert_eq!(decode(&state, "a guest".to_owned()), Ok(vcpus));
+        assert_eq!(decode(&state, "a guest").unwrap(), vcpus);
     }
 
     #[test]
     fn malformed_state_behind_a_right_hash_is_refused() {
         for body in ["", "{}", "[1]", r#"{"description":"","vcpus":[[256]]}"#] {
             let state = [&hash(body.as_bytes()).to_le_bytes(), body.as_bytes()].concat();
-            assert_eq!(
-                decode(&state, String::new()),
-                Err(LoadError::Damaged),
-                "{body}"
-            );
+            let error = decode(&state, "").unwrap_err();
+            assert!(error.to_string().contains("damaged"), "{body}: {error}");
         }
     }
 }

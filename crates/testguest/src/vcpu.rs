@@ -8,10 +8,10 @@ use std::{
     time::Instant,
 };
 
-use zerocopy::{FromBytes, IntoBytes};
+use anyhow::{Context as _, Result};
+use zerocopy::{FromBytes as _, IntoBytes as _};
 
 use crate::{
-    kvm::KvmError,
     memory::Memory,
     pacer::Pacer,
     stamp::{Course, Progress},
@@ -20,16 +20,16 @@ use crate::{
 /// A vCPU between two batches.
 pub(crate) trait Vcpu: Send {
     /// Writes to `writes` pages, at least 1.
-    fn run(&mut self, writes: u32) -> Result<(), KvmError>;
+    fn run(&mut self, writes: u32) -> Result<()>;
 
     /// Its progress.
     fn progress(&self) -> Progress;
 
     /// All of its state.
-    fn save(&self) -> Result<Vec<u8>, KvmError>;
+    fn save(&self) -> Result<Vec<u8>>;
 
     /// Restores the result of [`save`](Vcpu::save). The error says what is wrong with the state.
-    fn load(&mut self, state: &[u8]) -> Result<(), String>;
+    fn load(&mut self, state: &[u8]) -> Result<()>;
 }
 
 /// A vCPU of [`Kind::Threads`](crate::Kind::Threads).
@@ -57,7 +57,8 @@ struct State {
     wanted: Wanted,
     /// Number of threads that do not write: paused or ended.
     parked: u8,
-    failure: Option<Failure>,
+    /// Why a vCPU does not run any more.
+    failure: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,13 +66,6 @@ enum Wanted {
     Pause,
     Run,
     End,
-}
-
-/// A vCPU that does not run any more.
-#[derive(Clone, Debug)]
-pub(crate) struct Failure {
-    pub(crate) vcpu: u8,
-    pub(crate) reason: String,
 }
 
 impl Control {
@@ -112,7 +106,7 @@ impl Control {
         lock(&self.state).wanted == Wanted::Run
     }
 
-    pub(crate) fn failure(&self) -> Option<Failure> {
+    pub(crate) fn failure(&self) -> Option<String> {
         lock(&self.state).failure.clone()
     }
 
@@ -147,11 +141,8 @@ pub(crate) fn run(index: u8, vcpu: &Mutex<Box<dyn Vcpu>>, control: &Control, mut
             let done = batch(vcpu, control, &mut pacer);
             state = lock(&control.state);
             if let Err(error) = done {
-                let reason = error.reason();
-                state.failure.get_or_insert(Failure {
-                    vcpu: index,
-                    reason,
-                });
+                let failure = || format!("vCPU {index} has failed: {error:#}");
+                state.failure.get_or_insert_with(failure);
                 park(&mut state, control);
                 return;
             }
@@ -160,11 +151,7 @@ pub(crate) fn run(index: u8, vcpu: &Mutex<Box<dyn Vcpu>>, control: &Control, mut
     }
 }
 
-fn batch(
-    vcpu: &Mutex<Box<dyn Vcpu>>,
-    control: &Control,
-    pacer: &mut Pacer,
-) -> Result<(), KvmError> {
+fn batch(vcpu: &Mutex<Box<dyn Vcpu>>, control: &Control, pacer: &mut Pacer) -> Result<()> {
     let writes = pacer.batch();
     let started = Instant::now();
     lock(vcpu).run(writes)?;
@@ -194,11 +181,10 @@ fn wait<'a>(condvar: &Condvar, state: MutexGuard<'a, State>) -> MutexGuard<'a, S
 pub(crate) type Shared = Arc<Mutex<Box<dyn Vcpu>>>;
 
 impl Vcpu for Writer {
-    fn run(&mut self, writes: u32) -> Result<(), KvmError> {
+    fn run(&mut self, writes: u32) -> Result<()> {
         for _ in 0..writes {
-            self.course
-                .write(&self.memory, &mut self.progress)
-                .ok_or(KvmError::OutsideMemory)?;
+            let written = self.course.write(&self.memory, &mut self.progress);
+            written.context("a write outside of the memory: the vCPU's state is damaged")?;
         }
         Ok(())
     }
@@ -207,16 +193,14 @@ impl Vcpu for Writer {
         self.progress
     }
 
-    fn save(&self) -> Result<Vec<u8>, KvmError> {
+    fn save(&self) -> Result<Vec<u8>> {
         Ok(self.progress.as_bytes().to_vec())
     }
 
-    fn load(&mut self, state: &[u8]) -> Result<(), String> {
-        let progress = Progress::read_from_bytes(state)
-            .map_err(|_| format!("{} bytes instead of 32", state.len()))?;
-        if progress.cursor >= self.course.pages {
-            return Err(format!("page {} of {}", progress.cursor, self.course.pages));
-        }
+    fn load(&mut self, state: &[u8]) -> Result<()> {
+        let progress = Progress::read_from_bytes(state).ok();
+        let progress = progress.context("no state of this kind of vCPU")?;
+        progress.check(&self.course)?;
         self.progress = progress;
         Ok(())
     }

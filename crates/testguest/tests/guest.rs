@@ -17,10 +17,7 @@ use std::{
 };
 
 use proptest::prelude::*;
-use testguest::{
-    Backing, Config, Fill, Guest, GuestError, Kind, LoadError, Memory, PAGE, Pattern, VerifyError,
-    fill, kvm_available,
-};
+use testguest::{Backing, Config, Fill, Guest, Kind, Memory, PAGE, Pattern, fill, kvm_available};
 use vm_memory::{MmapRegion, VolatileMemory};
 
 const MEMORY: u64 = 16 << 20;
@@ -222,25 +219,19 @@ fn what_a_guest_cannot_do_now_is_an_error() {
         let config = config(kind);
         let guest = Guest::new(&config).unwrap();
         let state = guest.save().unwrap();
-        assert_eq!(guest.load(&state), Err(LoadError::NotWaiting));
+        is_refused(guest.load(&state), "does not wait for a state");
         guest.resume().unwrap();
         assert!(guest.is_running());
-        assert!(matches!(guest.save(), Err(GuestError::Running)));
-        assert!(matches!(
-            guest.verify(),
-            Err(VerifyError::Guest(GuestError::Running))
-        ));
+        is_refused(guest.save(), "is running");
+        is_refused(guest.verify(), "is running");
         guest.pause();
         assert!(!guest.is_running());
         drop(guest);
 
         let waiting = Guest::incoming(&config).unwrap();
-        assert!(matches!(waiting.resume(), Err(GuestError::Waiting)));
-        assert!(matches!(waiting.save(), Err(GuestError::Waiting)));
-        assert!(matches!(
-            waiting.verify(),
-            Err(VerifyError::Guest(GuestError::Waiting))
-        ));
+        is_refused(waiting.resume(), "waits for its state");
+        is_refused(waiting.save(), "waits for its state");
+        is_refused(waiting.verify(), "waits for its state");
         waiting.pause();
         assert!(!waiting.is_running());
     }
@@ -305,8 +296,8 @@ fn another_guests_state_is_refused_by_name() {
             },
         ];
         for other in others {
-            let error = Guest::incoming(&other).unwrap().load(&state).unwrap_err();
-            assert!(matches!(error, LoadError::OtherGuest { .. }), "{error}");
+            let loaded = Guest::incoming(&other).unwrap().load(&state);
+            is_refused(loaded, "saved from the guest");
         }
         // The rate is the host's business.
         let same = Config {
@@ -317,11 +308,8 @@ fn another_guests_state_is_refused_by_name() {
     }
     if kvm() {
         let state = Guest::new(&config(Kind::Threads)).unwrap().save().unwrap();
-        let error = Guest::incoming(&config(Kind::Kvm))
-            .unwrap()
-            .load(&state)
-            .unwrap_err();
-        assert!(matches!(error, LoadError::OtherGuest { .. }), "{error}");
+        let loaded = Guest::incoming(&config(Kind::Kvm)).unwrap().load(&state);
+        is_refused(loaded, "saved from the guest");
     }
 }
 
@@ -337,14 +325,11 @@ fn a_state_without_the_guests_code_in_memory_is_refused() {
     let destination = Guest::incoming(&there).unwrap();
     set_page(&there.memory, 0, &[0; PAGE as usize]);
     let state = guest.save().unwrap();
-    assert_eq!(
-        destination.load(&state),
-        Err(LoadError::Code { address: 0 })
-    );
+    is_refused(destination.load(&state), "the memory at 0x0");
     copy(&here.memory, &there.memory, |_| true);
-    assert_eq!(destination.load(&state), Ok(()));
+    destination.load(&state).unwrap();
     destination.verify().unwrap();
-    assert_eq!(destination.load(&state), Err(LoadError::NotWaiting));
+    is_refused(destination.load(&state), "does not wait for a state");
 }
 
 #[test]
@@ -403,9 +388,15 @@ proptest! {
             prop_assert!(guest.load(&flipped).is_err());
             prop_assert!(guest.load(&[&state[..], &noise[..], &[0]].concat()).is_err());
             prop_assert!(guest.load(&[&state[..8], &noise[..]].concat()).is_err());
-            prop_assert_eq!(guest.load(&state), Ok(()));
+            guest.load(&state).unwrap();
         }
     }
+}
+
+/// Expects an error that says `why`.
+fn is_refused<T>(result: anyhow::Result<T>, why: &str) {
+    let error = result.err().unwrap();
+    assert!(error.to_string().contains(why), "{error}");
 }
 
 /// Every kind that this host has.
@@ -452,7 +443,7 @@ fn run_for(guest: &Guest, writes: u64) {
 
 fn is_wrong(guest: &Guest) -> bool {
     match guest.verify() {
-        Err(VerifyError::Sum { .. }) => true,
+        Err(error) if error.to_string().contains("have the sum") => true,
         Ok(_) => false,
         Err(error) => panic!("{error}"),
     }

@@ -68,7 +68,7 @@ fn receive_guest(order: &Order) -> Result<()> {
     }
     let checksum = guest.verify();
     send(Ok(Arrived {
-        checksum: checksum.map_err(|error| vamoose_live::chain(&error)),
+        checksum: checksum.map_err(|error| format!("{error:#}")),
         digest: Digest::of(&ram)?,
         cpu_seconds,
         decode_seconds: arrival.moved.decode_time.as_secs_f64(),
@@ -76,7 +76,7 @@ fn receive_guest(order: &Order) -> Result<()> {
     }))?;
     let writes = run_briefly(&guest, order.shape.rate)?;
     let failure = guest.verify().err();
-    let failure = failure.map(|error| vamoose_live::chain(&error));
+    let failure = failure.map(|error| format!("{error:#}"));
     send(Ok(Resumed { writes, failure }))
 }
 

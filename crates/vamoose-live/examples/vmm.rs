@@ -225,7 +225,7 @@ fn be_destination(shape: &Shape, link: Option<SessionConfig>) -> Result<()> {
                 let guest = match Guest::incoming(&shape.config(memory.clone())) {
                     Ok(guest) => guest,
                     Err(error) => {
-                        return tell(&json!({ "say": "failed", "cause": chain(&error) }));
+                        return tell(&json!({ "say": "failed", "cause": format!("{error:#}") }));
                     }
                 };
                 let mut there = There {
