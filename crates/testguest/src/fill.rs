@@ -44,8 +44,7 @@ pub fn fill(memory: &Memory, fill: &Fill) -> io::Result<()> {
             let file = File::open(path)?;
             let len = file.metadata()?.len();
             if len == 0 {
-                let text = format!("{} is empty", path.display());
-                return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+                return Err(io::Error::other(format!("{} is empty", path.display())));
             }
             in_chunks(memory, |start, chunk| repeat(&file, len, start, chunk))
         }

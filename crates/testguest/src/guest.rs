@@ -228,10 +228,8 @@ impl Guest {
     }
 
     fn spawn(&mut self) -> Result<()> {
-        let share = self
-            .config
-            .rate
-            .map(|rate| rate.get() as f64 / f64::from(self.config.vcpus));
+        let Config { rate, vcpus, .. } = self.config;
+        let share = rate.map(|rate| rate.get() as f64 / f64::from(vcpus));
         for (index, vcpu) in (0..).zip(&self.vcpus) {
             let (vcpu, control) = (Arc::clone(vcpu), Arc::clone(&self.control));
             let thread = thread::Builder::new()

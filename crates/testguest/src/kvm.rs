@@ -258,7 +258,7 @@ impl Vcpu for KvmVcpu {
     }
 
     fn save(&self) -> Result<Vec<u8>> {
-        let sregs = self.sregs()?;
+        let sregs = self.fd.get_sregs().context("KVM_GET_SREGS")?;
         Ok([self.regs.as_bytes(), sregs.as_bytes()].concat())
     }
 
@@ -281,18 +281,13 @@ impl Vcpu for KvmVcpu {
             "the vCPU is not between two batches: {regs:x?}"
         );
         progress.check(&self.course)?;
+        let own = self.fd.get_sregs().context("KVM_GET_SREGS")?;
         ensure!(
-            sregs == Some(self.sregs()?),
+            sregs == Some(own),
             "the vCPU is in another mode than this crate's"
         );
         self.regs = regs;
         Ok(())
-    }
-}
-
-impl KvmVcpu {
-    fn sregs(&self) -> Result<kvm_sregs> {
-        self.fd.get_sregs().context("KVM_GET_SREGS")
     }
 }
 

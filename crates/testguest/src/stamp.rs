@@ -135,10 +135,7 @@ fn words_per_vcpu(config: &Config) -> u64 {
     WORDS / u64::from(config.vcpus).next_power_of_two()
 }
 
-#[allow(
-    clippy::cast_possible_truncation,
-    reason = "the upper half of a product of two 64-bit numbers has 64 bits"
-)]
+/// The upper half of a product.
 fn multiply_high(a: u64, b: u64) -> u64 {
-    ((u128::from(a) * u128::from(b)) >> 64) as u64
+    u64::try_from((u128::from(a) * u128::from(b)) >> 64).unwrap_or(0)
 }

@@ -91,10 +91,10 @@ impl Control {
     /// Returns when no vCPU writes any more.
     pub(crate) fn pause(&self) {
         self.want(Wanted::Pause);
-        let mut state = lock(&self.state);
-        while state.parked < self.vcpus {
-            state = wait(&self.changed, state);
-        }
+        let state = lock(&self.state);
+        let _state = self
+            .changed
+            .wait_while(state, |state| state.parked < self.vcpus);
     }
 
     /// Makes the threads end.
@@ -121,9 +121,10 @@ pub(crate) fn run(index: u8, vcpu: &Mutex<Box<dyn Vcpu>>, control: &Control, mut
     let mut state = lock(&control.state);
     // `Control::new` has counted this thread as parked.
     loop {
-        while state.wanted == Wanted::Pause {
-            state = wait(&control.changed, state);
-        }
+        let waited = control
+            .changed
+            .wait_while(state, |state| state.wanted == Wanted::Pause);
+        state = waited.unwrap_or_else(PoisonError::into_inner);
         if state.wanted == Wanted::End {
             return;
         }
@@ -171,10 +172,6 @@ fn park(state: &mut State, control: &Control) {
 /// Locks a mutex. A thread that panicked left nothing incomplete.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn wait<'a>(condvar: &Condvar, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-    condvar.wait(state).unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A vCPU, shared by its thread and the guest's owner.

@@ -10,27 +10,51 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
+use clap::Args;
 use serde::{Deserialize, Serialize};
 use testguest::{Backing, Config, Fill, Guest, Kind, Memory, Pattern};
 use vamoose::options::{Size, as_text};
 use vamoose_live::{Ram, RamBlock};
 
 /// Description of a guest, for the source and the destination.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Args, Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Shape {
+    /// Memory of the guest
+    #[arg(id = "ram", long, default_value = "256M", value_name = "SIZE", value_parser = parse_ram)]
     pub(crate) ram_bytes: u64,
-    pub(crate) backing: Backing,
+    /// What runs the guest: kvm by default if available, else threads
+    #[arg(id = "guest", long, value_enum, default_value_t = default_kind())]
     pub(crate) kind: Kind,
-    pub(crate) vcpus: u8,
-    pub(crate) pattern: Pattern,
-    /// Size of the part that is written, at the end of the memory; `None` is all memory.
-    pub(crate) working_set_bytes: Option<u64>,
+    /// Number of vCPUs, 1 to 8
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    vcpus: u8,
+    /// Pages that all vCPUs together write per second, or `max`
+    #[arg(long, default_value = "10000", value_name = "PAGES")]
     #[serde(with = "as_text")]
     pub(crate) rate: Rate,
+    /// Order in which they write pages
+    #[arg(long, value_enum, default_value_t = Pattern::Random)]
+    pattern: Pattern,
+    /// Size of the memory, at its end, that is written [default: all memory]
+    #[arg(id = "working-set", long, value_name = "SIZE", value_parser = parse_bytes)]
+    working_set_bytes: Option<u64>,
+    /// Type of the memory
+    #[arg(long, value_enum, default_value_t = Backing::Anonymous)]
+    backing: Backing,
 }
 
 impl Shape {
+    /// Checks that this host can run it.
+    pub(crate) fn check(&self) -> Result<()> {
+        match (self.kind, testguest::kvm_available()) {
+            (Kind::Kvm, Err(reason)) => {
+                bail!("--guest kvm: {reason}; --guest threads needs no KVM")
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Makes its memory, untouched.
     pub(crate) fn memory(&self) -> Result<Memory> {
         Memory::new(self.backing, self.ram_bytes).context("--ram, --backing")
@@ -118,17 +142,21 @@ impl fmt::Display for Rate {
     }
 }
 
+fn parse_bytes(text: &str) -> Result<u64, String> {
+    let size: Size = text.parse()?;
+    Ok(size.0)
+}
+
 /// The value of `--ram`.
-pub(crate) fn parse_ram(text: &str) -> Result<Size, String> {
+fn parse_ram(text: &str) -> Result<u64, String> {
     /// Less is a forgotten unit.
     const MIN: u64 = 1 << 20;
-    let size: Size = text.parse()?;
-    if size.0 < MIN {
-        return Err(format!(
-            "{size} bytes are too small for a guest: append a unit, as in 512M or 2G"
-        ));
-    }
-    Ok(size)
+    let bytes = parse_bytes(text)?;
+    let hint = "are too small for a guest: append a unit, as in 512M or 2G";
+    let is_large = bytes >= MIN;
+    is_large
+        .then_some(bytes)
+        .ok_or(format!("{bytes} bytes {hint}"))
 }
 
 /// The value of `--fill`.
@@ -141,18 +169,10 @@ pub(crate) fn parse_fill(word: &str) -> Result<Fill, Infallible> {
     })
 }
 
-/// The kind of the guest: `chosen`, or KVM where this host has it.
-///
-/// # Errors
-/// When KVM was chosen and this host does not have it.
-pub(crate) fn kind(chosen: Option<Kind>) -> Result<Kind> {
-    match (chosen, testguest::kvm_available()) {
-        (Some(Kind::Kvm), Err(reason)) => {
-            bail!("--guest kvm: {reason}; --guest threads needs no KVM")
-        }
-        (Some(kind), _) => Ok(kind),
-        (None, Ok(())) => Ok(Kind::Kvm),
-        (None, Err(_)) => Ok(Kind::Threads),
+fn default_kind() -> Kind {
+    match testguest::kvm_available() {
+        Ok(()) => Kind::Kvm,
+        Err(_) => Kind::Threads,
     }
 }
 

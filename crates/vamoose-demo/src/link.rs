@@ -51,40 +51,28 @@ pub(crate) struct SideKeys {
     trusted: String,
 }
 
-/// Both sides of the link.
-pub(crate) struct Sides {
-    pub(crate) source: Link,
-    pub(crate) destination: Link,
-    /// Removed, with its keys, on drop.
-    _keys: TempDir,
-}
-
 impl LinkOptions {
-    /// Both sides of the link, with new keys.
-    pub(crate) fn sides(&self) -> Result<Sides> {
+    /// Source and destination of the link, and the folder of their new keys, which is removed on drop.
+    pub(crate) fn sides(&self) -> Result<([Link; 2], TempDir)> {
         let folder = TempDir::new().context("no directory for keys")?;
-        let directories = ["source", "destination"].map(|name| folder.path().join(name));
         let reconnect_timeout = Duration::from_secs(self.reconnect_timeout);
         let session = |keys| Link::Session {
             keys,
             reconnect_timeout,
         };
-        let [source, destination] = if self.plain {
+        let sides = if self.plain {
             [Link::Plain, Link::Plain]
         } else if self.insecure {
             [session(None), session(None)]
         } else {
-            let [source, destination] = directories;
-            let public = [Keys::generate(&source)?, Keys::generate(&destination)?];
-            let [of_source, of_destination] = public.map(|key| key.to_string());
-            [(source, of_destination), (destination, of_source)]
-                .map(|(directory, trusted)| session(Some(SideKeys { directory, trusted })))
+            let source = folder.path().join("source");
+            let destination = folder.path().join("destination");
+            let of_source = Keys::generate(&source)?.to_string();
+            let of_destination = Keys::generate(&destination)?.to_string();
+            let keys = [(source, of_destination), (destination, of_source)];
+            keys.map(|(directory, trusted)| session(Some(SideKeys { directory, trusted })))
         };
-        Ok(Sides {
-            source,
-            destination,
-            _keys: folder,
-        })
+        Ok((sides, folder))
     }
 }
 

@@ -8,7 +8,7 @@
 //!     <──────────────── the address, with its port ──
 //!     ══ the migration, over the network ════════════>  the guest is loaded, but does not run yet
 //!     <── Arrived (checksum, digest of all memory, CPU time)
-//!     <── Resumed (its writes) ───────────────────────  it has run, was paused and verified again
+//!     <── its writes ─────────────────────────────────  it has run, was paused and verified again
 //! ```
 //!
 //! Each line of the destination is a `Result`: an error in place of any of them is the last line. End of file on its standard
@@ -47,13 +47,4 @@ pub(crate) struct Arrived {
     pub(crate) decode_seconds: f64,
     /// Counts of copies by devices.
     pub(crate) copy: Option<OffloadCounters>,
-}
-
-/// The guest after it has run at the destination.
-#[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Resumed {
-    /// Pages written at the destination.
-    pub(crate) writes: u64,
-    /// Why it can no longer prove its memory.
-    pub(crate) failure: Option<String>,
 }

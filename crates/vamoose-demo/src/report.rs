@@ -8,21 +8,13 @@ use testguest::Proof;
 use vamoose::report;
 use vamoose_live::{SourceConfig, ZeroPageDetection};
 
-use crate::{
-    digest::Digest,
-    dirty_log::LogName,
-    guest::Shape,
-    messages::{Arrived, Resumed},
-    source::Run,
-};
+use crate::{digest::Digest, dirty_log::LogName, guest::Shape, messages::Arrived, source::Run};
 
 /// The outcome for the guest, as far as it is known.
 #[derive(Default)]
 pub(crate) struct Outcome {
     pub(crate) status: &'static str,
-    /// Cause, for the report.
-    pub(crate) error: Option<String>,
-    /// Cause and state of the guest, for the user.
+    /// Cause, and state of the guest.
     pub(crate) failure: Option<String>,
     /// Where it runs at the end: `source`, `destination`, or `undecided` if that is unknown and it is paused.
     pub(crate) at: &'static str,
@@ -63,16 +55,6 @@ impl Verdict {
             Err(error) => self
                 .wrong
                 .push(format!("the checksum does not hold: {error}")),
-        }
-    }
-
-    /// Adds what the guest proved after it had run at the destination.
-    pub(crate) fn resumed(&mut self, resumed: &Resumed) {
-        if let Some(failure) = &resumed.failure {
-            self.checksum_holds = false;
-            self.wrong.push(format!(
-                "the checksum does not hold after the guest resumed: {failure}"
-            ));
         }
     }
 }
@@ -143,8 +125,8 @@ pub(crate) fn json(
         report["copy"] = json!({ "by": if arrived.copy.is_some() { "dsa" } else { "cpu" } });
         set(&mut report["copy"], json!(arrived.copy));
     }
-    if let Some(error) = &outcome.error {
-        report["error-desc"] = json!(error);
+    if let Some(failure) = &outcome.failure {
+        report["error-desc"] = json!(failure);
     }
     Ok(report)
 }
@@ -185,7 +167,7 @@ mod tests {
     }
 
     /// The verdict on a guest that arrives with this checksum and memory.
-    fn verdict(there: Result<Proof, String>, memory: &Fill, failure: Option<&str>) -> Verdict {
+    fn verdict(there: Result<Proof, String>, memory: &Fill) -> Verdict {
         let mut verdict = Verdict::default();
         let arrived = Arrived {
             checksum: there,
@@ -195,16 +177,12 @@ mod tests {
             copy: None,
         };
         verdict.arrived(&checksum(1), &digest(&Fill::Mixed), &arrived);
-        verdict.resumed(&Resumed {
-            writes: 1,
-            failure: failure.map(str::to_owned),
-        });
         verdict
     }
 
     #[test]
     fn an_intact_guest_passes() {
-        let verdict = verdict(Ok(checksum(1)), &Fill::Mixed, None);
+        let verdict = verdict(Ok(checksum(1)), &Fill::Mixed);
         assert_eq!(verdict.memory_equal, Some(true));
         assert!(verdict.checksum_holds);
         assert_eq!(verdict.wrong, Vec::<String>::new());
@@ -212,21 +190,13 @@ mod tests {
 
     #[test]
     fn each_defect_is_reported() {
-        for (there, memory, failure, equal, holds, told) in [
-            (Ok(1), Fill::Zero, None, false, true, "is not equal"),
-            (Ok(2), Fill::Mixed, None, true, false, "not the one"),
-            (Err("lost"), Fill::Mixed, None, true, false, "hold: lost"),
-            (
-                Ok(1),
-                Fill::Mixed,
-                Some("gone"),
-                true,
-                false,
-                "resumed: gone",
-            ),
+        for (there, memory, equal, holds, told) in [
+            (Ok(1), Fill::Zero, false, true, "is not equal"),
+            (Ok(2), Fill::Mixed, true, false, "not the one"),
+            (Err("lost"), Fill::Mixed, true, false, "hold: lost"),
         ] {
             let there = there.map(checksum).map_err(str::to_owned);
-            let verdict = verdict(there, &memory, failure);
+            let verdict = verdict(there, &memory);
             assert_eq!(verdict.memory_equal, Some(equal), "{told}");
             assert_eq!(verdict.checksum_holds, holds, "{told}");
             assert_eq!(verdict.wrong.len(), 1, "{verdict:?}");
