@@ -1,5 +1,5 @@
-//! Linux guests under TCG that run real programs: Redis, PostgreSQL, or a compiler in a loop. `scripts/setup workloads` fetches
-//! them. The guest's script is `guest/workload`; the network is [`Lan`].
+//! Linux guests under TCG that run real programs: Redis or PostgreSQL. `scripts/setup workloads` fetches them. The guest's script
+//! is `guest/workload`; the network is [`Lan`].
 
 use std::fs;
 use std::io::Cursor;
@@ -21,8 +21,6 @@ pub enum Program {
     Redis,
     /// PostgreSQL on port 5432, user `postgres` without a password.
     Postgres,
-    /// gcc, which compiles files in a loop and prints `compiled N` for each.
-    Compiler,
 }
 
 impl Program {
@@ -53,8 +51,6 @@ impl Program {
         content.add("init", PROGRAM, script.to_vec());
         let part = include_bytes!("../guest/database");
         content.add("database", PROGRAM, part.to_vec());
-        let source = include_bytes!("../guest/compile.c");
-        content.add("compile.c", PROGRAM, source.to_vec());
         let busybox = fs::read(Part::Busybox.path()?).context("reading busybox")?;
         content.add("bin/busybox", PROGRAM, busybox);
         Image::of(content.0)
@@ -71,7 +67,6 @@ impl Program {
         match self {
             Self::Redis => "redis",
             Self::Postgres => "postgres",
-            Self::Compiler => "compile",
         }
     }
 }
