@@ -11,7 +11,7 @@ use crate::{
     memory::{Memory, PAGE},
 };
 
-/// Most vCPUs of a guest. Each then has 64 of the 512 words of a page.
+/// Maximum number of vCPUs. Each of 8 has 64 of the 512 words of a page.
 const MAX_VCPUS: u8 = 8;
 
 /// The configuration of a guest.
@@ -19,15 +19,15 @@ const MAX_VCPUS: u8 = 8;
 pub struct Config {
     /// KVM or threads.
     pub kind: Kind,
-    /// Its memory. KVM guests have code and page tables in the first pages.
+    /// Memory of the guest. The first pages of a KVM guest have code and page tables.
     pub memory: Memory,
     /// Number of vCPUs, 1 to 8.
     pub vcpus: u8,
     /// Order in which they write pages.
     pub pattern: Pattern,
-    /// Limit of the pages that all vCPUs together write per second; `None` is as fast as they can.
+    /// Limit of the pages that all vCPUs together write per second; `None` for no limit.
     pub rate: Option<NonZeroU64>,
-    /// Addresses that are written, in whole pages; `None` is all memory that the guest does not need itself.
+    /// Addresses that are written, in whole pages; `None` for all memory except the guest's code and page tables.
     pub working_set: Option<Range<u64>>,
 }
 
@@ -52,7 +52,7 @@ pub enum Pattern {
 }
 
 impl Config {
-    /// One vCPU, which writes random pages of all memory as fast as it can.
+    /// A guest with one vCPU, which writes random pages of all memory as fast as possible.
     pub fn new(kind: Kind, memory: Memory) -> Self {
         Self {
             kind,

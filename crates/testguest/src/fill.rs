@@ -12,7 +12,7 @@ const CHUNK: usize = 1 << 20;
 /// Initial content.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fill {
-    /// None: untouched pages stay untouched.
+    /// Nothing: untouched pages stay untouched.
     Untouched,
     /// Zeros that are written, so that every page is present.
     Zero,
@@ -26,7 +26,7 @@ pub enum Fill {
 /// Fills all of `memory`. Call this before a guest is made in the memory.
 ///
 /// # Errors
-/// When the file cannot be read, or is empty.
+/// If the file cannot be read, or is empty.
 pub fn fill(memory: &Memory, fill: &Fill) -> io::Result<()> {
     match fill {
         Fill::Untouched => Ok(()),
@@ -76,7 +76,7 @@ fn repeat(file: &File, len: u64, start: u64, bytes: &mut [u8]) -> io::Result<()>
     let mut filled = 0;
     while filled < bytes.len() {
         if let Some(period) = usize::try_from(len).ok().filter(|len| *len <= filled) {
-            // All of the file is in the buffer by now.
+            // The whole file is in the buffer already.
             let copied = (filled - filled % period).min(bytes.len() - filled);
             bytes.copy_within(filled % period..filled % period + copied, filled);
             filled += copied;

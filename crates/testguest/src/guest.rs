@@ -21,7 +21,7 @@ use crate::{
 
 /// A guest that writes memory, and can prove what it wrote.
 ///
-/// All methods may be called from several threads. Dropping it ends its threads; clones of the memory stay.
+/// All methods may be called from several threads. The threads of the vCPUs end on drop; clones of the memory stay valid.
 pub struct Guest {
     config: Config,
     vm: Option<Vm>,
@@ -43,15 +43,15 @@ pub struct Proof {
 }
 
 impl Guest {
-    /// A paused guest before its first write. Its sums begin with the present content of the working set.
+    /// Creates a paused guest. Its sums begin with the present content of the working set.
     ///
     /// # Errors
-    /// When the configuration is wrong, or the host does not have what it needs.
+    /// If the configuration is not valid, or the host lacks something that the guest needs.
     pub fn new(config: &Config) -> Result<Self> {
         Self::build(config, false)
     }
 
-    /// A guest that waits for the memory and the state of another guest. From now on its memory may be written.
+    /// Creates a guest that waits for the memory and the state of another guest. From now on its memory may be written.
     ///
     /// # Errors
     /// As [`Guest::new`].
@@ -62,7 +62,7 @@ impl Guest {
     /// Lets the vCPUs write, for the first time or again.
     ///
     /// # Errors
-    /// When it waits for its state, or a vCPU has failed.
+    /// If the guest waits for its state, or a vCPU has failed.
     pub fn resume(&self) -> Result<()> {
         let waiting = lock(&self.waiting);
         self.check_whole(*waiting)?;
@@ -77,7 +77,7 @@ impl Guest {
         self.control.pause();
     }
 
-    /// Whether it may write: from [`resume`](Self::resume) to [`pause`](Self::pause).
+    /// Whether the guest may write: from [`resume`](Self::resume) to [`pause`](Self::pause).
     pub fn is_running(&self) -> bool {
         self.control.is_running()
     }
@@ -102,7 +102,7 @@ impl Guest {
     /// The state of a paused guest without its memory: less than 3 KiB for each vCPU.
     ///
     /// # Errors
-    /// When it is running, waits for its state itself, or a vCPU has failed.
+    /// If the guest is running, waits for its state itself, or a vCPU has failed.
     pub fn save(&self) -> Result<Vec<u8>> {
         let waiting = lock(&self.waiting);
         self.check_at_rest(*waiting)?;
@@ -110,12 +110,12 @@ impl Guest {
         Ok(state::encode(state::describe(&self.config), states?))
     }
 
-    /// Loads the `state` of a guest whose memory is already in this one's. Then this guest is paused where the other one was. After
-    /// an error it still waits.
+    /// Loads the `state` of another guest, whose memory this guest's memory already contains. This guest is then paused where the
+    /// other guest was. After an error it still waits.
     ///
     /// # Errors
-    /// When it does not wait for a state, when `state` is from a guest of another configuration (rate and backing may differ), or
-    /// when the memory is not that guest's.
+    /// If this guest does not wait for a state, `state` is from a guest with another configuration (rate and backing may differ),
+    /// or the memory is not that guest's.
     pub fn load(&self, state: &[u8]) -> Result<()> {
         let mut waiting = lock(&self.waiting);
         ensure!(*waiting, "this guest does not wait for a state");
@@ -142,10 +142,10 @@ impl Guest {
         Ok(())
     }
 
-    /// Reads the working set of a paused guest, and compares it with what the vCPUs have recorded.
+    /// Reads the working set of a paused guest, and compares it with the sums of the vCPUs.
     ///
     /// # Errors
-    /// When they differ, the guest is running, waits for its state, or a vCPU has failed.
+    /// If they differ, the guest is running or waits for its state, or a vCPU has failed.
     pub fn verify(&self) -> Result<Proof> {
         let waiting = lock(&self.waiting);
         self.check_at_rest(*waiting)?;
@@ -174,7 +174,7 @@ impl Guest {
         self.control.failure().map(Error::msg)
     }
 
-    /// Its memory, whose blocks are to be migrated.
+    /// The guest's memory, whose blocks are to be migrated.
     pub fn memory(&self) -> &Memory {
         &self.config.memory
     }
@@ -256,7 +256,7 @@ impl Drop for Guest {
     fn drop(&mut self) {
         self.control.end();
         for thread in self.threads.drain(..) {
-            // A thread that panicked has printed why.
+            // A thread that panicked has printed the cause.
             let _ = thread.join();
         }
     }
@@ -268,7 +268,7 @@ mod tests {
     use crate::memory::{Backing, PAGE};
 
     #[test]
-    fn memory_that_was_never_touched_stays_so() {
+    fn untouched_memory_stays_untouched() {
         for backing in [Backing::Anonymous, Backing::Memfd] {
             let memory = Memory::new(backing, 64 << 20).unwrap();
             let guest = Guest::new(&Config::new(Kind::Threads, memory.clone())).unwrap();

@@ -54,7 +54,7 @@ const HOLE: u64 = 3 << 30;
 /// The address after the HLT, which has one byte.
 const BATCH_ENTRY: u64 = 1;
 
-// `Course::write` in machine code, and short: there are hosts whose KVM emulates every instruction of it. Registers:
+// `Course::write` in machine code. It is short because the KVM of some hosts emulates every instruction. Registers:
 //   rcx  writes left in this batch           rsi  Course::first_word + 1   rbx  Progress::stamp
 //   rax, rdx  scratch                        rdi  Course::pages            r12  Progress::cursor
 //   r8   MULTIPLIER                          r13  Course::word_mask        r10  Progress::sum
@@ -99,7 +99,7 @@ global_asm!(
     word_shift = const WORD_SHIFT,
 );
 
-/// Why there is no KVM here, if there is none.
+/// Checks that this host has KVM.
 ///
 /// # Errors
 /// What is missing.
@@ -107,7 +107,7 @@ pub fn kvm_available() -> Result<(), String> {
     create_vm().map(drop).map_err(|error| format!("{error:#}"))
 }
 
-/// A piece of a KVM guest's memory: what `KVM_SET_USER_MEMORY_REGION` was called with.
+/// A piece of a KVM guest's memory: the arguments of `KVM_SET_USER_MEMORY_REGION`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slot {
     /// Its number.
@@ -122,7 +122,7 @@ pub struct Slot {
     pub len: u64,
     /// Where it is mapped in this process.
     pub host_address: u64,
-    /// `KVM_MEM_*`: none are set. A dirty log sets the slot again with its flag.
+    /// `KVM_MEM_*`: none. A dirty log sets the slot again with its own flag.
     pub flags: u32,
 }
 
@@ -144,13 +144,13 @@ struct KvmVcpu {
     _memory: Memory,
 }
 
-/// How much of a guest's memory its image takes, in bytes.
+/// Size of the image in a guest's memory, in bytes.
 pub(crate) fn reserved_bytes(memory: &Memory) -> u64 {
     DIRECTORIES + memory.len().div_ceil(DIRECTORY) * PAGE
 }
 
 impl Vm {
-    /// A machine with `memory`, into which it puts its image.
+    /// Creates a machine with `memory`, and writes the image into the memory.
     pub(crate) fn new(memory: &Memory) -> Result<Self> {
         let least = reserved_bytes(memory);
         let len = memory.blocks().first().map_or(0, |block| block.range().end);
@@ -173,7 +173,7 @@ impl Vm {
         Ok(vm)
     }
 
-    /// vCPU `index`, on `course` and as far as `progress`.
+    /// Creates vCPU `index`, on `course` and with this `progress`.
     pub(crate) fn vcpu(
         &self,
         index: u8,
@@ -182,7 +182,7 @@ impl Vm {
     ) -> Result<Box<dyn Vcpu>> {
         let fd = self.fd.create_vcpu(index.into());
         let fd = fd.context("KVM_CREATE_VCPU")?;
-        // Without its CPUID a vCPU has 36 bits of physical addresses.
+        // Without CPUID, a vCPU has 36 bits of physical addresses.
         let cpuid = open()?.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
         let cpuid = cpuid.context("KVM_GET_SUPPORTED_CPUID")?;
         fd.set_cpuid2(&cpuid).context("KVM_SET_CPUID2")?;
@@ -268,7 +268,7 @@ impl Vcpu for KvmVcpu {
         let parts = kvm_regs::read_from_prefix(state).ok();
         let (regs, rest) = parts.context("no registers")?;
         let sregs = kvm_sregs::read_from_bytes(rest).ok();
-        // Other registers would mean other instructions, or writes in other places.
+        // With other registers, the vCPU would execute other instructions, or write elsewhere.
         let progress = progress(&regs);
         let expected = kvm_regs {
             rax: regs.rax,
@@ -410,7 +410,7 @@ fn progress(regs: &kvm_regs) -> Progress {
     }
 }
 
-/// Of a vCPU between two batches.
+/// The registers of a vCPU between two batches.
 fn registers(course: &Course, progress: &Progress) -> kvm_regs {
     kvm_regs {
         rip: BATCH_ENTRY,

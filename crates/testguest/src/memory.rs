@@ -23,7 +23,7 @@ pub const PAGE: u64 = PAGE_BYTES as u64;
 /// The same, as a length in memory.
 pub(crate) const PAGE_BYTES: usize = 4096;
 
-/// Every block but the last is a multiple of this: the guest's page tables have pages of this size.
+/// Page size of the guest's page tables. The length of every block but the last is a multiple of it.
 pub(crate) const LARGE_PAGE: u64 = 2 << 20;
 
 /// Type of the memory.
@@ -49,7 +49,7 @@ pub struct Memory {
 pub struct Block {
     name: String,
     region: Arc<MmapRegion>,
-    /// Where it begins in all of the memory.
+    /// First address of the block.
     start: u64,
 }
 
@@ -57,7 +57,7 @@ impl Memory {
     /// `bytes` of memory that was never touched, in the blocks `ram.low` and, from 8 MiB on, `ram.high`.
     ///
     /// # Errors
-    /// When `bytes` is 0 or not a multiple of the page size (2 MiB for hugetlb), or the host has no more memory.
+    /// If `bytes` is 0 or not a multiple of the page size (2 MiB for hugetlb), or the host has no more memory.
     pub fn new(backing: Backing, bytes: u64) -> Result<Self> {
         let low = low_bytes(bytes);
         let mut blocks = vec![("ram.low".to_owned(), map("ram.low", backing, low)?)];
@@ -71,7 +71,7 @@ impl Memory {
     /// Memory made of mappings of the caller, in this order.
     ///
     /// # Errors
-    /// When there are none, one is not of whole pages, or one but the last is not a multiple of 2 MiB.
+    /// If there are none, one is not made of whole pages, or one other than the last is not a multiple of 2 MiB.
     pub fn from_regions(regions: Vec<(String, Arc<MmapRegion>)>) -> Result<Self> {
         let last = regions.len().checked_sub(1);
         let last = last.context("a guest without memory")?;
@@ -127,8 +127,8 @@ impl Memory {
         slice.store(word, offset, Ordering::Relaxed).ok()
     }
 
-    /// The parts of `range` (whole pages) that may hold anything but zeros. Pages that were never touched are left out as far as
-    /// the host can tell, so that reading does not touch them. No part spans two blocks.
+    /// The parts of `range` (whole pages) that may contain anything but zeros. Untouched pages are left out as far as the host
+    /// knows them, so that reading does not touch them. No part spans two blocks.
     pub(crate) fn touched(&self, range: &Range<u64>) -> Vec<Range<u64>> {
         let mut parts = Vec::new();
         for block in &self.blocks {
@@ -136,7 +136,7 @@ impl Memory {
             let end = range.end.min(block.range().end);
             if start < end {
                 let within = start - block.start..end - block.start;
-                // Where the host cannot tell, everything is read.
+                // If the host does not know, everything is read.
                 let touched = block.touched(&within).unwrap_or_else(|_| vec![within]);
                 let touched = touched.into_iter();
                 parts.extend(touched.map(|it| it.start + block.start..it.end + block.start));
@@ -155,7 +155,7 @@ impl Memory {
 }
 
 impl Block {
-    /// The name that it is migrated under.
+    /// The name under which the block is migrated.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -230,7 +230,7 @@ fn map_anonymous(bytes: u64) -> io::Result<MmapRegion> {
 fn advise_huge_pages(region: &MmapRegion) {
     // SAFETY: the range is exactly the mapping, which lives as long as `region`, and the advice changes no content.
     let advised = unsafe { madvise(region.as_ptr().cast(), region.size(), Advice::LinuxHugepage) };
-    // Small pages do as well.
+    // Without huge pages, small pages are used.
     let _ = advised;
 }
 
@@ -249,7 +249,7 @@ fn map_memfd(name: &str, flags: MemfdFlags, bytes: u64) -> io::Result<MmapRegion
     .map_err(io::Error::other)
 }
 
-/// The parts of a shared mapping that its file has data for.
+/// The parts of a shared mapping for which the file has data.
 fn data_of_file(file: &FileOffset, within: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
     let end = file.start() + within.end;
     let mut parts = Vec::new();
@@ -266,7 +266,7 @@ fn data_of_file(file: &FileOffset, within: &Range<u64>) -> io::Result<Vec<Range<
     Ok(parts)
 }
 
-/// The parts of private memory that there are pages for, in RAM or in swap.
+/// The parts of private memory for which pages exist, in RAM or in swap.
 fn present_pages(addresses: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     const ENTRY: u64 = 8;
     const PRESENT_OR_SWAPPED: u64 = 0b11 << 62;
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_never_touched_is_told_from_zeros() {
+    fn untouched_pages_differ_from_zero_pages() {
         for backing in [Backing::Anonymous, Backing::Memfd] {
             let memory = Memory::new(backing, 16 << 20).unwrap();
             let all = 0..memory.len();

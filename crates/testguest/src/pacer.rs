@@ -1,4 +1,4 @@
-//! When a vCPU writes next, and how many pages: depends on the rate, the throttle, and how soon it must be able to pause.
+//! Decides when a vCPU writes next, and how many pages, from the rate, the throttle, and the time within which the vCPU must pause.
 //!
 //! A vCPU works in batches and is paused only between two batches. This module has no clock.
 
@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 /// Duration of a batch: short enough for a pause, long compared with entering and leaving the guest.
 const BATCH: Duration = Duration::from_millis(1);
 
-/// Most pages in a batch. When a dirty log is switched on, a page takes microseconds instead of nanoseconds, and the current batch
-/// must still end after a few milliseconds.
+/// Maximum number of pages in a batch. When a dirty log is switched on, a page takes microseconds instead of nanoseconds, and the
+/// current batch must still end after a few milliseconds.
 const MOST: u32 = 1024;
 
-/// The longest part of a second whose writes are in one batch, so that a low rate is even.
+/// Maximum time whose writes are in one batch, so that a low rate is even.
 const RATE_SLICE: Duration = Duration::from_millis(5);
 
-/// Delay that a vCPU may catch up: what the scheduler of a busy host takes.
+/// Delay that a vCPU may catch up: about the latency of the scheduler on a busy host.
 const BURST: Duration = Duration::from_millis(10);
 
 /// The shortest rest for which the vCPU sleeps.
@@ -28,9 +28,9 @@ pub(crate) struct Pacer {
     batch: u32,
     /// When the rate allows the next batch.
     due: Option<Instant>,
-    /// Until when the throttle keeps it asleep.
+    /// When the rest that the throttle demands ends.
     rests_until: Option<Instant>,
-    /// Rest that has been too short so far.
+    /// Rest that is due, but too short so far to sleep.
     owed: Duration,
 }
 

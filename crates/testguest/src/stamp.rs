@@ -1,4 +1,4 @@
-//! Stamps and their sums: the writes of a vCPU, in Rust. `kvm.rs` has the same in machine code.
+//! Stamps and their sums: the writes of a vCPU, in Rust. `kvm.rs` has the same code as machine code.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ const WORDS: u64 = PAGE / 8;
 pub(crate) const MULTIPLIER: u64 = 6_364_136_223_846_793_005;
 pub(crate) const INCREMENT: u64 = 1_442_695_040_888_963_407;
 
-/// The lowest bit of a stamp that selects the word. Higher bits select the page, and the lowest are hardly random.
+/// The lowest bit of a stamp that selects the word. Higher bits select the page; lower bits are hardly random.
 pub(crate) const WORD_SHIFT: u32 = 20;
 
 /// The constants of a vCPU's writes.
@@ -25,11 +25,11 @@ pub(crate) const WORD_SHIFT: u32 = 20;
 pub(crate) struct Course {
     /// The address of the vCPU's first word in the first page.
     pub(crate) first_word: u64,
-    /// Number of pages from there on.
+    /// Number of pages of the working set.
     pub(crate) pages: u64,
     /// Mask of a byte offset within the vCPU's words of a page.
     pub(crate) word_mask: u64,
-    /// Pages one after the other instead of at random.
+    /// Whether pages are written in order instead of at random.
     pub(crate) sequential: bool,
 }
 
@@ -87,14 +87,14 @@ impl Course {
 }
 
 impl Progress {
-    /// Checks that it is on `course`.
+    /// Checks that the page is within `course`.
     pub(crate) fn check(&self, course: &Course) -> Result<()> {
         let (page, pages) = (self.cursor, course.pages);
         ensure!(page < pages, "page {page} of {pages}");
         Ok(())
     }
 
-    /// The progress of vCPU `index` before its first write. `sum` is that of its words in the present memory.
+    /// The progress of vCPU `index` before its first write. `sum` is the sum of the vCPU's words in the present memory.
     pub(crate) fn new(course: &Course, index: u8, vcpus: u8, sum: u64) -> Self {
         Self {
             // Far apart in the generator's sequence.

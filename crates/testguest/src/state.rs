@@ -1,4 +1,4 @@
-//! A saved guest: a hash, and the state as JSON. Only a guest of the same description takes it, in the same build of this crate.
+//! A saved guest: a hash, and the state as JSON. Only a guest with the same description loads it, in the same build of this crate.
 
 use std::hash::{DefaultHasher, Hasher as _};
 use std::ops::Range;
@@ -14,7 +14,7 @@ struct State {
     vcpus: Vec<Vec<u8>>,
 }
 
-/// Everything that has to be equal on both sides.
+/// The properties that have to be equal on both sides.
 pub(crate) fn describe(config: &Config) -> String {
     let Range { start, end } = config.working_set();
     let mut text = format!(
@@ -28,12 +28,12 @@ pub(crate) fn describe(config: &Config) -> String {
 }
 
 pub(crate) fn encode(description: String, vcpus: Vec<Vec<u8>>) -> Vec<u8> {
-    // Strings and numbers: this cannot fail. An empty state would be refused as damaged.
+    // A state has only strings and numbers, so this cannot fail. An empty state would be refused as damaged.
     let state = serde_json::to_vec(&State { description, vcpus }).unwrap_or_default();
     [&hash(&state).to_le_bytes()[..], &state].concat()
 }
 
-/// The states of the vCPUs, if `state` is of a guest with the description `ours`.
+/// Returns the states of the vCPUs, if `state` is that of a guest with the description `ours`.
 pub(crate) fn decode(state: &[u8], ours: &str) -> Result<Vec<Vec<u8>>> {
     const DAMAGED: &str = "not the state of a test guest, or a damaged one";
     let (sum, state) = state.split_first_chunk().context(DAMAGED)?;

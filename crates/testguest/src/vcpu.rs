@@ -1,4 +1,4 @@
-//! The threads of vCPUs, and pausing them.
+//! The threads of vCPUs, which the guest's owner starts, pauses and ends.
 
 use std::{
     sync::{
@@ -28,7 +28,7 @@ pub(crate) trait Vcpu: Send {
     /// All of its state.
     fn save(&self) -> Result<Vec<u8>>;
 
-    /// Restores the result of [`save`](Vcpu::save). The error says what is wrong with the state.
+    /// Restores the result of [`save`](Vcpu::save).
     fn load(&mut self, state: &[u8]) -> Result<()>;
 }
 
@@ -57,7 +57,7 @@ struct State {
     wanted: Wanted,
     /// Number of threads that do not write: paused or ended.
     parked: u8,
-    /// Why a vCPU does not run any more.
+    /// Why a vCPU has ended.
     failure: Option<String>,
 }
 
@@ -69,7 +69,7 @@ enum Wanted {
 }
 
 impl Control {
-    /// For `vcpus` threads to come, paused.
+    /// Creates the state for `vcpus` threads, paused.
     pub(crate) fn new(vcpus: u8) -> Self {
         Self {
             vcpus,

@@ -100,7 +100,7 @@ fn a_paused_guest_does_not_write() {
 }
 
 #[test]
-fn it_goes_on_where_memory_and_state_have_been_moved_to() {
+fn a_guest_continues_in_the_memory_it_was_moved_to() {
     for kind in kinds() {
         for pattern in [Pattern::Sequential, Pattern::Random] {
             let mut here = Config {
@@ -214,7 +214,7 @@ fn a_throttled_guest_goes_on_and_stops_at_once() {
 }
 
 #[test]
-fn what_a_guest_cannot_do_now_is_an_error() {
+fn methods_fail_in_the_wrong_state() {
     for kind in kinds() {
         let config = config(kind);
         let guest = Guest::new(&config).unwrap();
@@ -371,7 +371,7 @@ proptest! {
     }
 
     #[test]
-    fn no_bytes_but_the_states_are_loaded(
+    fn only_an_unchanged_state_is_loaded(
         noise in prop::collection::vec(any::<u8>(), 0..200),
         cut in any::<prop::sample::Index>(),
         flip in any::<prop::sample::Index>(),

@@ -19,7 +19,7 @@ pub(crate) struct Corpus {
 const SAMPLE: u64 = 256 << 20;
 
 impl Corpus {
-    /// The files in a folder; without a folder, Silesia if `scripts/corpus` has fetched it, else files of this host.
+    /// Opens a folder; without one, the Silesia corpus if `scripts/corpus` has fetched it, else files of this host.
     pub(crate) fn open(folder: Option<&Path>) -> Result<Self> {
         let silesia = lab::target_dir().join("corpus/silesia");
         let (name, files) = match folder {
@@ -36,7 +36,7 @@ impl Corpus {
         Ok(Self { name, files })
     }
 
-    /// What to fill a guest's memory with; `None` for nothing.
+    /// Content for a guest's memory; `None` for nothing.
     pub(crate) fn fill(&self, content: Content) -> Option<Fill> {
         let files = || Box::new(Fill::Files(self.files.clone()));
         Some(match content {
@@ -56,7 +56,7 @@ fn files_in(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut files = read().with_context(|| format!("reading {}", dir.display()))?;
     files.retain(|path| path.is_file());
     ensure!(!files.is_empty(), "{} has no files", dir.display());
-    // The order decides what is in which page.
+    // The order determines the content of each page.
     files.sort();
     Ok(files)
 }

@@ -1,6 +1,6 @@
 //! `vamoose bench demo`, `make demo`: Vamoose moves a running Linux guest, which writes memory, between two unmodified QEMUs over a
-//! link of 1 Gbit/s. In the middle of the move the cable is pulled; the demo proves that the guest lost nothing. Then the same
-//! guest moves over the intact link, with Vamoose and without, and the demo compares these moves.
+//! link of 1 Gbit/s. During the move the cable is pulled; the demo proves that the guest lost nothing. Then the same guest moves
+//! over the intact link, with Vamoose and without, and the demo compares these moves.
 //!
 //! ```text
 //!   namespace A                                    namespace B
@@ -46,7 +46,7 @@ enum Variant {
 const METHOD: &str = "zstd";
 
 impl Variant {
-    /// The option of Vamoose for it.
+    /// Vamoose's security option.
     fn security(self) -> &'static str {
         match self {
             Self::Cut | Self::Tls => "--keys DIR",
@@ -86,7 +86,7 @@ pub(crate) fn run(vamoose: Option<&Path>) -> ExitCode {
     }
 }
 
-/// On return, everything that was started or made is removed.
+/// Removes everything that it started or made before it returns.
 fn demonstrate(guard: &Guard, vamoose: Option<&Path>) -> Result<()> {
     say("Vamoose: a running guest moves between two unmodified QEMUs");
 

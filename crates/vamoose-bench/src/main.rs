@@ -1,4 +1,4 @@
-//! `vamoose bench`: moves guests by Vamoose and by stock QEMU on this host, side by side, and reports tables and plots.
+//! `vamoose bench`: migrates guests on this host by Vamoose and by stock QEMU, and reports tables and plots.
 //!
 //! ```text
 //!  scenarios (TOML) ─> cells ─> plan: rounds, side by side ─> measure ─> results.jsonl ─> report.md, plots, results.csv
@@ -120,13 +120,13 @@ struct RunOptions {
     vamoose: Option<PathBuf>,
 }
 
-/// Scenarios of a command without names.
+/// Scenarios of a command that names none.
 const DEFAULT: [&str; 5] = ["idle", "silesia", "half-zero", "zero", "links"];
 
-/// Most seconds that a link takes for a guest that does not run and is not compressed.
+/// Maximum seconds that a link takes for the memory of a guest that does not run, without compression.
 const SECONDS: u64 = 20;
 
-/// The same with --quick, and the most memory of such a guest.
+/// The same with --quick, and the maximum memory of such a guest.
 const QUICK_SECONDS: u64 = 4;
 const QUICK_RAM: u64 = 256 << 20;
 

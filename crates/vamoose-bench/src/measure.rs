@@ -1,4 +1,4 @@
-//! Moves guests and measures.
+//! Moves guests and measures the migrations.
 //!
 //! ```text
 //!  qemu      source QEMU ────────────────────────link─────────────────────────> destination QEMU
@@ -30,7 +30,7 @@ use crate::record::{Cell, Record};
 use crate::scenario::{Content, Guest, Rate, Who};
 use running::Running;
 
-/// What all cells of a run have in common.
+/// Properties that all cells of a run share.
 pub(crate) struct Host {
     pub(crate) qemu: Binary,
     pub(crate) vamoose: PathBuf,
@@ -40,19 +40,19 @@ pub(crate) struct Host {
     pub(crate) has_links: bool,
 }
 
-/// What the migrations of one guest over one link need.
+/// Environment of the migrations of one guest over one link.
 pub(crate) enum Testbed<'a> {
     /// Each migration begins with a new guest, whose memory has this content.
     Still(&'a Host, Content),
-    /// One guest moves to and fro.
+    /// One guest moves back and forth.
     Running(Box<Running<'a>>),
 }
 
-/// Time limit of everything that takes moments.
+/// Time limit of short operations.
 const MOMENTS: Duration = Duration::from_secs(60);
 
 impl<'a> Testbed<'a> {
-    /// Prepares for `cell`, and other cells of the same guest and link.
+    /// Prepares for `cell` and other cells of the same guest and link.
     pub(crate) fn new(host: &'a Host, cell: &Cell) -> Result<Self> {
         Ok(match cell.guest {
             Guest::Still(content) => Self::Still(host, content),
@@ -63,7 +63,7 @@ impl<'a> Testbed<'a> {
         })
     }
 
-    /// Makes one migration; returns its result, unless that is known only at the end.
+    /// Performs one migration. Returns its record, unless the record is complete only at the end.
     pub(crate) fn measure(&mut self, cell: &Cell, round: u32) -> Result<Option<Record>> {
         match self {
             Self::Running(running) => running.migrate(cell, round).map(|()| None),
@@ -82,7 +82,7 @@ impl<'a> Testbed<'a> {
         matches!(self, Self::Running(_))
     }
 
-    /// Returns the results that are known only at the end, with what clients have noticed.
+    /// Returns the records that are complete only at the end, with the service of the clients.
     pub(crate) fn finish(self) -> Result<Vec<Record>> {
         match self {
             Self::Still(..) => Ok(Vec::new()),

@@ -1,4 +1,4 @@
-//! What a run needs of this host, and the command that installs what is missing.
+//! Requirements of a run on this host, and the commands that install missing ones.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,12 +10,12 @@ use lab::{net, proc};
 use crate::record::Cell;
 use crate::scenario::{Guest, Rate, Who};
 
-/// What this host has.
+/// Capabilities of this host.
 pub(crate) struct Found {
-    /// The error is why no links can be made.
+    /// The error tells why links cannot be made.
     links: Result<(), String>,
     demo: bool,
-    /// What running guests lack.
+    /// The part that running guests lack.
     guest: Option<Part>,
     /// Bytes.
     memory: u64,
@@ -43,12 +43,12 @@ impl Found {
         self.links.is_ok()
     }
 
-    /// The most memory of a guest that does not run. There are two of them, and the host needs some memory itself.
+    /// Maximum memory of a guest that does not run. There are two such guests, and the host needs memory, too.
     pub(crate) fn most_ram(&self) -> u64 {
         (self.memory / 4) >> 20 << 20
     }
 
-    /// Splits cells into those that can be measured, and a line for the user about what the others lack.
+    /// Splits off the cells that cannot be measured. Returns the others, and lines for the user about the missing requirements.
     pub(crate) fn sort(&self, mut cells: Vec<Cell>) -> (Vec<Cell>, Vec<String>) {
         let mut missing = BTreeMap::<_, usize>::new();
         cells.retain(|cell| {
@@ -65,7 +65,7 @@ impl Found {
         (cells, missing.into_iter().map(line).collect())
     }
 
-    /// What a cell lacks, and how to get it.
+    /// The first requirement that a cell lacks, and its remedy.
     fn missing(&self, cell: &Cell) -> Option<(String, &'static str)> {
         let missing = |what: &str, remedy| Some((what.to_owned(), remedy));
         let has_clients = matches!(cell.guest, Guest::Running(workload) if workload.has_clients());
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_named_once_and_the_rest_is_measured() {
+    fn missing_requirements_are_named_once_and_the_rest_is_measured() {
         let found = Found {
             links: Err("no root".to_owned()),
             demo: false,

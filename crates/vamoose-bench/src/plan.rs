@@ -1,7 +1,7 @@
-//! Which migrations are still to be made, in which order, and making them.
+//! Determines which migrations are missing from the results, in which order to perform them, and performs them.
 //!
-//! Cells of one guest and link are measured side by side: each round measures every one of them once, and begins with another one,
-//! so that a slow period of the machine affects all alike.
+//! Cells of one guest and link are measured in rounds: each round measures every cell once, and begins with another cell, so that a
+//! slow period of the machine affects all cells alike.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -17,7 +17,7 @@ pub(crate) struct Plan {
     groups: Vec<Group>,
 }
 
-/// Cells that are measured side by side.
+/// Cells that are measured in the same rounds.
 struct Group {
     cells: Vec<Cell>,
     rounds: u32,
@@ -40,7 +40,8 @@ impl Plan {
         }));
     }
 
-    /// Measures what is not in the results yet. After a failure the others go on; `stop` ends the run after the current migration.
+    /// Performs the migrations that are missing from the results. A failure does not end the run; `stop` ends it after the current
+    /// migration.
     pub(crate) fn carry_out(
         &self,
         host: &Host,
@@ -78,7 +79,7 @@ impl Plan {
 }
 
 impl Group {
-    /// The migrations that are not in the results, in their order.
+    /// The migrations that are missing from the results, in order.
     fn turns(&self, results: &Results) -> Vec<(Cell, u32)> {
         let order = (0..self.rounds).zip(0_usize..).flat_map(|(round, first)| {
             let (before, from) = self.cells.split_at(first % self.cells.len());
@@ -93,7 +94,7 @@ impl Group {
     }
 }
 
-/// Makes the migrations of a group; returns how many have failed.
+/// Performs the migrations of a group. Returns the number of failures.
 fn measure(
     host: &Host,
     turns: Vec<(Cell, u32)>,
@@ -142,7 +143,7 @@ fn measure(
     Ok(failures)
 }
 
-/// A line for each migration, with the time that is left.
+/// Prints a line for each migration, with the remaining time.
 struct Progress {
     since: Instant,
     done: usize,
@@ -210,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn every_cell_is_the_first_once() {
+    fn each_cell_begins_one_round() {
         let dir = TempDir::new().unwrap();
         let (mut plan, cells) = (Plan::new(), cells());
         plan.add(&cells, 3);
@@ -226,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_made_or_given_up_is_not_made_again() {
+    fn finished_and_abandoned_cells_are_not_repeated() {
         let dir = TempDir::new().unwrap();
         let cells = cells();
         let mut plan = Plan::new();

@@ -1,4 +1,4 @@
-//! What was measured: a line of JSON for each migration in `results.jsonl`, and the machine in `machine.json` beside it.
+//! Measurements: a line of JSON for each migration in `results.jsonl`, and the machine in `machine.json`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::scenario::{Contender, Guest, Rate};
 
-/// Everything that the figures of a migration depend on, except the round.
+/// Everything, except the round, that the figures of a migration depend on.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Cell {
@@ -38,7 +38,7 @@ pub(crate) struct Record {
     /// Samples during the migration.
     #[serde(default)]
     pub(crate) timeline: Vec<Sample>,
-    /// What the guest's clients noticed.
+    /// Service of the guest's clients.
     #[serde(default)]
     pub(crate) service: Option<Services>,
 }
@@ -51,13 +51,13 @@ pub(crate) enum Outcome {
     Equal,
     /// The running guest has verified its memory.
     Checked,
-    /// A real program ran on in the guest, and its clients had no wrong answer.
+    /// A real program continued to run in the guest, and gave its clients no wrong answer.
     Served,
     /// Cancelled after the timeout; the guest runs at the source.
     Cancelled,
 }
 
-/// What a migration took. What cannot be known of a contender is absent.
+/// Figures of a migration. A figure that is unknown for a contender is absent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Figures {
@@ -76,7 +76,7 @@ pub(crate) struct Figures {
     pub(crate) wire_bytes: Option<u64>,
     /// Bytes over the link, headers of TCP and IP included.
     pub(crate) link_bytes: Option<u64>,
-    /// Pages that were sent as content.
+    /// Pages sent with their content.
     pub(crate) normal_pages: Option<u64>,
     pub(crate) zero_pages: Option<u64>,
     pub(crate) cpu: Cpu,
@@ -90,7 +90,7 @@ pub(crate) struct Figures {
 pub(crate) struct Cpu {
     /// The source QEMU.
     pub(crate) source: f64,
-    /// Vamoose beside it.
+    /// Vamoose beside the source QEMU.
     pub(crate) sender: f64,
     /// Vamoose beside the destination QEMU.
     pub(crate) receiver: f64,
@@ -106,7 +106,7 @@ pub(crate) struct Sample {
     pub(crate) milliseconds: u64,
     /// Bytes so far: between the hosts, or over the link.
     pub(crate) wire_bytes: u64,
-    /// Bytes of the pages in these.
+    /// Bytes of the pages in `wire_bytes`.
     pub(crate) page_bytes: u64,
     /// Guest memory still to be sent, as the source QEMU counts it, in bytes.
     pub(crate) remaining: Option<u64>,
@@ -117,7 +117,7 @@ pub(crate) struct Sample {
     /// Packets so far by method.
     pub(crate) packets: BTreeMap<String, u64>,
     pub(crate) reconnects: u64,
-    /// For how long the guest has been paused, in milliseconds.
+    /// Time since the guest was paused, in milliseconds.
     pub(crate) paused: Option<u64>,
 }
 

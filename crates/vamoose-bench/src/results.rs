@@ -44,7 +44,7 @@ impl Results {
                 .open(&path)?;
             let mut text = String::new();
             file.read_to_string(&mut text)?;
-            // A line that an interruption left incomplete would spoil the next one.
+            // Removes a line that an interruption left incomplete, so that the next line is valid.
             file.set_len(whole(&text) as u64)?;
             io::Result::Ok(file)
         };
@@ -65,7 +65,7 @@ impl Results {
         &self.folder
     }
 
-    /// Whether there are results.
+    /// Whether there is any result.
     pub(crate) fn is_any(&self) -> bool {
         !self.made.is_empty()
     }
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_counts_even_if_the_last_line_is_broken() {
+    fn an_incomplete_last_line_is_ignored() {
         let dir = TempDir::new().unwrap();
         let mut results = Results::open(dir.path(), &machine()).unwrap();
         let first = record(Outcome::Equal, 1);

@@ -1,4 +1,4 @@
-//! What is measured, as data: a scenario is a TOML file, built in or the user's own.
+//! Scenarios: TOML files, built in or the user's own, that describe what to measure.
 //!
 //! ```toml
 //! about = "Silesia over links, from slow to fast"
@@ -10,8 +10,8 @@
 //! contenders = ["qemu zstd", "pair auto", "migrate auto --delta off"]
 //! ```
 //!
-//! Every combination of guest, link, channels and contender is a cell. Words behind a contender's method are options of the
-//! program that it runs beside the source; those behind `|` of the one beside the destination (`pair none | --placement on`).
+//! Every combination of guest, link, channels and contender is a cell. Words after a contender's method are options of the program
+//! beside the source; words after `|` are options of the program beside the destination (`pair none | --placement on`).
 
 use std::fmt;
 use std::str::FromStr;
@@ -44,7 +44,7 @@ pub(crate) struct Scenario {
     pub(crate) contenders: Vec<Contender>,
 }
 
-/// A guest, and what it does.
+/// A guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub(crate) enum Guest {
@@ -68,10 +68,10 @@ pub(crate) enum Content {
     Random,
 }
 
-/// What a running guest does.
+/// Load of a running guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ValueEnum)]
 pub(crate) enum Workload {
-    /// Nothing but a sign of life; some of its memory is filled.
+    /// Only ticks; part of the memory is filled.
     Idle,
     /// A program that writes this many pages a second.
     #[value(skip)]
@@ -103,7 +103,7 @@ pub(crate) enum Rate {
 #[serde(try_from = "String")]
 pub(crate) struct Size(pub(crate) u64);
 
-/// What moves the guest, and by which method.
+/// The programs that move the guest, their method and options.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub(crate) struct Contender {
@@ -209,7 +209,7 @@ impl Scenario {
                         contender: contender.clone(),
                         ram: match guest {
                             Guest::Still(_) => self.ram.0.min(ram).min(link.carries(seconds)),
-                            // Its programs need this much.
+                            // The guest's programs need this memory.
                             Guest::Running(_) => self.ram.0,
                         },
                         downtime_limit: self.downtime_limit,
@@ -298,7 +298,7 @@ impl FromStr for Guest {
 }
 
 impl Contender {
-    /// Whether this is what users get who set no option.
+    /// Whether this is Vamoose without any option set by the user.
     pub(crate) fn is_default(&self) -> bool {
         let has_two_ends = matches!(self.who, Who::Migrate | Who::Pair);
         let has_options = !self.options.is_empty() || !self.far_options.is_empty();
@@ -360,7 +360,7 @@ impl FromStr for Size {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        /// Less is a forgotten unit.
+        /// A smaller number has no unit by mistake.
         const MIN: u64 = 1 << 20;
         let size = with_unit(text, [("k", 1 << 10), ("M", 1 << 20), ("G", 1 << 30)]);
         let size = size.with_context(|| format!("`{text}` is not a size such as 512M"))?;
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_scenario_is_named() {
+    fn errors_name_the_wrong_value() {
         let error = |from: &str, to: &str| {
             let error = Scenario::parse(&TEXT.replace(from, to)).unwrap_err();
             format!("{error:#}")
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_and_back() {
+    fn displayed_values_parse_to_themselves() {
         let links = ["10M", "1G", "2500M", "1500", "open"];
         assert!(
             links

@@ -1,7 +1,7 @@
-//! The demo's destination process: receives the guest, and reports what has arrived.
+//! The demo's destination process: receives the guest, and reports its state on arrival.
 //!
-//! The engine's `resume` does not resume the guest yet: first, its memory is read as it arrived. So the downtime that the source
-//! reports excludes this reading, and waking the vCPUs, which takes microseconds.
+//! When the engine calls `resume`, the guest does not resume yet: its memory is read first, as it arrived. The downtime that the
+//! source reports therefore excludes this reading, and also the microseconds for waking the vCPUs.
 
 use std::{
     io::{self, Write as _},
@@ -30,14 +30,14 @@ pub(crate) fn run() -> Result<()> {
     let order: Order = serde_json::from_str(&line)
         .context("this command is started by vamoose-demo, not by hand")?;
     end_with_the_source();
-    // The source prints an error for the user.
+    // The source prints the error for the user.
     receive_guest(&order).or_else(|error| send::<()>(Err(format!("{error:#}"))))
 }
 
-/// Ends this process when the source has ended in any way.
+/// Ends this process when the source ends, however that happens.
 fn end_with_the_source() {
     thread::spawn(|| {
-        // An error is an end, too.
+        // A read error also means that the source has ended.
         let _ = io::copy(&mut io::stdin(), &mut io::sink());
         process::exit(1);
     });
@@ -52,8 +52,8 @@ fn receive_guest(order: &Order) -> Result<()> {
     let guest = Guest::incoming(&order.shape.config(memory)?)?;
     let engines = order.hardware.engines(Settings::default())?;
     let mut config = DestinationConfig::new(engines);
-    // It has just been mapped. A KVM guest's image is there, and equals the source's image in the same place: no page of it is ever
-    // sent as zeros.
+    // The memory has just been mapped. A KVM guest's image is already in it, but the source has the same image in the same place, so
+    // that none of its pages is ever sent as zeros.
     config.memory_is_zero = true;
     config.copy = Queues::copy(order.copy.as_ref(), &order.hardware)?;
     let (acceptor, address) = order.link.listen(&order.listen, config.stall_timeout)?;

@@ -1,4 +1,4 @@
-//! Digests of guest memory in pieces, so that the place of a difference is known.
+//! Digests of pieces of guest memory, which show where two memories differ.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -49,8 +49,8 @@ impl Digest {
     }
 }
 
-/// Reads memory at `start` of the block. A file is read as a file: through the mapping, reading memory that was never written would
-/// allocate it.
+/// Reads memory at `start` of the block. The memory of a file is read from the file, because reading untouched memory through the
+/// mapping would allocate it.
 fn read(block: &RamBlock, start: usize, into: &mut [u8]) -> io::Result<()> {
     match block.file() {
         Some(file) => file.file().read_exact_at(into, file.start() + start as u64),

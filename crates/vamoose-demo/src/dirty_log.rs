@@ -1,4 +1,4 @@
-//! The dirty log, by which the source finds the pages that its guest writes.
+//! The dirty log, which tells the source which pages its guest has written.
 
 use std::sync::Arc;
 

@@ -31,7 +31,7 @@ pub(crate) struct DsaOptions {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum ZeroPageDetection {
-    /// Off; memory that was never touched still costs nothing
+    /// Off; untouched memory still costs nothing
     None,
     /// On the CPU
     Cpu,
@@ -97,7 +97,7 @@ impl DsaOptions {
 pub(crate) struct Queues {
     #[serde(with = "as_text")]
     path: DevicePath,
-    /// Most pages of a batch.
+    /// Maximum number of pages in a batch.
     pages: u32,
 }
 

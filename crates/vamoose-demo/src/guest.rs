@@ -1,4 +1,4 @@
-//! The guest, which both processes make in the same way.
+//! The guest, which both processes create in the same way.
 
 use std::{
     convert::Infallible,
@@ -45,7 +45,7 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
-    /// Checks that this host can run it.
+    /// Checks that this host can run the guest.
     pub(crate) fn check(&self) -> Result<()> {
         match (self.kind, testguest::kvm_available()) {
             (Kind::Kvm, Err(reason)) => {
@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rates_and_back() {
+    fn displayed_rates_parse_to_themselves() {
         for text in ["0", "1", "250000", "max"] {
             assert_eq!(text.parse::<Rate>().unwrap().to_string(), text);
         }
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_what_is_no_word() {
+    fn other_words_are_paths() {
         assert_eq!(parse_fill("mixed"), Ok(Fill::Mixed));
         assert_eq!(parse_fill("./mixed"), Ok(Fill::File("./mixed".into())));
     }

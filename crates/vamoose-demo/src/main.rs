@@ -167,7 +167,7 @@ fn run(options: &Options) -> Result<()> {
         link: link_there,
     };
     let mut config = migration.config()?;
-    // Over loopback; the path through a command is unknown.
+    // Without a command, the link is loopback; with one, its path is unknown.
     config.direct_link = options.via.is_none();
     let dirty_log = migration.dirty_log(shape.kind)?;
     let cancel = cancelled_by_signals()?;
@@ -256,7 +256,7 @@ impl MigrationOptions {
     }
 }
 
-/// A flag that Ctrl-C sets. A second Ctrl-C ends this process at once, and the destination with it.
+/// Returns a flag that Ctrl-C sets. A second Ctrl-C ends this process and the destination immediately.
 fn cancelled_by_signals() -> Result<Arc<AtomicBool>> {
     /// Exit code of a process that Ctrl-C has ended, as shells report it.
     const INTERRUPTED: i32 = 130;

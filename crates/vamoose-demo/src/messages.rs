@@ -11,8 +11,8 @@
 //!     <── its writes ─────────────────────────────────  it has run, was paused and verified again
 //! ```
 //!
-//! Each line of the destination is a `Result`: an error in place of any of them is the last line. End of file on its standard
-//! input ends the destination: the source is gone.
+//! Each line of the destination is a `Result`; an error is the last line. When the source ends, the destination reads end of file
+//! from standard input, and ends too.
 
 use serde::{Deserialize, Serialize};
 use testguest::Proof;
@@ -25,7 +25,7 @@ use crate::{digest::Digest, dsa::Queues, guest::Shape, link::Link};
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Order {
     pub(crate) shape: Shape,
-    /// Whether its memory is populated before the migration.
+    /// Whether the destination's memory is populated before the migration.
     pub(crate) prealloc: bool,
     /// Hardware for decoding.
     pub(crate) hardware: Hardware,
@@ -35,15 +35,15 @@ pub(crate) struct Order {
     pub(crate) link: Link,
 }
 
-/// The guest as it arrived, before it has run.
+/// The guest as it arrived, before it runs.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Arrived {
-    /// The guest's proof, or why it has none.
+    /// The guest's proof, or why the guest has none.
     pub(crate) checksum: Result<Proof, String>,
     pub(crate) digest: Digest,
     /// CPU time of the process, from before the first connection until the guest was handed over.
     pub(crate) cpu_seconds: f64,
-    /// Part of the decoders.
+    /// Share of the decoders in the CPU time.
     pub(crate) decode_seconds: f64,
     /// Counts of copies by devices.
     pub(crate) copy: Option<OffloadCounters>,

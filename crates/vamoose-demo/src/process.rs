@@ -1,4 +1,4 @@
-//! The destination's process, as the source sees it.
+//! The destination's process, as seen from the source.
 
 use std::{
     env,
@@ -14,10 +14,10 @@ use serde::de::DeserializeOwned;
 
 use crate::messages::Order;
 
-/// A running destination. It ends when this is dropped.
+/// A running destination, which ends on drop.
 pub(crate) struct Process {
     child: Child,
-    /// The destination lives as long as this is open.
+    /// The destination runs as long as this is open.
     input: Option<ChildStdin>,
     output: BufReader<ChildStdout>,
 }
@@ -66,12 +66,12 @@ impl Process {
         }
     }
 
-    /// Its id; that of `via` if there is one.
+    /// Id of the process; with `via`, of that command.
     pub(crate) fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Waits for its next message.
+    /// Waits for the next message.
     pub(crate) fn receive<T: DeserializeOwned>(&mut self) -> Result<T> {
         let mut line = String::new();
         let length = self
@@ -91,7 +91,7 @@ impl Process {
         }
     }
 
-    /// Ends it; returns the signal that had already killed it.
+    /// Ends the process. Returns the signal that had already killed it.
     pub(crate) fn end(mut self) -> Option<i32> {
         self.reap()?.signal()
     }
@@ -103,7 +103,7 @@ impl Process {
         }
     }
 
-    /// Waits for its end. End of file on its input ends the destination, but not every command of `via`.
+    /// Waits for the end of the process, after closing its input. This ends the destination, but not every command of `via`.
     fn reap(&mut self) -> Option<ExitStatus> {
         const TIMEOUT: Duration = Duration::from_secs(5);
         self.input = None;
@@ -115,7 +115,7 @@ impl Process {
                 Err(_) => break,
             }
         }
-        // It may have ended just now.
+        // Fails if the process has just ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
         None

@@ -62,7 +62,7 @@ fn watch(handle: &Handle, cancel: &AtomicBool, ended: &Receiver<()>) {
     loop {
         display.show(&progress(handle));
         if cancel.load(Ordering::Relaxed) {
-            // It may be too late: the guest has moved.
+            // Has no effect if the guest has moved already.
             handle.cancel();
         }
         if ended.recv_timeout(EVERY) != Err(RecvTimeoutError::Timeout) {
@@ -75,7 +75,7 @@ fn watch(handle: &Handle, cancel: &AtomicBool, ended: &Receiver<()>) {
 fn progress(handle: &Handle) -> Progress {
     let status = handle.status();
     let stopped_for = Duration::from_millis(status.downtime.unwrap_or_default());
-    // Plain numbers and strings: this cannot fail.
+    // A status has only numbers and strings, so this cannot fail.
     let source = serde_json::to_value(status).unwrap_or_default();
     Progress {
         status: source["status"].as_str().unwrap_or_default().to_owned(),
@@ -89,7 +89,7 @@ fn progress(handle: &Handle) -> Progress {
 /// The guest as the engine sees it.
 struct Outgoing<'a> {
     guest: &'a Guest,
-    /// Whether it runs while it is here.
+    /// Whether the guest runs while it is at the source.
     runs: bool,
 }
 

@@ -30,7 +30,7 @@ const ENDLESS: [&str; 9] = [
 ];
 
 #[test]
-fn every_fill_arrives_whole() -> Result<()> {
+fn every_fill_arrives_intact() -> Result<()> {
     let folder = TempDir::new()?;
     let file = folder.path().join("content");
     std::fs::write(&file, "neither whole pages nor a whole number of them")?;
@@ -256,7 +256,7 @@ fn modelled_dsas_look_for_zero_pages_and_copy() -> Result<()> {
 }
 
 #[test]
-fn options_that_cannot_be_are_refused() -> Result<()> {
+fn invalid_options_are_refused() -> Result<()> {
     for (options, words) in [
         (
             &["--zero-copy", "--plain", "--method=zstd"][..],

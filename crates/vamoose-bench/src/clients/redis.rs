@@ -48,7 +48,7 @@ pub(crate) struct Redis {
 }
 
 const CLIENTS: u64 = 4;
-/// Time limit of a request: the guest is lost.
+/// Time limit of a request, after which the guest is considered lost.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Redis {
@@ -73,7 +73,7 @@ impl Redis {
     /// Ends the clients and returns all answered requests, in any order.
     ///
     /// # Errors
-    /// When one has failed before: a connection broke, or an answer was wrong.
+    /// If a client failed: a connection broke, or an answer was wrong.
     pub(crate) fn end(self) -> Result<Vec<Sample>> {
         self.stop.store(true, Ordering::Relaxed);
         let mut samples = Vec::new();
@@ -87,7 +87,7 @@ impl Redis {
     }
 }
 
-/// Connects from the namespace, which only a thread of its own enters.
+/// Connects from the namespace, which a separate thread enters.
 fn connect(network: &Namespace) -> Result<Connection> {
     let connect = || {
         network.enter()?;
@@ -182,7 +182,7 @@ fn update(key: u32, fields: Range<usize>, random: &mut Rng) -> Request {
     words
 }
 
-/// A connection that speaks RESP. (The crate `redis` would bring 30 others, among them ICU's.)
+/// A connection that speaks RESP. (The crate `redis` has 30 dependencies, ICU among them.)
 struct Connection(BufReader<TcpStream>);
 
 impl Connection {

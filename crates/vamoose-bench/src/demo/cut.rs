@@ -22,7 +22,7 @@ pub(crate) struct Cut<'a> {
     state: State,
 }
 
-/// With the bytes sent when the state began.
+/// State of the cable, with the bytes sent before it began.
 enum State {
     Plugged(u64),
     Pulled(u64, Instant),

@@ -1,4 +1,4 @@
-//! Ctrl-C at any moment leaves nothing behind.
+//! Cleans up when the demo is interrupted at any moment.
 //!
 //! A signal kills the processes registered here. The demo only ever waits for one of these, so its wait fails, and the demo ends as
 //! after any other error: the owners of processes, namespaces and files remove them. Ctrl-C in a terminal also reaches the commands
@@ -27,7 +27,7 @@ struct State {
 }
 
 impl Guard {
-    /// From here on, signals that would end this process end the demo instead.
+    /// Installs the signal handler: signals that would end this process end the demo instead.
     pub(crate) fn new() -> Result<Self> {
         let state = Arc::new(Mutex::new(State::default()));
         let mut signals =
@@ -95,7 +95,7 @@ mod tests {
     use std::os::unix::process::ExitStatusExt;
 
     #[test]
-    fn an_interrupt_ends_what_runs_and_what_is_started_later() {
+    fn an_interrupt_ends_present_and_later_processes() {
         let guard = Guard {
             state: Arc::default(),
         };

@@ -5,8 +5,8 @@
 //!                    compares before it forwards `cont`
 //! ```
 //!
-//! `vamoose serve` takes the process that listens on a monitor for the QEMU, and kills it when a migration fails. That must not be
-//! the demo itself, which would leave its network behind.
+//! The proxy is a separate process because `vamoose serve` takes the process that listens on a monitor for the QEMU, and kills that
+//! process when a migration fails. The demo itself must survive, to remove its network.
 
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::net::Shutdown;
@@ -67,7 +67,7 @@ impl Hold {
     /// At the end of the migration, returns how long the comparison held the guest back.
     ///
     /// # Errors
-    /// When the memories differ, or the guest was never started.
+    /// If the memories differ, or the guest was never started.
     pub(crate) fn finish(mut self) -> Result<Duration> {
         self.child.kill()?;
         let said = line(&mut self.output)?;

@@ -15,7 +15,7 @@ const TICK: Duration = Duration::from_millis(100);
 /// Allowance for the first steps at a new place on a shared machine: emulated code is translated anew there.
 const NOISE: Duration = Duration::from_millis(500);
 
-/// The guest's ticks around a migration. It exists only for a guest with intact memory and with every tick once and in order.
+/// The guest's ticks around a migration. A value exists only if the guest's memory is intact and every tick came once, in order.
 #[derive(Debug)]
 pub(crate) struct Life {
     pub(crate) continuity: Continuity,
@@ -38,7 +38,7 @@ impl Life {
     }
 }
 
-/// Fails if a guest moved by Vamoose was silent for longer than the downtime explains.
+/// Fails if a guest moved by Vamoose was silent for longer than its downtime explains.
 pub(crate) fn check(run: &Run) -> Result<()> {
     if run.variant == Variant::Stock {
         return Ok(());

@@ -18,7 +18,7 @@ use crate::measure::moving::{self, Moved};
 use crate::record::{Cell, Figures};
 use crate::scenario::{Contender, Guest as Kind, Rate, Who, Workload};
 
-/// Time limit of everything: longer means that something hangs.
+/// Time limit of each step; a step that takes longer hangs.
 const LIMIT: Duration = Duration::from_secs(180);
 
 /// A successful migration.

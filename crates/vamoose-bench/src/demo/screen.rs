@@ -7,7 +7,7 @@ use std::thread;
 use super::run::Run;
 
 pub(crate) fn say(text: impl Display) {
-    // The print macros panic when the reader has gone.
+    // The print macros would panic if standard output is closed.
     let _ = writeln!(io::stdout(), "{text}");
 }
 

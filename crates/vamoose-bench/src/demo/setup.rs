@@ -1,4 +1,4 @@
-//! What all runs have in common: programs, network, keys, and the guest's image.
+//! Setup that all runs share: programs, network, keys, and the guest's image.
 
 use std::path::{Path, PathBuf};
 

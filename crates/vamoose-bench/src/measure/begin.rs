@@ -1,4 +1,4 @@
-//! Starts a migration, and the Vamooses between its QEMUs.
+//! Starts a migration, with the Vamoose processes between its QEMUs.
 
 use std::path::Path;
 use std::process::Command;
@@ -22,13 +22,13 @@ pub(crate) struct Ends<'a> {
     pub(crate) here: &'a Namespace,
     pub(crate) there: &'a Namespace,
     pub(crate) vamoose: &'a Path,
-    /// For `migrate`, if it is already running.
+    /// The server for `migrate`, if it is already running.
     pub(crate) server: Option<Server>,
     /// Whether the output of the Vamoose at the source is shown.
     pub(crate) is_shown: bool,
 }
 
-/// The Vamooses of a migration.
+/// The Vamoose processes of a migration.
 #[derive(Default)]
 pub(super) struct Helpers {
     /// At the source; ends with the migration.
@@ -38,7 +38,7 @@ pub(super) struct Helpers {
     server: Option<Server>,
 }
 
-/// Figures of Vamooses that have ended.
+/// Figures of the Vamoose processes after their end.
 pub(super) struct Finished {
     /// CPU seconds at the source and at the destination.
     pub(super) cpu: [f64; 2],
@@ -46,7 +46,7 @@ pub(super) struct Finished {
     pub(super) report: Option<Value>,
 }
 
-/// The size of Vamoose's page cache by default.
+/// Default size of Vamoose's page cache.
 const XBZRLE_CACHE: u64 = 256 << 20;
 
 impl Ends<'_> {
@@ -182,7 +182,7 @@ impl Helpers {
         near.map_or(Ok(false), Vamoose::has_ended)
     }
 
-    /// Waits until they have ended.
+    /// Waits until the processes have ended.
     pub(super) fn finish(self) -> Result<Finished> {
         let finish = |vamoose: Option<Vamoose>| {
             let ended = vamoose.map(|vamoose| vamoose.finish(MOMENTS)?.success());
@@ -215,7 +215,7 @@ impl Helpers {
         source.qmp.wait_idle(MOMENTS)
     }
 
-    /// Their standard error, for error messages.
+    /// Standard error of the processes, for error messages.
     pub(super) fn said(&self) -> String {
         let server = self.server.as_ref().map(Server::process);
         let all = self.near.iter().chain(&self.far).chain(server);

@@ -1,4 +1,4 @@
-//! Measures `live`: a guest of `vamoose-demo` with the same content in its memory, which it hardly writes.
+//! Measures `live`: a guest of `vamoose-demo` with the same content in its memory, of which the guest writes one page a second.
 
 use std::ffi::OsStr;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use super::still::SEED;
 use crate::record::{Cell, Cpu, Figures, Outcome, Record};
 use crate::scenario::Content;
 
-/// Time limit, which includes making and comparing the memory.
+/// Time limit, including the time for filling and comparing the memory.
 const MOST: Duration = Duration::from_secs(300);
 
 pub(super) fn measure(host: &Host, content: Content, cell: &Cell, round: u32) -> Result<Record> {

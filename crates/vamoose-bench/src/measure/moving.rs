@@ -1,4 +1,4 @@
-//! Makes one migration between two QEMUs and measures it.
+//! Performs one migration between two QEMUs and measures it.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ pub(crate) struct Moved {
     pub(crate) timeline: Vec<Sample>,
     /// When the migration was started.
     pub(crate) commanded: Instant,
-    /// From the time to which the times of a record refer, until the guest had arrived or the migration was cancelled.
+    /// From time 0 of the record until the guest arrived or the migration was cancelled.
     pub(crate) span: [Instant; 2],
     /// Vamoose's report, if there is one.
     pub(crate) report: Option<Value>,
@@ -113,8 +113,8 @@ fn arrival(ends: &mut Ends<'_>, cell: &Cell) -> Result<Option<[Duration; 2]>> {
     Ok(Some([stopped, resumed.timestamp]))
 }
 
-/// When the guest stopped for good, from the events of its source. It may have stopped before and resumed, when the end of the
-/// migration was put off.
+/// When the guest stopped for good, from the events of its source. If the switchover was postponed, the guest stopped earlier, too,
+/// and resumed.
 fn last_stop(said: &[Event], resumed: Duration) -> Result<Duration> {
     let stops = said.iter().filter(|event| event.name == "STOP");
     let stop = stops.map(|event| event.timestamp).max();

@@ -1,4 +1,4 @@
-//! Measures a running guest, which each contender moves to the other host; its clients work all the time.
+//! Measures a running guest, which each contender moves to the other host. Its clients send requests all the time.
 //!
 //! ```text
 //!                         clients' namespace: clients of Redis
@@ -30,23 +30,23 @@ pub(crate) struct Running<'a> {
     host: &'a Host,
     workload: Workload,
     clients: Option<Redis>,
-    // Dropped before the networks in which it runs.
+    // Dropped before the networks in which the guest runs.
     guest: Option<Guest>,
     machine: Builder,
     is_there: bool,
-    /// Output of the guest on the serial ports it has left.
+    /// The guest's output on the serial ports of QEMUs that it has left.
     logs: Vec<Log>,
-    /// Records that still lack what the clients have noticed, with the span of the migration.
+    /// Records without the service of the clients, with the span of each migration.
     records: Vec<(Record, [Instant; 2])>,
     _lan: Option<Lan>,
     link: Link,
     _image: Image,
 }
 
-/// Time after an arrival in which the guest is slow, as QEMU must translate all of its code again.
+/// Time after an arrival during which the guest is slow, because QEMU translates all of its code again.
 const SETTLE: Duration = Duration::from_secs(2);
 
-/// Time after that in which the guest is left alone before it is moved on.
+/// Time after [`SETTLE`] during which the guest is left alone before its next migration.
 const REST: Duration = Duration::from_secs(3);
 
 /// Time before the first measurement, in which the guest settles.
@@ -123,7 +123,7 @@ impl<'a> Running<'a> {
         // `destination` is now the QEMU that the guest has left, or has not reached.
         self.logs.push(destination.finish()?);
         if outcome == Outcome::Checked {
-            // Until it has verified all of its memory.
+            // Waits until the guest has verified all of its memory.
             source.wait_rounds(1, MOMENTS)?;
         }
         source.log().check()?;
@@ -142,7 +142,7 @@ impl<'a> Running<'a> {
         let log = guest.finish()?;
         log.check()?;
         self.logs.push(log);
-        let samples = of_clients.unwrap_or_else(|| self.signs());
+        let samples = of_clients.unwrap_or_else(|| self.ticks());
         let with_service = |(mut record, [from, to]): (Record, [Instant; 2])| {
             record.service = Some(Services {
                 before: Service::of(&samples, from - REST, from),
@@ -154,8 +154,8 @@ impl<'a> Running<'a> {
         Ok(self.records.into_iter().map(with_service).collect())
     }
 
-    /// Signs of life on the serial ports. The latency of a sign is the time since the previous one.
-    fn signs(&self) -> Vec<Sample> {
+    /// Ticks on the serial ports. The latency of a tick is the time since the previous tick.
+    fn ticks(&self) -> Vec<Sample> {
         let lines = self.logs.iter().flat_map(|log| &log.lines);
         let signs = lines.filter(|line| line.text.starts_with("tick "));
         let mut times: Vec<_> = signs.map(|line| line.at).collect();
@@ -204,7 +204,7 @@ impl Workload {
         Ok((image, machine))
     }
 
-    /// The mix of the clients' requests; `None` where signs of life on the serial port replace clients.
+    /// The mix of the clients' requests; `None` where ticks on the serial port replace clients.
     fn mix(self) -> Option<Mix> {
         match self {
             Self::RedisRandom => Some(Mix::RANDOM),

@@ -1,7 +1,7 @@
 //! Measures a guest that does not run: its whole RAM is compared afterwards.
 //!
-//! Both QEMUs have touched all of their memory before: the source as a guest that has run for a while has, the destination because
-//! it is preallocated.
+//! Both QEMUs have touched all of their memory before the migration: the source because it is filled, the destination because it is
+//! preallocated.
 
 use anyhow::{Result, anyhow};
 use lab::qemu::Builder;

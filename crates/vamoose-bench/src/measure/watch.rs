@@ -11,11 +11,11 @@ use serde_json::Value;
 use super::begin::{Finished, Helpers};
 use crate::record::{Cell, Figures, Sample};
 
-/// What was observed.
+/// Observations of a migration.
 pub(super) struct Watched {
-    /// The time to which all times of the record refer.
+    /// Time 0 of the record.
     pub(super) began: Instant,
-    /// The same by the clock of QEMU's events: since 1970.
+    /// Time 0 by the clock of QEMU's events, since 1970.
     pub(super) began_at: Duration,
     /// The source QEMU's report of a completed migration; `None` if it took too long.
     pub(super) account: Option<Value>,
@@ -45,7 +45,7 @@ pub(super) fn watch(
         seconds: 0.0,
     };
     let mut stride = 1;
-    // Before that, QEMU reports the previous migration.
+    // Before the beginning, QEMU reports the previous migration.
     let mut has_begun = false;
     for look in 0_u64.. {
         let have_ended = helpers.have_ended()?;
@@ -53,7 +53,7 @@ pub(super) fn watch(
         let elapsed = seen.began.elapsed();
         seen.seconds = elapsed.as_secs_f64();
         let is_over = match account["status"].as_str() {
-            // Without a downtime, it is the migration by which the guest arrived.
+            // A report without a downtime is that of the migration by which the guest arrived here.
             Some("completed") => account["downtime"].is_u64(),
             Some("failed" | "cancelled") if has_begun => bail!("the migration failed: {account}"),
             Some("active") => {

@@ -29,7 +29,7 @@ pub(super) fn of(results: &Results) -> Result<String> {
     Ok(String::from_utf8(writer.into_inner()?)?)
 }
 
-/// Adds all values but lists: those are timelines.
+/// Adds all values except lists, which are timelines.
 fn flatten(name: String, value: Value, line: &mut BTreeMap<String, String>) {
     match value {
         Value::Object(values) => {

@@ -1,4 +1,4 @@
-//! `report.md`.
+//! Builds `report.md`.
 
 use super::plots::Plot;
 use super::results::{Group, Results, Section};
@@ -44,8 +44,9 @@ pub(super) fn of(results: &Results, plots: &[Vec<Plot>]) -> String {
 }
 
 fn heading(section: &Section) -> String {
-    let about = section.about.as_deref().unwrap_or_default();
-    format!("\n## {}\n\n{}\n", escaped(&section.name), escaped(about))
+    let about = section.about.as_ref();
+    let about = about.map_or(String::new(), |about| format!("\n{}\n", escaped(about)));
+    format!("\n## {}\n{about}", escaped(&section.name))
 }
 
 fn of_group(group: &Group, plots: &[Plot]) -> String {

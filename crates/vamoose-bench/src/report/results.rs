@@ -1,4 +1,4 @@
-//! The results of a run in the order of the report: scenarios, groups of cells that can be compared, cells.
+//! The results of a run, in the order of the report: scenarios, groups of comparable cells, cells.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -25,7 +25,7 @@ pub(super) struct Section {
 
 /// Cells of the same guest, link, size and downtime limit: only these can be compared.
 pub(super) struct Group {
-    /// At least one.
+    /// Never empty.
     pub(super) rows: Vec<Row>,
 }
 
@@ -81,7 +81,7 @@ impl Results {
     }
 }
 
-/// What comparable cells have in common.
+/// The properties that comparable cells share.
 type Comparable = (Guest, Rate, u64, u64);
 
 fn comparable(cell: &Cell) -> Comparable {
@@ -116,7 +116,7 @@ impl Group {
         format!("{}, {size} MiB, over {link}{limit}", cell.guest)
     }
 
-    /// Part of a file's name.
+    /// Part of the names of the plots.
     pub(super) fn slug(&self) -> String {
         let cell = &self.rows[0].cell;
         let size = cell.ram.div_ceil(1 << 20);
@@ -198,12 +198,12 @@ impl Row {
             .min_by(|one, other| distance(one).total_cmp(&distance(other)))
     }
 
-    /// The part of the migrations that were cancelled, from 0 to 1.
+    /// Share of the migrations that were cancelled, from 0 to 1.
     fn cancelled(&self) -> f64 {
         1.0 - self.moved().count() as f64 / self.records.len().max(1) as f64
     }
 
-    /// How the migrations ended, and how many of them in each way.
+    /// Number of migrations for each outcome.
     pub(super) fn proof(&self) -> String {
         let count = |outcome: Outcome| {
             let ended = |record: &&Record| record.outcome == outcome;

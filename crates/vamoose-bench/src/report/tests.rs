@@ -298,7 +298,7 @@ pub(crate) fn check(text: &str) {
 }
 
 #[test]
-fn the_example_has_all_that_a_report_has() {
+fn the_report_of_an_example_is_complete() {
     let folder = TempDir::new().unwrap();
     let wanted = std::env::var_os("REPORT_EXAMPLE").map(std::path::PathBuf::from);
     let dir = wanted.as_deref().unwrap_or(folder.path());
@@ -376,7 +376,7 @@ fn a_default_that_was_cancelled_more_often_is_not_the_fastest() {
 }
 
 #[test]
-fn what_cannot_be_read_is_named() {
+fn unreadable_results_are_named() {
     let dir = TempDir::new().unwrap();
     let error = |dir: &Path| format!("{:#}", write(dir).unwrap_err());
     assert!(error(dir.path()).contains("machine.json: is this the folder of a run?"));

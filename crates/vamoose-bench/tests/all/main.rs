@@ -21,7 +21,7 @@ contenders = ["qemu none", "pair auto", "migrate auto"]
 "#;
 
 #[test]
-fn every_cell_is_measured_once_a_round_and_never_again() -> Result<()> {
+fn every_cell_is_measured_once_per_round() -> Result<()> {
     let Some(bench) = Bench::new()? else {
         return Ok(());
     };
@@ -46,7 +46,7 @@ fn every_cell_is_measured_once_a_round_and_never_again() -> Result<()> {
 }
 
 #[test]
-fn what_is_not_here_is_named_with_its_remedy_and_the_rest_is_measured() -> Result<()> {
+fn missing_requirements_are_reported_and_the_rest_is_measured() -> Result<()> {
     let Some(bench) = Bench::new()? else {
         return Ok(());
     };
