@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use lab::net::{End, Wire};
 use lab::serial::Log;
 use serde_json::Value;
 
+use super::network::Cable;
 use super::screen::note;
 
 /// How long the cable stays pulled: Vamoose gives up connections that are silent for 4 s.
@@ -18,11 +18,11 @@ const MIB: u64 = 1 << 20;
 
 /// The cut of the cable.
 pub(crate) struct Cut<'a> {
-    cable: &'a Wire,
+    cable: &'a Cable<'a>,
     state: State,
 }
 
-/// State of the cable, with the bytes sent before it began.
+/// With the bytes sent when the state began.
 enum State {
     Plugged(u64),
     Pulled(u64, Instant),
@@ -30,24 +30,19 @@ enum State {
 }
 
 impl<'a> Cut<'a> {
-    pub(crate) fn new(cable: &'a Wire) -> Result<Self> {
-        let state = State::Plugged(cable.traffic(End::Source)?.sent);
+    pub(crate) fn new(cable: &'a Cable<'a>) -> Result<Self> {
+        let state = State::Plugged(cable.sent()?);
         Ok(Self { cable, state })
-    }
-
-    /// Bytes towards the destination so far.
-    fn sent(&self) -> Result<u64> {
-        Ok(self.cable.traffic(End::Source)?.sent)
     }
 
     /// Pulls or plugs in the cable when it is time. Called at each sample of the migration.
     pub(crate) fn look(&mut self) -> Result<()> {
         match self.state {
             State::Plugged(before) => {
-                let sent = self.sent()?.saturating_sub(before);
+                let sent = self.cable.sent()?.saturating_sub(before);
                 if sent >= AFTER {
-                    self.cable.pull(End::Source).context("pulling the cable")?;
-                    self.state = State::Pulled(self.sent()?, Instant::now());
+                    self.cable.pull().context("pulling the cable")?;
+                    self.state = State::Pulled(self.cable.sent()?, Instant::now());
                     note(format!(
                         "--- {} MiB have gone over the cable, which is pulled now ---",
                         sent / MIB
@@ -55,7 +50,7 @@ impl<'a> Cut<'a> {
                 }
             }
             State::Pulled(before, at) if at.elapsed() >= LASTS => {
-                let crossed = self.sent()? - before;
+                let crossed = self.cable.sent()? - before;
                 ensure!(
                     crossed == 0,
                     "{crossed} bytes crossed a cable that was pulled"

@@ -9,9 +9,10 @@ use lab::vamoose::Server;
 
 use super::cut::Cut;
 use super::hold::Hold;
+use super::network::RATE;
 use super::proof::Life;
 use super::screen::note;
-use super::setup::{LOAD, RAM, RATE, Setup};
+use super::setup::{LOAD, RAM, Setup};
 use super::{METHOD, Variant};
 use crate::measure::begin::Ends;
 use crate::measure::moving::{self, Moved};
@@ -74,7 +75,7 @@ impl Setup<'_> {
     /// Boots a source with a working guest, and starts a waiting destination.
     fn boot(&self, variant: Variant) -> Result<(Guest, Guest)> {
         let start = Instant::now();
-        let link = &self.link;
+        let link = &self.network.link;
         let source = Guest::start(&self.machine().namespace(link.source.name()))?;
         self.guard.watch(source.qemu.process())?;
         // Vamoose resumes the guest itself, once the source has stopped for good.
@@ -102,7 +103,7 @@ impl Setup<'_> {
         destination: &mut Guest,
     ) -> Result<(Moved, Duration)> {
         let cell = self.cell(variant);
-        let link = &self.link;
+        let link = &self.network.link;
         let monitor = destination.qemu.qmp_socket();
         let hold = if variant == Variant::Cut {
             let at = destination.qemu.socket("held");
@@ -111,11 +112,17 @@ impl Setup<'_> {
         } else {
             None
         };
-        let mut server = None;
+        let (mut server, mut cable) = (None, None);
         if variant != Variant::Stock {
             let monitor = hold.as_ref().map_or(&monitor, |(_, at)| at);
             let options = &cell.contender.far_options;
-            let started = Server::start(&self.vamoose, &link.destination, monitor, options)?;
+            let mut started = Server::start(&self.vamoose, &link.destination, monitor, options)?;
+            let to = started.address.clone();
+            if variant == Variant::Cut {
+                let pulled = self.network.cable(&to)?;
+                started.address = pulled.address(&to);
+                cable = Some(pulled);
+            }
             let to = &started.address;
             let security = variant.security();
             note(format!(
@@ -125,8 +132,7 @@ impl Setup<'_> {
             ));
             server = Some(started);
         }
-        let cable = link.wires.first().filter(|_| variant == Variant::Cut);
-        let mut cut = cable.map(Cut::new).transpose()?;
+        let mut cut = cable.as_ref().map(Cut::new).transpose()?;
         let ends = Ends {
             source: &mut source.qemu,
             destination: &mut destination.qemu,

@@ -24,7 +24,7 @@ pub(crate) fn note(text: impl Display) {
 }
 
 /// Prints all runs side by side.
-pub(crate) fn table(runs: &[Run]) {
+pub(crate) fn table(runs: &[Run], measuring: &str) {
     say("                    total  downtime  tick gap     link   CPU seconds");
     say("                        s        ms        ms      MiB    all (guest)");
     for run in runs {
@@ -47,7 +47,7 @@ pub(crate) fn table(runs: &[Run]) {
         "total: from the command until the guest runs at the destination.\n\
          downtime: from the guest's stop to its start, by one clock.\n\
          tick gap: from the last tick at the source to the first at the destination; ticks come every 100 ms.\n\
-         link: bytes to the destination, counted by the source's network device, with all headers.\n\
+         link: bytes to the destination, {measuring}.\n\
          CPU seconds: of the migration, at both ends; those of the guest (vCPU threads of both QEMUs) are shown separately.\n\
          Stock QEMU: zstd, level 1. vamoose: its default, method auto.\n\
          All: 2 channels, downtime limit 300 ms, return path, destination memory preallocated, cable plugged in.\n\

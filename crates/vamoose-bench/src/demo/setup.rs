@@ -4,16 +4,14 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use lab::guest::{Image, Load};
-use lab::net::{self, Link};
 use lab::qemu::{self, Binary, Builder};
 use lab::vamoose::{Keys, program};
 
 use super::guard::Guard;
+use super::network::Network;
 use super::screen::note;
 
 const MIB: u64 = 1 << 20;
-/// Rate of the link, in bits per second.
-pub(crate) const RATE: u64 = 1_000_000_000;
 /// Memory of the guest.
 pub(crate) const RAM: u64 = 1024 * MIB;
 /// MiB of files with which the guest fills its memory, repeatedly.
@@ -33,7 +31,7 @@ pub(crate) struct Setup<'a> {
     pub(crate) vamoose: PathBuf,
     image: Image,
     pub(crate) keys: Keys,
-    pub(crate) link: Link,
+    pub(crate) network: Network,
 }
 
 impl<'a> Setup<'a> {
@@ -42,9 +40,8 @@ impl<'a> Setup<'a> {
         let binary = qemu::available().last().cloned();
         let binary = binary.context("there is no QEMU here: run scripts/setup qemu")?;
         note(format!("two unmodified QEMUs {}", binary.version));
-        net::available().context("the demo makes a link between two network namespaces")?;
-        let link = Link::new(Some(RATE))?;
-        note("two network namespaces, joined by a link of 1 Gbit/s");
+        let network = Network::new();
+        note(network.describe());
         let image = Image::build(CONTENT)?;
         note(format!(
             "a Linux guest with {} MiB of RAM and 2 vCPUs (emulated): {} MiB filled with this machine's files,\n\
@@ -69,7 +66,7 @@ impl<'a> Setup<'a> {
             vamoose,
             image,
             keys,
-            link,
+            network,
         })
     }
 
