@@ -87,6 +87,7 @@ pub use tls::{
     Certificates, Cipher, End, FileFault, Keys, Objection, OneTimeKey, PublicKey, PublicKeyError,
     Refusal, Security, TlsError, TrustedError,
 };
+pub(crate) use wait::try_lock;
 pub use wait::{left, lock, receive_until, wait_for, wait_until};
 pub use writer::{ChannelWriter, WriteError};
 pub use zero_copy::{ZeroCopyError, check_locked_memory};

@@ -188,6 +188,8 @@ pub(crate) struct Shared {
     corrupt_frames: AtomicU64,
     /// A finished stream was lost before the peer had all of it.
     is_undelivered: AtomicBool,
+    /// The keeper leaves streams where they are.
+    holds_paths: AtomicBool,
     role: Role,
 }
 
@@ -220,11 +222,8 @@ impl Session {
     /// # Errors
     /// When certificates or keys cannot be used.
     pub fn check(config: &SessionConfig) -> Result<(), DialError> {
-        if config.security != Security::Insecure {
-            let terms = config.security.client_terms(config.cipher);
-            terms.map_err(DialError::Security)?;
-        }
-        Ok(())
+        let terms = config.security.client_terms(config.cipher);
+        terms.map(|_| ()).map_err(DialError::Security)
     }
 
     /// The session of a stream.
@@ -318,6 +317,12 @@ impl Session {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
+    /// Sets whether working streams stay on their paths, as they should while a guest is paused: a move interrupts a stream.
+    /// Streams whose path fails are moved all the same.
+    pub fn hold_paths(&self, hold: bool) {
+        self.0.holds_paths.store(hold, Ordering::Release);
+    }
+
     /// Gives up all streams.
     pub fn shut_down(&self) {
         for stream in self.0.streams() {
@@ -366,6 +371,7 @@ impl Shared {
             reconnects: AtomicU64::new(0),
             corrupt_frames: AtomicU64::new(0),
             is_undelivered: AtomicBool::new(false),
+            holds_paths: AtomicBool::new(false),
             role,
         });
         let watched = Arc::downgrade(&shared);

@@ -28,7 +28,7 @@ use super::{
     resumable::{Old, Resumable, ResumableStream},
 };
 use crate::{
-    Address, Security, SocketError, Stream, TlsError, chain,
+    Address, SocketError, Stream, TlsError, chain,
     dial::Destination,
     left, lock,
     timeouts::{ATTEMPT, LAST_ATTEMPT, RETRY_PAUSES, SHUN},
@@ -160,15 +160,8 @@ impl Shunned {
 
 impl Paths {
     fn new(list: Vec<Path>, config: &SessionConfig) -> Result<Self, DialError> {
-        let terms = match config.security {
-            Security::Insecure => None,
-            _ => Some(
-                config
-                    .security
-                    .client_terms(config.cipher)
-                    .map_err(DialError::Security)?,
-            ),
-        };
+        let terms = config.security.client_terms(config.cipher);
+        let terms = terms.map_err(DialError::Security)?;
         let shunned = Mutex::new(vec![None; list.len()]);
         let counters = list.iter().map(|_| Counters::default()).collect();
         let destinations = list.iter().map(|path| Destination::new(path.to.clone()));
@@ -559,7 +552,7 @@ mod tests {
     use rustix::net::listen;
 
     use super::*;
-    use crate::{Listener, Sessions};
+    use crate::{Listener, Security, Sessions};
 
     const LIMIT: Duration = Duration::from_secs(60);
 

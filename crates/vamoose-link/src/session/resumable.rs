@@ -16,7 +16,7 @@ use std::{
     fmt, io,
     ops::{Deref, DerefMut},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError,
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -35,7 +35,7 @@ use super::{
     connection::{Connection, Receiver, Sender},
     incoming::{Failure, Incoming, Target},
 };
-use crate::{chain, left, lock, memory::Left, timeouts::LOOK};
+use crate::{chain, left, lock, memory::Left, timeouts::LOOK, try_lock};
 
 /// User's handle of a stream. Dropping it ends the stream. If [`finish`](crate::Stream::finish) was called, everything written
 /// before still arrives.
@@ -321,11 +321,7 @@ impl ResumableStream {
     }
 
     fn try_incoming(&self) -> Option<IncomingGuard<'_>> {
-        let incoming = match self.incoming.try_lock() {
-            Ok(incoming) => incoming,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
+        let incoming = try_lock(&self.incoming)?;
         Some(self.guarded(incoming, false))
     }
 
@@ -589,10 +585,8 @@ impl ResumableStream {
     /// Sends a due acknowledgement if that does not block. The holder of `outgoing` checks again after releasing it.
     fn acknowledge(self: &Arc<Self>) {
         while lock(&self.core).state.wants_to_acknowledge() {
-            let mut outgoing = match self.outgoing.try_lock() {
-                Ok(outgoing) => outgoing,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => return,
+            let Some(mut outgoing) = try_lock(&self.outgoing) else {
+                return;
             };
             let Some((id, sender)) = &mut *outgoing else {
                 return;
@@ -681,7 +675,7 @@ impl ResumableStream {
 
     /// Tells the peer that the stream was given up, if that does not block. Otherwise the peer learns it on its next dial.
     fn abort(&self, id: ConnectionId) {
-        let Ok(mut outgoing) = self.outgoing.try_lock() else {
+        let Some(mut outgoing) = try_lock(&self.outgoing) else {
             return;
         };
         let Some((_, sender)) = outgoing.as_mut().filter(|(current, _)| *current == id) else {

@@ -153,9 +153,7 @@ impl Sessions {
     /// # Errors
     /// When certificates or keys cannot be used.
     pub fn check(config: &SessionConfig) -> Result<(), SessionsError> {
-        if config.security != Security::Insecure {
-            config.security.server_terms(config.cipher)?;
-        }
+        config.security.server_terms(config.cipher)?;
         Ok(())
     }
 
@@ -169,9 +167,7 @@ impl Sessions {
     /// # Errors
     /// When certificates or keys cannot be used; then nothing changes.
     pub fn set_security(&self, security: Security) -> Result<(), SessionsError> {
-        if security != Security::Insecure {
-            security.server_terms(self.server.config.cipher)?;
-        }
+        security.server_terms(self.server.config.cipher)?;
         *lock(&self.server.security) = security;
         Ok(())
     }
@@ -457,10 +453,7 @@ impl Server {
     /// Reads certificates and keys anew, so that replaced files take effect at once.
     fn terms(&self) -> Result<Option<ServerTerms>, TlsError> {
         let security = lock(&self.security).clone();
-        match security {
-            Security::Insecure => Ok(None),
-            security => security.server_terms(self.config.cipher).map(Some),
-        }
+        security.server_terms(self.config.cipher)
     }
 
     fn warn(&self, problem: &dyn std::fmt::Display, address: Option<IpAddr>) {

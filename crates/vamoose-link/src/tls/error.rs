@@ -26,9 +26,6 @@ pub enum TlsError {
         #[source]
         fault: FileFault,
     },
-    /// There are neither certificates nor keys.
-    #[error("neither certificates nor keys are configured")]
-    Insecure,
     /// What is expected of the server is not the name of a host.
     #[error("`{name}` is no host name or IP address that a certificate could be for")]
     ServerName {

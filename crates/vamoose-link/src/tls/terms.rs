@@ -67,19 +67,19 @@ pub(super) fn refuse(slot: &RefusalSlot, refusal: Refusal) -> rustls::Error {
 }
 
 impl Security {
-    /// Reads what the client needs.
+    /// Reads what the client needs; `None` without security.
     ///
     /// # Errors
-    /// When a file is missing or cannot be used, or there is no security.
-    pub(crate) fn client_terms(&self, cipher: Cipher) -> Result<ClientTerms, TlsError> {
+    /// When a file is missing or cannot be used.
+    pub(crate) fn client_terms(&self, cipher: Cipher) -> Result<Option<ClientTerms>, TlsError> {
         self.terms(End::Client, cipher, Certificates::server_chains)
     }
 
-    /// Reads what the server needs.
+    /// Reads what the server needs; `None` without security.
     ///
     /// # Errors
     /// As [`Security::client_terms`].
-    pub(crate) fn server_terms(&self, cipher: Cipher) -> Result<ServerTerms, TlsError> {
+    pub(crate) fn server_terms(&self, cipher: Cipher) -> Result<Option<ServerTerms>, TlsError> {
         self.terms(End::Server, cipher, Certificates::client_chains)
     }
 
@@ -88,11 +88,11 @@ impl Security {
         end: End,
         cipher: Cipher,
         chains: fn(&Certificates, &Arc<CryptoProvider>) -> Result<Chains<V>, TlsError>,
-    ) -> Result<Terms<V>, TlsError> {
+    ) -> Result<Option<Terms<V>>, TlsError> {
         let provider = provider(cipher);
         let mut server_name = None;
         let (certified, shown, trust) = match self {
-            Self::Insecure => return Err(TlsError::Insecure),
+            Self::Insecure => return Ok(None),
             Self::Certificates(certificates) => {
                 let own = certificates.own(end, &provider)?;
                 let (path, names) = (own.path, own.names);
@@ -113,13 +113,13 @@ impl Security {
                 (own.certified(), Shown::Key(own.public()), trust)
             }
         };
-        Ok(Terms {
+        Ok(Some(Terms {
             provider,
             certified,
             shown,
             server_name,
             trust,
-        })
+        }))
     }
 }
 

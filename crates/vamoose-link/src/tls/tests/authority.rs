@@ -178,12 +178,16 @@ impl Hosts {
     }
 
     pub(super) fn client_terms(&self, cipher: Cipher) -> ClientTerms {
-        self.client_security().client_terms(cipher).unwrap()
+        self.client_security()
+            .client_terms(cipher)
+            .unwrap()
+            .unwrap()
     }
 
     pub(super) fn server_terms(&self) -> ServerTerms {
         self.server_security()
             .server_terms(Cipher::default())
+            .unwrap()
             .unwrap()
     }
 }

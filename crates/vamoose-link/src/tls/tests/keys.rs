@@ -59,8 +59,8 @@ fn where_nobody_is_trusted_the_list_does_not_count() {
 /// What both ends say.
 fn try_both(client: &Security, server: &Security) -> (String, String) {
     let (connected, accepted) = meet(
-        &client.client_terms(Cipher::default()).unwrap(),
-        &server.server_terms(Cipher::default()).unwrap(),
+        &client.client_terms(Cipher::default()).unwrap().unwrap(),
+        &server.server_terms(Cipher::default()).unwrap().unwrap(),
         "any host",
     );
     (message(connected), message(accepted))
@@ -74,10 +74,12 @@ fn hosts_that_know_each_other() {
         &client
             .security(&[])
             .client_terms(Cipher::default())
+            .unwrap()
             .unwrap(),
         &server
             .security(&[client.public])
             .server_terms(Cipher::default())
+            .unwrap()
             .unwrap(),
         "any host",
     );
@@ -97,9 +99,11 @@ fn keys_for_once_are_those_of_this_end_and_no_other() {
     let (connected, accepted) = meet(
         &once(&client, &server)
             .client_terms(Cipher::default())
+            .unwrap()
             .unwrap(),
         &once(&server, &client)
             .server_terms(Cipher::default())
+            .unwrap()
             .unwrap(),
         "any host",
     );
@@ -178,10 +182,11 @@ fn keys_of_hosts_that_are_named() {
             .security(&[])
             .client_terms(Cipher::default())
             .unwrap()
+            .unwrap()
     };
     let (key, others) = (server.public, other.public);
     let accepts = server.security(&[client.public]);
-    let accepts = accepts.server_terms(Cipher::default()).unwrap();
+    let accepts = accepts.server_terms(Cipher::default()).unwrap().unwrap();
     for (lines, host, is_trusted) in [
         (vec![format!("{key}")], "kvm2", true),
         (vec![format!("{key} hosts=kvm2,192.0.2.20")], "kvm2", true),
@@ -240,15 +245,16 @@ fn a_host_that_shows_a_key_which_is_not_its_own() {
     let mut terms = thief
         .security(&[server.public])
         .client_terms(Cipher::default())
+        .unwrap()
         .unwrap();
     let other = client.security(&[server.public]);
-    let other = other.client_terms(Cipher::default()).unwrap();
+    let other = other.client_terms(Cipher::default()).unwrap().unwrap();
     let shown = other.certified.cert.clone();
     terms.certified = Arc::new(CertifiedKey::new(shown, terms.certified.key.clone()));
     let server = server.security(&[client.public]);
     let (connected, accepted) = meet(
         &terms,
-        &server.server_terms(Cipher::default()).unwrap(),
+        &server.server_terms(Cipher::default()).unwrap().unwrap(),
         "any host",
     );
     assert!(message(accepted).contains("certificate"));
