@@ -7,7 +7,12 @@
 //! A stream's own path is the one of its number, so that streams are spread evenly to begin with. How much a path delivers is
 //! known from what the peer acknowledges, for streams that are busy.
 
-use std::{collections::HashMap, sync::Weak, thread, time::Instant};
+use std::{
+    collections::HashMap,
+    sync::{Weak, atomic::Ordering},
+    thread,
+    time::Instant,
+};
 
 use super::{Role, Shared, dialer};
 use crate::timeouts::{COMPARE, LOOK, STAY};
@@ -34,6 +39,10 @@ pub(super) fn keep(session: &Weak<Shared>) {
                 })
             })
             .collect();
+        if session.holds_paths.load(Ordering::Acquire) {
+            keeper.since = None;
+            continue;
+        }
         let Some((number, path)) = keeper.next_move(Instant::now(), &carried, &paths.usable())
         else {
             continue;
@@ -158,7 +167,12 @@ pub(super) fn own_path(stream: u32, paths: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use std::{io::Write as _, time::Duration};
+
     use super::*;
+    use crate::{Address, Listener, Security, Session, SessionConfig, Sessions};
+
+    const LIMIT: Duration = Duration::from_secs(60);
 
     const MB: u64 = 1 << 20;
 
@@ -187,6 +201,35 @@ mod tests {
             .collect();
         let first = keeper.next_move(begin, &none, usable);
         first.or_else(|| keeper.next_move(begin + COMPARE, &list, usable))
+    }
+
+    #[test]
+    fn streams_stay_on_their_paths_while_paths_are_held() {
+        let any: Address = "tcp:127.0.0.1:0".parse().unwrap();
+        let listeners = [(); 2].map(|()| Listener::bind(&any, LIMIT).unwrap());
+        let paths = listeners.each_ref().map(|it| it.address().clone().into());
+        let config = SessionConfig::new(Security::Insecure);
+        let _sessions = Sessions::new(listeners.into(), config.clone()).unwrap();
+        let (session, _first) = Session::dial(paths.into(), config).unwrap();
+        let second = session.open().unwrap();
+        (&second).write_all(b"here").unwrap();
+        let stream = session.0.find(1).unwrap();
+        assert_eq!(stream.path(), Some(1));
+
+        session.hold_paths(true);
+        assert!(dialer::move_to(&stream, 0));
+        thread::sleep(3 * LOOK);
+        assert_eq!(stream.path(), Some(0));
+
+        session.hold_paths(false);
+        let end = Instant::now() + LIMIT;
+        while stream.path() != Some(1) {
+            assert!(
+                Instant::now() < end,
+                "the stream does not return to its path"
+            );
+            thread::sleep(LOOK / 10);
+        }
     }
 
     #[test]
