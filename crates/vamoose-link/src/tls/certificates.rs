@@ -57,7 +57,9 @@ impl Certificates {
         let certified = CertifiedKey::from_der(chain, key, provider).map_err(|source| {
             let what = "private key";
             let fault = match source {
-                rustls::Error::InconsistentKeys(_) => FileFault::OtherKey,
+                rustls::Error::InconsistentKeys(_) => FileFault::Unfit(
+                    "the key in it does not belong to the certificate beside it".to_owned(),
+                ),
                 source => FileFault::Malformed { what, source },
             };
             TlsError::file(key_path, fault)

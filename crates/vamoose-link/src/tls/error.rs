@@ -149,12 +149,6 @@ pub enum FileFault {
         /// What it should hold.
         what: &'static str,
     },
-    /// There is more in it, which cannot be read.
-    #[error("it holds something else than {what} in PEM format")]
-    Remainder {
-        /// What it should hold.
-        what: &'static str,
-    },
     /// Something in it is malformed.
     #[error("it holds a malformed {what}")]
     Malformed {
@@ -163,33 +157,15 @@ pub enum FileFault {
         /// In what way.
         source: rustls::Error,
     },
-    /// The key is another one's.
-    #[error("the key in it does not belong to the certificate beside it")]
-    OtherKey,
     /// Others could use the key.
     #[error("other users can read it (mode {mode:04o}, 0600 is needed)")]
     Mode {
         /// Its permissions.
         mode: u32,
     },
-    /// Others could have keys of their own trusted.
-    #[error("other users can write it (mode {mode:04o}, 0644 at most)")]
-    Writable {
-        /// Its permissions.
-        mode: u32,
-    },
-    /// Another user could replace the key.
-    #[error("it belongs to user {owner}")]
-    Owner {
-        /// The user.
-        owner: u32,
-    },
-    /// It is too large to be what its name says.
-    #[error("it has more than {limit} bytes")]
-    TooLarge {
-        /// The most that is read.
-        limit: u64,
-    },
+    /// Its content, size or owner does not fit its purpose.
+    #[error("{0}")]
+    Unfit(String),
     /// It lists no key, and none is given otherwise.
     #[error("no key is trusted")]
     NobodyTrusted,
@@ -207,24 +183,6 @@ pub enum FileFault {
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// It has shown no certificate.
-    #[error("it has no certificate")]
-    NoCertificate,
-    /// The authority is another one.
-    #[error("its certificate is not signed by the authority in ca-cert.pem")]
-    UnknownAuthority,
-    /// The certificate is too old.
-    #[error("its certificate expired {} ago, by the clock of this host", span(*.seconds))]
-    Expired {
-        /// For how long.
-        seconds: u64,
-    },
-    /// The certificate is too new.
-    #[error("its certificate is not valid for another {}, by the clock of this host", span(*.seconds))]
-    NotYetValid {
-        /// For how much longer.
-        seconds: u64,
-    },
     /// The certificate is for another server.
     #[error("its certificate is not for `{expected}` but for {}", list(.presented))]
     Name {
@@ -233,23 +191,6 @@ pub enum Refusal {
         /// Names in the certificate; the common name does not count.
         presented: Vec<String>,
     },
-    /// The certificate is not for this role.
-    #[error("its certificate is not for use by a {role} (extended key usage)")]
-    Purpose {
-        /// The peer's role.
-        role: End,
-    },
-    /// The certificate has been revoked.
-    #[error("its certificate has been revoked (ca-crl.pem)")]
-    Revoked,
-    /// The list of revoked certificates is too old to rely on.
-    #[error("the list of revoked certificates of this host has expired (ca-crl.pem)")]
-    RevocationListExpired,
-    /// Whether the certificate has been revoked is not known.
-    #[error(
-        "ca-crl.pem has no list of revoked certificates of the authority that signed its certificate, or of one above"
-    )]
-    NoRevocationList,
     /// The name is not among those that are allowed.
     #[error("no name of its certificate is allowed: {}", list(.names))]
     NotAllowed {
@@ -270,6 +211,9 @@ pub enum Refusal {
         /// The host that was dialled.
         host: String,
     },
+    /// The peer has no certificate, or its certificate is not valid here.
+    #[error("{0}")]
+    Invalid(String),
     /// Any other fault of a certificate.
     #[error("its certificate cannot be used")]
     Certificate(#[source] rustls::Error),
@@ -279,38 +223,6 @@ pub enum Refusal {
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Objection {
-    /// The authority is another one.
-    #[error("it does not trust the authority that signed {}, or has no current list of the certificates that were revoked", certificate.display())]
-    UnknownAuthority {
-        /// Our certificate.
-        certificate: PathBuf,
-    },
-    /// The certificate is too old or too new.
-    #[error("by its clock, {} has expired or is not valid yet", certificate.display())]
-    NotValidNow {
-        /// Our certificate.
-        certificate: PathBuf,
-    },
-    /// The certificate is for another server, or malformed.
-    #[error("{} is not for the name that it dialled", certificate.display())]
-    Name {
-        /// Our certificate.
-        certificate: PathBuf,
-    },
-    /// The certificate is not for this role.
-    #[error("{} is not for use by a {role} (extended key usage)", certificate.display())]
-    Purpose {
-        /// Our certificate.
-        certificate: PathBuf,
-        /// Our role.
-        role: End,
-    },
-    /// The certificate has been revoked.
-    #[error("{} has been revoked", certificate.display())]
-    Revoked {
-        /// Our certificate.
-        certificate: PathBuf,
-    },
     /// The names in the certificate are not among those that are allowed.
     #[error("it does not allow the name in {}: {}", certificate.display(), list(.names))]
     NotAllowed {
@@ -325,9 +237,9 @@ pub enum Objection {
         /// Our key.
         key: PublicKey,
     },
-    /// It wants to see a certificate.
-    #[error("it requires a certificate")]
-    NoCertificate,
+    /// The peer requires a certificate, or does not accept this end's.
+    #[error("{0}")]
+    Certificate(String),
     /// Any other alert.
     #[error("it sent the TLS alert {0:?}")]
     Alert(AlertDescription),
@@ -369,7 +281,7 @@ impl TlsError {
                 Self::Refused { peer, reason }
             }
             rustls::Error::NoCertificatesPresented => {
-                let reason = Refusal::NoCertificate;
+                let reason = Refusal::Invalid("it has no certificate".to_owned());
                 Self::Refused { peer, reason }
             }
             rustls::Error::PeerIncompatible(
@@ -396,36 +308,49 @@ impl TlsError {
 impl Refusal {
     fn of(error: CertificateError, peer: End) -> Self {
         use CertificateError as Error;
-        match error {
-            Error::UnknownIssuer => Self::UnknownAuthority,
-            Error::Expired => Self::Expired { seconds: 0 },
-            Error::ExpiredContext { time, not_after } => Self::Expired {
-                seconds: seconds(not_after, time),
-            },
-            Error::NotValidYet => Self::NotYetValid { seconds: 0 },
-            Error::NotValidYetContext { time, not_before } => Self::NotYetValid {
-                seconds: seconds(time, not_before),
-            },
+        let reason = match error {
+            Error::UnknownIssuer => {
+                "its certificate is not signed by the authority in ca-cert.pem".to_owned()
+            }
+            Error::Expired => "its certificate has expired, by the clock of this host".to_owned(),
+            Error::ExpiredContext { time, not_after } => format!(
+                "its certificate expired {} ago, by the clock of this host",
+                span(not_after, time)
+            ),
+            Error::NotValidYet => {
+                "its certificate is not valid yet, by the clock of this host".to_owned()
+            }
+            Error::NotValidYetContext { time, not_before } => format!(
+                "its certificate is not valid for another {}, by the clock of this host",
+                span(time, not_before)
+            ),
             Error::NotValidForNameContext {
                 expected,
                 presented,
-            } => Self::Name {
-                expected: match &expected {
+            } => {
+                let expected = match &expected {
                     ServerName::IpAddress(address) => std::net::IpAddr::from(*address).to_string(),
                     name => name.to_str().into_owned(),
-                },
-                presented,
-            },
+                };
+                return Self::Name {
+                    expected,
+                    presented,
+                };
+            }
             Error::InvalidPurpose | Error::InvalidPurposeContext { .. } => {
-                Self::Purpose { role: peer }
+                format!("its certificate is not for use by a {peer} (extended key usage)")
             }
-            Error::Revoked => Self::Revoked,
+            Error::Revoked => "its certificate has been revoked (ca-crl.pem)".to_owned(),
             Error::ExpiredRevocationList | Error::ExpiredRevocationListContext { .. } => {
-                Self::RevocationListExpired
+                "the list of revoked certificates of this host has expired (ca-crl.pem)".to_owned()
             }
-            Error::UnknownRevocationStatus => Self::NoRevocationList,
-            error => Self::Certificate(error.into()),
-        }
+            Error::UnknownRevocationStatus => {
+                "ca-crl.pem has no list of revoked certificates of the authority that signed its certificate, or of one above"
+                    .to_owned()
+            }
+            error => return Self::Certificate(error.into()),
+        };
+        Self::Invalid(reason)
     }
 }
 
@@ -439,26 +364,34 @@ impl Objection {
             Shown::Key(_) => return Self::Alert(alert),
             Shown::Certificate { path, names } => (path.clone(), names.clone()),
         };
-        let role = peer.other();
-        match alert {
-            Alert::UnknownCA => Self::UnknownAuthority { certificate },
-            Alert::CertificateExpired => Self::NotValidNow { certificate },
-            Alert::BadCertificate if role == End::Server => Self::Name { certificate },
-            Alert::UnsupportedCertificate => Self::Purpose { certificate, role },
-            Alert::CertificateRevoked => Self::Revoked { certificate },
-            Alert::CertificateRequired => Self::NoCertificate,
-            Alert::AccessDenied => Self::NotAllowed { certificate, names },
-            alert => Self::Alert(alert),
-        }
+        let file = certificate.display();
+        Self::Certificate(match alert {
+            Alert::UnknownCA => format!(
+                "it does not trust the authority that signed {file}, or has no current list of the certificates that were revoked"
+            ),
+            Alert::CertificateExpired => {
+                format!("by its clock, {file} has expired or is not valid yet")
+            }
+            Alert::BadCertificate if peer == End::Client => {
+                format!("{file} is not for the name that it dialled")
+            }
+            Alert::UnsupportedCertificate => {
+                format!(
+                    "{file} is not for use by a {} (extended key usage)",
+                    peer.other()
+                )
+            }
+            Alert::CertificateRevoked => format!("{file} has been revoked"),
+            Alert::CertificateRequired => "it requires a certificate".to_owned(),
+            Alert::AccessDenied => return Self::NotAllowed { certificate, names },
+            alert => return Self::Alert(alert),
+        })
     }
 }
 
-fn seconds(from: UnixTime, to: UnixTime) -> u64 {
-    to.as_secs().saturating_sub(from.as_secs())
-}
-
-/// A length of time in its largest unit.
-fn span(seconds: u64) -> String {
+/// Time between two instants, in its largest unit.
+fn span(from: UnixTime, to: UnixTime) -> String {
+    let seconds = to.as_secs().saturating_sub(from.as_secs());
     match seconds {
         0..120 => format!("{seconds} s"),
         120..7200 => format!("{} min", seconds / 60),

@@ -252,7 +252,8 @@ fn read_trusted(path: &Path) -> Result<Vec<Trusted>, FileFault> {
     let metadata = file.metadata()?;
     let mode = metadata.mode() & 0o7777;
     if mode & 0o022 != 0 {
-        return Err(FileFault::Writable { mode });
+        let fault = format!("other users can write it (mode {mode:04o}, 0644 at most)");
+        return Err(FileFault::Unfit(fault));
     }
     check_owner(&metadata)?;
     parse_trusted(&read_file(file)?)
@@ -264,7 +265,7 @@ fn check_owner(metadata: &Metadata) -> Result<(), FileFault> {
     if owner == 0 || owner == geteuid().as_raw() {
         return Ok(());
     }
-    Err(FileFault::Owner { owner })
+    Err(FileFault::Unfit(format!("it belongs to user {owner}")))
 }
 
 /// A file of certificates, keys or trust.
@@ -272,7 +273,8 @@ pub(super) fn read_file(file: File) -> Result<Vec<u8>, FileFault> {
     let mut text = Vec::new();
     file.take(MAX_FILE + 1).read_to_end(&mut text)?;
     if text.len() as u64 > MAX_FILE {
-        return Err(FileFault::TooLarge { limit: MAX_FILE });
+        let fault = format!("it has more than {MAX_FILE} bytes");
+        return Err(FileFault::Unfit(fault));
     }
     Ok(text)
 }

@@ -184,9 +184,9 @@ pub(super) fn parse(text: &[u8]) -> Result<Vec<List>, FileFault> {
     let is_all = [count("-----BEGIN "), count("-----END ")] == [lists.len(); 2];
     match is_all && rest.trim().is_empty() {
         true => Ok(lists),
-        false => Err(FileFault::Remainder {
-            what: "revocation lists",
-        }),
+        false => Err(FileFault::Unfit(
+            "it holds something else than revocation lists in PEM format".to_owned(),
+        )),
     }
 }
 
