@@ -1,4 +1,4 @@
-//! TLS 1.3 between two Vamooses: who the peer is, and a connection that nobody else can read or change.
+//! TLS 1.3 between two Vamooses: authenticates the peer and protects the connection.
 //!
 //! ```text
 //! Security ─> client_terms / server_terms    files are read, once a session
@@ -6,13 +6,11 @@
 //!          ─> Sealer, Opener                 our own record layer, with the secrets of the handshake
 //! ```
 //!
-//! rustls does the handshake alone. Its buffers cost as much as the cipher, so that the records of a
-//! migration are sealed straight from its packets into what is written, and opened straight into where
-//! they are read to (`sealer`, `opener`).
+//! rustls only does the handshake. Its buffers would cost as much as the cipher; `sealer` seals records straight from packets into
+//! the output, and `opener` opens them straight into the reader's buffer.
 //!
-//! In TLS 1.3 the client is done before the server has seen the client's certificate. The server therefore
-//! sends one byte of application data when it has accepted the client, and `connect` waits for it: who has
-//! connected, is welcome.
+//! In TLS 1.3 the client's handshake ends before the server has seen the client's certificate. The server therefore sends one byte
+//! of application data when it has accepted the client, and `connect` waits for this byte.
 
 mod certificates;
 mod error;
@@ -43,17 +41,17 @@ pub(crate) use {
 /// How two Vamooses authenticate each other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Security {
-    /// Not at all, and without encryption.
+    /// No authentication, and no encryption.
     Insecure,
     /// By certificates of a common authority.
     Certificates(Certificates),
     /// By public keys that each end knows of the other.
     Keys(Keys),
-    /// By keys that both ends have for this once, and have told each other.
+    /// By keys generated for one use, whose public halves the ends have exchanged.
     OneTime {
-        /// This end's.
+        /// Key of this end.
         own: OneTimeKey,
-        /// The public half of the other's.
+        /// Public key of the other end.
         peer: PublicKey,
     },
 }
@@ -62,29 +60,29 @@ pub enum Security {
 /// at the end that dials `client-cert.pem` and `client-key.pem`, at the other `server-cert.pem` and `server-key.pem`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Certificates {
-    /// Where the files are.
+    /// Directory of the files.
     pub directory: PathBuf,
-    /// Patterns, of which one must match a name in the peer's certificate: its common name or a DNS name. `*` stands for any
+    /// Patterns, one of which must match a name in the peer's certificate: its common name or a DNS name. `*` stands for any
     /// characters, `?` for one. `None`: any certificate of the authority is accepted.
     pub allow: Option<Vec<String>>,
-    /// The name that the server's certificate must be for, instead of the host that is dialled.
+    /// Name that the server's certificate must have, instead of the dialled host.
     pub server_name: Option<String>,
 }
 
 /// Raw public keys (RFC 7250) in a directory: `key`, an Ed25519 key (PKCS#8, PEM), which only its owner may read, and
 /// `trusted`, a line `ed25519:BASE64 [hosts=PATTERN,PATTERN...] [comment]` for each peer.
 ///
-/// A host that is dialled must have a key whose line names it, if one does; otherwise one whose line names no hosts. Who dials here may
-/// have any key of the list: his address proves nothing.
+/// A dialled host must have a key whose line names it, if there is one; otherwise a key whose line names no hosts. A client may
+/// have any key of the list: its address proves nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Keys {
-    /// Where the files are.
+    /// Directory of the files.
     pub directory: PathBuf,
-    /// The only keys to trust, which may be none. `None`: those in the file `trusted`.
+    /// The trusted keys, possibly none. `None`: the keys in the file `trusted`.
     pub trusted: Option<Vec<PublicKey>>,
 }
 
-/// The cipher that the end which dials prefers. The other end takes what is preferred.
+/// The cipher that the client prefers; the server takes it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Cipher {
     /// AES-128-GCM, the fastest where a CPU has AES.

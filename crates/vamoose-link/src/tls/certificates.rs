@@ -1,4 +1,4 @@
-//! Certificates in files that are named as QEMU and libvirt name them.
+//! Certificates, in files with the names that QEMU and libvirt use.
 
 use std::{
     fmt,
@@ -72,7 +72,7 @@ impl Certificates {
         })
     }
 
-    /// What judges the chain and name of a server's certificate.
+    /// Verifier of the chain and name of a server's certificate.
     pub(super) fn server_chains(
         &self,
         provider: &Arc<CryptoProvider>,
@@ -81,7 +81,7 @@ impl Certificates {
             .map_err(|error| self.unusable(error))
     }
 
-    /// What judges the chain of a client's certificate.
+    /// Verifier of the chain of a client's certificate.
     pub(super) fn client_chains(
         &self,
         provider: &Arc<CryptoProvider>,
@@ -102,7 +102,7 @@ impl Certificates {
         Ok(Arc::new(roots))
     }
 
-    /// None if there is no file.
+    /// Empty if the file does not exist.
     fn revoked(&self) -> Result<Vec<CertificateRevocationListDer<'static>>, TlsError> {
         let path = self.directory.join(REVOKED);
         let read = || revocation::parse(&read_file(File::open(&path)?)?);
@@ -126,7 +126,7 @@ impl Certificates {
     }
 }
 
-/// All certificates in a file: at least one.
+/// All certificates in a file; at least one.
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let what = "certificate";
     let read = || {
@@ -151,7 +151,7 @@ fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
     read().map_err(|fault| TlsError::file(path, fault))
 }
 
-/// Accepts a certificate whose chain is in order, if one of the names in it is allowed.
+/// Accepts a certificate with a valid chain if one of its names is allowed.
 pub(super) struct NameVerifier<V: ?Sized> {
     pub(super) allow: Option<Arc<[String]>>,
     pub(super) refusal: RefusalSlot,
@@ -180,7 +180,7 @@ impl<V: ?Sized> NameVerifier<V> {
     }
 }
 
-/// A signature in a chain is wrong if the authority has the same name as ours and another key: one that was made anew.
+/// A wrong signature in a chain means that the authority has the name of ours and another key, as after its renewal.
 fn of_chain(error: rustls::Error) -> rustls::Error {
     match error {
         rustls::Error::InvalidCertificate(CertificateError::BadSignature) => {

@@ -1,7 +1,7 @@
-//! What can go wrong before a connection is secured, in the words of both ends.
+//! Errors before a connection is secured, explained for each end.
 //!
-//! The end that refuses knows why ([`Refusal`]). The other learns of it by a TLS alert, which has room for a number only;
-//! [`Objection`] is what that means for its own certificate or key.
+//! The refusing end knows the reason ([`Refusal`]). The other end receives only the number of a TLS alert; [`Objection`] explains
+//! what it means for its own certificate or key.
 
 use std::{fmt, io, path::PathBuf, time::Duration};
 
@@ -13,11 +13,11 @@ use thiserror::Error;
 
 use super::{PublicKey, TrustedError};
 
-/// No secured connection could be made.
+/// A connection could not be secured.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TlsError {
-    /// A file of the certificates or keys cannot be used.
+    /// A file of certificates or keys cannot be used.
     #[error("cannot use {}", path.display())]
     File {
         /// Which.
@@ -26,7 +26,7 @@ pub enum TlsError {
         #[source]
         fault: FileFault,
     },
-    /// What is expected of the server is not the name of a host.
+    /// The name expected of the server is not that of a host.
     #[error("`{name}` is no host name or IP address that a certificate could be for")]
     ServerName {
         /// The name.
@@ -56,7 +56,7 @@ pub enum TlsError {
         /// The other end.
         peer: End,
     },
-    /// The peer sent something else than TLS.
+    /// The peer does not send TLS.
     #[error("the {peer} does not speak TLS: it is configured without, or it is not Vamoose")]
     NotTls {
         /// Which.
@@ -73,18 +73,18 @@ pub enum TlsError {
     TimedOut {
         /// Which.
         peer: End,
-        /// Within what.
+        /// The timeout.
         timeout: Duration,
     },
-    /// The peer sent more than any handshake has.
+    /// The peer sent more than any handshake needs.
     #[error("the {peer} sent more than {limit} bytes before the end of the TLS handshake")]
     TooLong {
         /// Which.
         peer: End,
-        /// How much it may send.
+        /// Limit of bytes.
         limit: usize,
     },
-    /// The peer has gone.
+    /// The peer closed the connection.
     #[error("the {peer} closed the connection during the TLS handshake")]
     Closed {
         /// Which.
@@ -98,7 +98,7 @@ pub enum TlsError {
         /// The system's error.
         source: io::Error,
     },
-    /// Anything else that the protocol knows of.
+    /// Any other error of the protocol.
     #[error("the TLS handshake with the {peer} failed")]
     Handshake {
         /// The other end.
@@ -111,14 +111,14 @@ pub enum TlsError {
 /// An end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// The one that dialled.
+    /// The end that dialled.
     Client,
-    /// The one that accepted.
+    /// The end that accepted.
     Server,
 }
 
 impl End {
-    /// The other one.
+    /// The other end.
     pub fn other(self) -> Self {
         match self {
             Self::Client => Self::Server,
@@ -143,21 +143,21 @@ pub enum FileFault {
     /// It cannot be read or written.
     #[error(transparent)]
     System(#[from] io::Error),
-    /// It is not what its name says.
+    /// It does not contain the expected PEM object.
     #[error("it holds no {what} in PEM format")]
     NotPem {
-        /// What it should hold.
+        /// The expected object.
         what: &'static str,
     },
-    /// Something in it is malformed.
+    /// An object in it is malformed.
     #[error("it holds a malformed {what}")]
     Malformed {
-        /// What.
+        /// The object.
         what: &'static str,
-        /// In what way.
+        /// The library's error.
         source: rustls::Error,
     },
-    /// Others could use the key.
+    /// Other users can read the key.
     #[error("other users can read it (mode {mode:04o}, 0600 is needed)")]
     Mode {
         /// Its permissions.
@@ -166,13 +166,13 @@ pub enum FileFault {
     /// Its content, size or owner does not fit its purpose.
     #[error("{0}")]
     Unfit(String),
-    /// It lists no key, and none is given otherwise.
+    /// It lists no key, and no keys are given otherwise.
     #[error("no key is trusted")]
     NobodyTrusted,
-    /// A line is no key, or says of it what is not known.
+    /// A line is malformed.
     #[error("line {line}")]
     Line {
-        /// Which, from 1.
+        /// Number of the line, from 1.
         line: usize,
         /// Why not.
         source: TrustedError,
@@ -186,12 +186,12 @@ pub enum Refusal {
     /// The certificate is for another server.
     #[error("its certificate is not for `{expected}` but for {}", list(.presented))]
     Name {
-        /// The host that was dialled, or the name that was given.
+        /// The dialled host, or the configured name.
         expected: String,
         /// Names in the certificate; the common name does not count.
         presented: Vec<String>,
     },
-    /// The name is not among those that are allowed.
+    /// No name in the certificate is allowed.
     #[error("no name of its certificate is allowed: {}", list(.names))]
     NotAllowed {
         /// Names in the certificate.
@@ -203,12 +203,12 @@ pub enum Refusal {
         /// The key.
         key: PublicKey,
     },
-    /// The key is one of other hosts.
+    /// The key is trusted for other hosts only.
     #[error("its key is not trusted as that of `{host}`: {key}")]
     OtherHost {
         /// The key.
         key: PublicKey,
-        /// The host that was dialled.
+        /// The dialled host.
         host: String,
     },
     /// The peer has no certificate, or its certificate is not valid here.
@@ -223,7 +223,7 @@ pub enum Refusal {
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Objection {
-    /// The names in the certificate are not among those that are allowed.
+    /// No name in the certificate is allowed there.
     #[error("it does not allow the name in {}: {}", certificate.display(), list(.names))]
     NotAllowed {
         /// Our certificate.
@@ -245,7 +245,7 @@ pub enum Objection {
     Alert(AlertDescription),
 }
 
-/// What this end has shown to its peer.
+/// The certificate or key that this end has shown to its peer.
 #[derive(Clone, Debug)]
 pub(super) enum Shown {
     Certificate {
@@ -265,7 +265,7 @@ impl TlsError {
         }
     }
 
-    /// What a rustls error means to the user. `refusal` is what our own verifier has found, `shown` what we have shown.
+    /// Explains a rustls error. `refusal` is the reason of our own verifier, if it has refused the peer.
     pub(super) fn of(
         error: rustls::Error,
         peer: End,

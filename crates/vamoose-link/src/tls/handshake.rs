@@ -1,8 +1,8 @@
 //! The handshake: rustls' part of a connection.
 //!
-//! It is read record by record, and nothing behind it: what follows the server's confirmation is left for
-//! [`Opener`]. A peer has one deadline for all of it and a limit for its bytes. Who refuses, sends an
-//! alert, and keeps reading for a moment: closing a socket with unread bytes would destroy the alert.
+//! The handshake is read record by record and never past its end: [`Opener`] reads what follows the server's confirmation. One
+//! deadline and one limit of bytes apply to the whole handshake. An end that refuses its peer sends an alert and keeps reading for
+//! a moment: closing a socket with unread bytes would destroy the alert.
 
 use std::{
     fmt,
@@ -28,15 +28,15 @@ pub(crate) struct Secured {
     pub(crate) sealer: Sealer,
     /// Opens what is received.
     pub(crate) opener: Opener,
-    /// A value that this connection's ends alone know, and that no other connection has (RFC 9266).
+    /// Channel binding: a secret of this connection's ends, unique to the connection (RFC 9266).
     pub(crate) binding: [u8; 32],
     /// A name in the peer's certificate, or its key.
     pub(crate) peer: String,
-    /// The cipher that was agreed on.
+    /// The negotiated cipher.
     pub(crate) cipher: &'static str,
 }
 
-/// The protocol of what is inside.
+/// Name of the application protocol.
 pub(super) const ALPN: &[u8] = b"vamoose";
 
 /// Bytes that a peer may send before the end of the handshake. Chains of certificates are the largest part.
@@ -47,7 +47,7 @@ const BINDING_LABEL: &[u8] = b"EXPORTER-vamoose";
 /// What the server sends when it has accepted the client.
 const CONFIRMATION: u8 = 1;
 
-/// Does the handshake of `connection` on `socket`, whose timeouts are as before when it returns.
+/// Runs the handshake of `connection` on `socket`. The timeouts of the socket are restored at the end.
 pub(super) fn run(
     connection: Connection,
     socket: &Socket,
@@ -71,7 +71,7 @@ pub(super) fn run(
     secured(connection).map_err(Fault::Tls)
 }
 
-/// Why a handshake failed; the terms know what that means.
+/// Why a handshake failed; [`Fault::of`] explains it to the user.
 #[derive(Debug)]
 pub(super) enum Fault {
     Tls(rustls::Error),
@@ -149,7 +149,7 @@ impl Handshake<'_> {
         }
     }
 
-    /// The client learns whether it is welcome.
+    /// Waits until the server has accepted the client.
     fn await_confirmation(&mut self) -> Result<(), Fault> {
         let mut confirmation = [0];
         loop {
@@ -163,7 +163,7 @@ impl Handshake<'_> {
         }
     }
 
-    /// Takes one record in. If it is refused, the alert is sent.
+    /// Processes one record. Sends an alert if it is refused.
     fn receive(&mut self) -> Result<(), Fault> {
         self.read_record()?;
         let mut rest = &self.record[..];
@@ -214,7 +214,7 @@ impl Handshake<'_> {
         Ok(())
     }
 
-    /// Sends what rustls has to send.
+    /// Sends everything rustls has queued.
     fn send(&mut self) -> Result<(), Fault> {
         while self.connection.wants_write() {
             self.limit(Timeout::Send)?;
@@ -228,7 +228,7 @@ impl Handshake<'_> {
         Ok(())
     }
 
-    /// Lets the next read or write end at the deadline.
+    /// Limits the next read or write to the deadline.
     fn limit(&self, which: Timeout) -> Result<(), Fault> {
         let rest = left(self.deadline);
         if rest.is_zero() {
@@ -240,7 +240,7 @@ impl Handshake<'_> {
     }
 }
 
-/// Takes the secrets out of a connection whose handshake is done.
+/// Extracts the secrets from a connection after its handshake.
 fn secured(connection: Connection) -> Result<Secured, rustls::Error> {
     let mut binding = [0; 32];
     connection.export_keying_material(&mut binding, BINDING_LABEL, None)?;
@@ -282,7 +282,7 @@ impl fmt::Debug for Secured {
     }
 }
 
-/// The timeouts of a socket, as its owner has set them.
+/// Timeouts of a socket before the handshake.
 struct SocketTimeouts<'a> {
     socket: &'a Socket,
     receive: Option<Duration>,

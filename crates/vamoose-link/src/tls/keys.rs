@@ -1,6 +1,6 @@
-//! Raw public keys (RFC 7250): each end has a key, and knows the other's, as ssh does. No certificate, no name, no expiry.
+//! Raw public keys (RFC 7250): as with ssh, each end has a key and knows the other's. There are no certificates, names, or expiry.
 //!
-//! What is trusted is the whole key, of 32 bytes, and no digest of it: it is short enough to be copied by hand.
+//! Users copy whole keys rather than digests: 32 bytes are short enough.
 
 use std::{
     fmt,
@@ -42,33 +42,33 @@ use super::{
     terms::{RefusalSlot, refuse},
 };
 
-/// A public key of Ed25519. As text `ed25519:` and 32 bytes in base64.
+/// An Ed25519 public key. Its text form is `ed25519:` and 32 bytes in base64.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PublicKey([u8; 32]);
 
-/// A text is no public key.
+/// A text is not a public key.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PublicKeyError {
-    /// It does not begin as one.
+    /// The prefix is missing.
     #[error("a public key begins with `ed25519:`")]
     Kind,
-    /// What follows is not base64.
+    /// The rest is not base64.
     #[error("a public key is `ed25519:` and 44 characters of base64")]
     Base64,
-    /// There are too many bytes, or too few.
+    /// The key is too long or too short.
     #[error("a public key has 32 bytes, and this one {len}")]
     Length {
-        /// As many as there are.
+        /// Number of bytes.
         len: usize,
     },
 }
 
 impl Keys {
-    /// Makes a key in `directory`, which is made, too, if it is missing. Returns its public half.
+    /// Generates a key in `directory`, which is created if it is missing. Returns the public half.
     ///
     /// # Errors
-    /// When there is a key already, or the file cannot be written.
+    /// When a key exists already, or the file cannot be written.
     pub fn generate(directory: &Path) -> Result<PublicKey, TlsError> {
         let path = directory.join(KEY);
         write_key(directory, &path).map_err(|error| TlsError::file(&path, error))
@@ -77,7 +77,7 @@ impl Keys {
     /// The public half of the key in `directory`.
     ///
     /// # Errors
-    /// When there is none that can be used.
+    /// When the key is missing or cannot be used.
     pub fn public_key(directory: &Path) -> Result<PublicKey, TlsError> {
         Ok(OwnKey::load(&directory.join(KEY))?.public)
     }
@@ -92,7 +92,7 @@ impl Keys {
         OwnKey::load(&self.directory.join(KEY))
     }
 
-    /// All keys that are trusted: at least one, if they are read.
+    /// All trusted keys. A list that is read from the file has at least one.
     pub(super) fn all_trusted(&self) -> Result<Vec<Trusted>, TlsError> {
         if let Some(trusted) = &self.trusted {
             return Ok(trusted.iter().copied().map(Trusted::from).collect());
@@ -117,12 +117,12 @@ const TRUSTED: &str = "trusted";
 /// Keys and lists of keys are short: a million bytes hold 20,000 keys.
 const MAX_FILE: u64 = 1 << 20;
 
-/// A key of this process alone, which no file has.
+/// A key that exists only in this process.
 #[derive(Clone)]
 pub struct OneTimeKey(Arc<OwnKey>);
 
 impl OneTimeKey {
-    /// Makes one.
+    /// Generates a key.
     ///
     /// # Errors
     /// When the system has no random numbers.
@@ -165,7 +165,7 @@ fn generate() -> io::Result<Document> {
         .map_err(|_| io::Error::other("the key cannot be encoded"))
 }
 
-/// Complete or not at all: a key that a full disk cut short would look like one that is there.
+/// Writes the key atomically: a key cut short by a full disk would look like an existing one.
 fn write_key(directory: &Path, path: &Path) -> io::Result<PublicKey> {
     let der = generate()?;
     let pair = Ed25519KeyPair::from_pkcs8(der.as_ref())
@@ -259,7 +259,7 @@ fn read_trusted(path: &Path) -> Result<Vec<Trusted>, FileFault> {
     parse_trusted(&read_file(file)?)
 }
 
-/// Whom we trust decides on who has guests: the user of this process and root.
+/// Only the user of this process and root may own keys and lists: these decide who can receive guests.
 fn check_owner(metadata: &Metadata) -> Result<(), FileFault> {
     let owner = metadata.uid();
     if owner == 0 || owner == geteuid().as_raw() {
@@ -268,7 +268,7 @@ fn check_owner(metadata: &Metadata) -> Result<(), FileFault> {
     Err(FileFault::Unfit(format!("it belongs to user {owner}")))
 }
 
-/// A file of certificates, keys or trust.
+/// Reads a file of certificates, keys, or trusted keys.
 pub(super) fn read_file(file: File) -> Result<Vec<u8>, FileFault> {
     let mut text = Vec::new();
     file.take(MAX_FILE + 1).read_to_end(&mut text)?;
@@ -279,16 +279,16 @@ pub(super) fn read_file(file: File) -> Result<Vec<u8>, FileFault> {
     Ok(text)
 }
 
-/// A key that is trusted.
+/// A trusted key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Trusted {
     pub(super) key: PublicKey,
-    /// Patterns of the hosts that have it, as they are dialled; none if nobody has said.
+    /// Patterns of the hosts with this key, as they are dialled; empty if the list names none.
     pub(super) hosts: Vec<String>,
 }
 
 impl Trusted {
-    /// Whether it is said to be the key of `host`.
+    /// Whether the list names it as a key of `host`.
     fn is_of(&self, host: &str) -> bool {
         let address = |text: &str| text.parse::<IpAddr>().ok();
         let is_same = |pattern| address(pattern).is_some_and(|it| address(host) == Some(it));
@@ -311,22 +311,22 @@ pub enum TrustedError {
     /// It does not begin with a key.
     #[error(transparent)]
     Key(#[from] PublicKeyError),
-    /// It says something of the key that is not known here. To ignore it could mean to trust the key too far.
+    /// An unknown option: ignoring it could mean to trust the key too far.
     #[error("`{word}` is not known: behind a key stands hosts=NAME,NAME... or a comment")]
     Option {
-        /// What it says.
+        /// The option.
         word: String,
     },
-    /// It names hosts, and there is none.
+    /// The list of hosts has an empty name.
     #[error("hosts= names no host")]
     NoHost,
-    /// It names hosts where that would have no effect.
+    /// `hosts=` stands where it would have no effect.
     #[error("hosts= belongs directly behind the key, once")]
     Misplaced,
 }
 
-/// The keys of a list, one a line. Behind it may stand `hosts=` and patterns with commas between them, and then a comment. Empty lines
-/// and those that begin with `#` do not count.
+/// Parses a list of keys, one per line. `hosts=` with patterns separated by commas may follow the key, and then a comment. Lines
+/// that are empty or begin with `#` are ignored.
 pub(super) fn parse_trusted(text: &[u8]) -> Result<Vec<Trusted>, FileFault> {
     let text = String::from_utf8_lossy(text);
     let lines = text.lines().zip(1..);
@@ -341,7 +341,7 @@ fn parse_line(line: &str) -> Result<Trusted, TrustedError> {
     let mut words = line.split_whitespace();
     let key: PublicKey = words.next().unwrap_or_default().parse()?;
     let option = words.next();
-    // Whoever wrote it did not mean a key that any host may have.
+    // The author did not mean a key for any host.
     if words.any(|word| word.starts_with("hosts=")) {
         return Err(TrustedError::Misplaced);
     }
@@ -360,7 +360,7 @@ fn parse_line(line: &str) -> Result<Trusted, TrustedError> {
     }
 }
 
-/// What precedes the 32 bytes in an Ed25519 key's SubjectPublicKeyInfo (RFC 8410).
+/// Prefix of the 32 bytes in an Ed25519 key's SubjectPublicKeyInfo (RFC 8410).
 const SPKI_PREFIX: [u8; 12] = [
     0x30, 0x2a, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x03, 0x21, 0x00,
 ];
@@ -384,7 +384,7 @@ impl TryFrom<&[u8]> for PublicKey {
 
 const PREFIX: &str = "ed25519:";
 
-/// The padding is easily lost when a key is copied.
+/// Accepts keys without padding, which is easily lost when a key is copied.
 const LENIENT: GeneralPurpose = GeneralPurpose::new(
     &alphabet::STANDARD,
     GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent),
@@ -412,11 +412,11 @@ impl fmt::Debug for PublicKey {
     }
 }
 
-/// Accepts the keys that are trusted, at either end.
+/// Accepts trusted keys, at either end.
 #[derive(Debug)]
 pub(super) struct KeyVerifier {
     pub(super) trusted: Arc<[Trusted]>,
-    /// The host that was dialled. One that has dialled may be any.
+    /// The dialled host, at the client. A client may be any host.
     pub(super) host: Option<String>,
     pub(super) algorithms: WebPkiSupportedAlgorithms,
     pub(super) refusal: RefusalSlot,
@@ -437,7 +437,7 @@ impl KeyVerifier {
         }
     }
 
-    /// Whether `host` may have the key: one that is named has the keys of its own, and the others have those of nobody.
+    /// Whether `host` may have the key: a host that the list names has only its own keys, any other host a key without hosts.
     fn is_of(&self, key: &PublicKey, host: &str) -> bool {
         let is_named = self.trusted.iter().any(|it| it.is_of(host));
         let counts = |it: &&Trusted| match is_named {

@@ -1,6 +1,6 @@
-//! Names in a certificate, and patterns on them.
+//! Names in certificates, and patterns to match them.
 //!
-//! Only certificates whose chain has been verified come here, so that their bytes are those that an authority of ours has signed.
+//! The certificates have verified chains: a trusted authority has signed their bytes.
 
 use rustls::pki_types::CertificateDer;
 use webpki::EndEntityCert;
@@ -30,7 +30,7 @@ pub(super) fn matches(pattern: &str, name: &str) -> bool {
     let pattern: Vec<char> = pattern.to_lowercase().chars().collect();
     let name: Vec<char> = name.to_lowercase().chars().collect();
     let (mut at, mut in_pattern) = (0, 0);
-    // Where to go on if the last star has to stand for one character more.
+    // Where to continue if the last star has to match one more character.
     let mut retry = None;
     while at < name.len() {
         match pattern.get(in_pattern) {
@@ -55,7 +55,7 @@ pub(super) fn matches(pattern: &str, name: &str) -> bool {
     pattern[in_pattern..].iter().all(|letter| *letter == '*')
 }
 
-/// Names go to logs and terminals.
+/// Names are written to logs and terminals.
 fn is_printable(name: &str) -> bool {
     !name.is_empty() && !name.chars().any(char::is_control)
 }
@@ -87,7 +87,7 @@ const IA5_STRING: u8 = 0x16;
 /// 2.5.4.3
 const COMMON_NAME: &[u8] = &[0x55, 0x04, 0x03];
 
-/// The first element of DER: tag, content, and what follows. Names are short: lengths of more than two bytes are not known here.
+/// Splits the first DER element off: tag, content, rest. Lengths of more than two bytes are not supported: names are short.
 fn element(der: &[u8]) -> Option<(u8, &[u8], &[u8])> {
     let (len, rest) = match der {
         [_, len @ 0..=0x7f, rest @ ..] => (usize::from(*len), rest),

@@ -1,14 +1,13 @@
-//! Opens records that have been received.
+//! Opens received records.
 //!
 //! ```text
 //! read(2) ─> received ─┬─ the record fits ──> opened straight into the caller's memory
 //!                      └─ it does not ──────> opened in place, handed out in pieces
 //! ```
 //!
-//! The peer is authenticated when this begins, but what is on the wire is not: every byte of a record,
-//! its header included, is authenticated before anything of it is used, and the number of the record is
-//! part of that, so that records are neither missing, nor repeated, nor in another order. Whatever is not in
-//! order ends the connection. There is no change of keys: [`Sealer`](super::Sealer) needs none.
+//! Every byte of a record, including its header, is authenticated together with the record's number before any of it is used, so
+//! that no record can be dropped, repeated or reordered. Any violation ends the connection. Key updates are not supported:
+//! [`Sealer`](super::Sealer) needs none.
 
 use std::{
     fmt,
@@ -29,11 +28,11 @@ use crate::Socket;
 pub(crate) struct Opener {
     key: RecordKey,
     received: Vec<u8>,
-    /// What of `received` has not been opened.
+    /// The part of `received` that has not been opened.
     closed: Range<usize>,
-    /// What of `received` has been opened and not been handed out.
+    /// The part of `received` that has been opened and not handed out.
     opened: Range<usize>,
-    /// Records without content since the last one with some.
+    /// Empty records since the last one with content.
     empty: u32,
     state: State,
 }
@@ -41,15 +40,15 @@ pub(crate) struct Opener {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
     Open,
-    /// The peer has said that nothing follows.
+    /// The peer has announced the end.
     Closed,
     Broken,
 }
 
-/// What one read(2) takes at most.
+/// Limit of one read(2).
 const BUFFER: usize = 256 << 10;
 
-/// Records without content that may follow each other. Nobody needs them, and each costs time.
+/// Limit of consecutive empty records. They are useless, and each costs time.
 const MAX_EMPTY: u32 = 16;
 
 impl Opener {
@@ -64,7 +63,7 @@ impl Opener {
         }
     }
 
-    /// Whether the peer's key has sealed most of the records that it may.
+    /// Whether the peer's key is nearly used up.
     pub(crate) fn is_worn(&self) -> bool {
         self.key.sequence() >= worn(MAX_RECORDS)
     }
@@ -118,7 +117,7 @@ impl Opener {
         Ok(read)
     }
 
-    /// Moves opened bytes to `out`.
+    /// Copies opened bytes to `out`.
     fn hand_out(&mut self, out: &mut [u8]) -> usize {
         let bytes = self.opened.len().min(out.len());
         out[..bytes].copy_from_slice(&self.received[self.opened.start..][..bytes]);

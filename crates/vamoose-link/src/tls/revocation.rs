@@ -1,12 +1,11 @@
-//! Which certificates the authorities have withdrawn: the lists in `ca-crl.pem`.
+//! Revoked certificates: the lists in `ca-crl.pem`.
 //!
-//! Once there is that file, what it does not say is not believed: every authority in a peer's chain, from its issuer to the root,
-//! needs a list there that is current. A certificate that any current list of its authority names is revoked. (QEMU and
-//! GnuTLS take an authority without a list for one that has revoked nothing.)
+//! If the file exists, every authority in a peer's chain, from its issuer to the root, needs a current list in it. A certificate is
+//! revoked if any current list of its authority names it. (QEMU and GnuTLS accept authorities without a list.)
 //!
-//! Authorities may have the same name, as an old one and the one that takes its place mostly have, and one authority may have
-//! several lists. webpki takes the first list with the name of a certificate's issuer, whoever has signed it. So each list is
-//! asked alone, and then those that were signed by the chain's authorities, together.
+//! An authority and its successor often share a name, and an authority may have several lists. webpki uses the first list that has
+//! the name of a certificate's issuer, whoever signed it. Therefore each list is checked alone first, and then the lists signed by
+//! the chain's authorities together.
 
 use std::sync::Arc;
 
@@ -23,9 +22,9 @@ use super::FileFault;
 /// Judges chains of certificates. `V` is rustls' verifier of one of the two roles.
 pub(super) struct Chains<V: ?Sized> {
     builder: Builder<V>,
-    /// Without any list.
+    /// Verifier without lists.
     plain: Arc<V>,
-    /// Each list, and what asks it alone.
+    /// Each list, with a verifier that uses only this list.
     lists: Vec<(List, Arc<V>)>,
 }
 
@@ -39,7 +38,7 @@ struct Builder<V: ?Sized> {
 
 type Build<V> = fn(&Builder<V>, &[List], Unknown) -> Result<Arc<V>, VerifierBuilderError>;
 
-/// What a certificate is whose authority has no list.
+/// How to treat a certificate whose authority has no list.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Unknown {
     Valid,
@@ -113,24 +112,24 @@ impl<V: ?Sized> Chains<V> {
         })
     }
 
-    /// What verifies signatures, and no chains.
+    /// Verifier for signatures.
     pub(super) fn plain(&self) -> &V {
         &self.plain
     }
 
-    /// Judges a chain by `verify`, which lets a verifier look at it.
+    /// Verifies a chain: `verify` applies one verifier to it.
     pub(super) fn verify<T>(&self, verify: impl Fn(&V) -> Result<T, Error>) -> Result<T, Error> {
         if self.lists.is_empty() {
             return verify(&self.plain);
         }
-        // Signatures that are found wrong from here on are those of lists.
+        // From here on, a wrong signature is that of a list.
         verify(&self.plain)?;
         let mut current = Vec::new();
         let mut unknown = CertificateError::UnknownRevocationStatus;
         for (list, alone) in &self.lists {
             match verify(alone) {
                 Ok(_) => current.push(list.clone()),
-                // Of another authority with the same name.
+                // The list of another authority with the same name.
                 Err(
                     Error::InvalidCertRevocationList(_)
                     | Error::InvalidCertificate(
@@ -166,8 +165,8 @@ impl<V: ?Sized> Builder<V> {
     }
 }
 
-/// All lists in a file, at least one, and nothing else: what is not read revokes nothing. Text between them is not part of them, as
-/// tools write it before a list.
+/// Parses a file of lists: at least one, and nothing else in PEM format, as an unread list would revoke nothing. Text between lists
+/// is allowed: tools write it before a list.
 pub(super) fn parse(text: &[u8]) -> Result<Vec<List>, FileFault> {
     let none = || FileFault::NotPem {
         what: "revocation list",

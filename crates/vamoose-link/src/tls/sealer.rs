@@ -1,4 +1,4 @@
-//! Seals what is sent into records.
+//! Seals sent bytes into records.
 //!
 //! ```text
 //! head ──────────────────── a record of its own, if much follows: the peer reads it apart, too
@@ -28,11 +28,11 @@ pub(crate) struct Sealer {
     key: RecordKey,
     max_records: u64,
     batch: Vec<u8>,
-    /// Bytes of `batch` that are records.
+    /// Bytes of finished records in `batch`.
     sealed: usize,
-    /// Content of the record behind them, which is not sealed yet.
+    /// Content bytes of the unsealed record behind them.
     open: usize,
-    /// The peer may have got a part of a record: nothing can follow.
+    /// The peer may have received a partial record: nothing can follow.
     is_broken: bool,
 }
 
@@ -40,7 +40,7 @@ pub(crate) struct Sealer {
 /// more.
 pub(super) const MAX_RECORDS: u64 = 1 << 23;
 
-/// From so many records on a key is worn. What is left is enough for the seconds in which the connection is replaced.
+/// Records after which a key is worn. The rest suffices while the connection is replaced.
 pub(super) fn worn(max_records: u64) -> u64 {
     max_records / 4 * 3
 }
@@ -49,7 +49,7 @@ pub(super) fn worn(max_records: u64) -> u64 {
 const RECORDS: usize = 8;
 const FULL_RECORD: usize = HEADER_LEN + MAX_CONTENT + 1 + TAG_LEN;
 
-/// From how many bytes on a piece is worth a record of its own. Below, the record costs more than a copy.
+/// Length from which a piece gets a record of its own. Below it, a record costs more than a copy.
 const DIRECT: usize = 8 << 10;
 
 impl Sealer {
@@ -64,7 +64,7 @@ impl Sealer {
         }
     }
 
-    /// Seals `pieces`, which follow each other, and writes all of it. `stalled` is called whenever the peer has taken nothing for the
+    /// Seals `pieces` one after another and writes all of it. `stalled` is called whenever the peer has taken nothing for the
     /// socket's send timeout, and decides whether to go on.
     ///
     /// # Errors
@@ -86,7 +86,7 @@ impl Sealer {
         })
     }
 
-    /// Tells the peer that nothing follows.
+    /// Announces the end to the peer.
     ///
     /// # Errors
     /// As [`Sealer::send`].
@@ -147,7 +147,7 @@ impl Sealer {
         Ok(())
     }
 
-    /// What is left of the record that is being filled.
+    /// Free bytes of the record that is being filled.
     fn free(&mut self) -> &mut [u8] {
         let start = self.sealed + HEADER_LEN;
         &mut self.batch[start..][..MAX_CONTENT][self.open..]
@@ -251,14 +251,14 @@ impl Sealer {
         Ok(())
     }
 
-    /// Lets the key have fewer records than it may.
+    /// Lowers the key's limit of records.
     #[cfg(test)]
     pub(crate) fn limit_records(&mut self, max_records: u64) {
         self.max_records = max_records;
     }
 }
 
-/// Where records go.
+/// Destination of records.
 struct Out<'a> {
     socket: &'a Socket,
     stalled: &'a mut dyn FnMut(usize) -> io::Result<()>,
@@ -271,7 +271,7 @@ fn split(record: &mut [u8], content: usize) -> (&mut [u8], &mut [u8], &mut [u8])
     (header, content, &mut rest[..1 + TAG_LEN])
 }
 
-/// Lengths are right, so that this cannot happen.
+/// Error for wrong lengths, which cannot occur.
 fn sealing() -> io::Error {
     io::Error::other("a record could not be sealed")
 }

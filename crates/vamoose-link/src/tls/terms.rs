@@ -1,4 +1,4 @@
-//! What an end has read of its certificates or keys, once a session, and makes connections with.
+//! Certificates or keys of one end, as read once for a session, and the connections made with them.
 
 use std::{
     fmt,
@@ -32,13 +32,13 @@ use super::{
 };
 use crate::Socket;
 
-/// What the client needs.
+/// Terms of a client.
 pub(crate) type ClientTerms = Terms<dyn ServerCertVerifier>;
 
-/// What the server needs.
+/// Terms of a server.
 pub(crate) type ServerTerms = Terms<dyn ClientCertVerifier>;
 
-/// An end's own certificate or key, and what decides whether its peer is accepted. `V` verifies the peer's role.
+/// An end's own certificate or key, and the rules for accepting its peer. `V` is the verifier for the peer's role.
 pub(crate) struct Terms<V: ?Sized> {
     provider: Arc<CryptoProvider>,
     pub(super) certified: Arc<CertifiedKey>,
@@ -56,7 +56,7 @@ enum Trust<V: ?Sized> {
     Keys(Arc<[Trusted]>),
 }
 
-/// Why our verifier has refused the peer of one connection: more than rustls' errors have room for.
+/// Reason why the verifier refused the peer of one connection, with details that rustls' errors cannot carry.
 pub(super) type RefusalSlot = Arc<OnceLock<Refusal>>;
 
 /// Refuses the peer for a reason of our own. The peer gets the alert `access_denied`.
@@ -67,7 +67,7 @@ pub(super) fn refuse(slot: &RefusalSlot, refusal: Refusal) -> rustls::Error {
 }
 
 impl Security {
-    /// Reads what the client needs; `None` without security.
+    /// Reads the files of a client; `None` without security.
     ///
     /// # Errors
     /// When a file is missing or cannot be used.
@@ -75,7 +75,7 @@ impl Security {
         self.terms(End::Client, cipher, Certificates::server_chains)
     }
 
-    /// Reads what the server needs; `None` without security.
+    /// Reads the files of a server; `None` without security.
     ///
     /// # Errors
     /// As [`Security::client_terms`].
@@ -124,8 +124,7 @@ impl Security {
 }
 
 impl ClientTerms {
-    /// Makes `socket`, which has been dialled, a secured connection to `host`. When this returns, the server has accepted
-    /// this end.
+    /// Secures a dialled `socket` to `host`. On success the server has accepted this end.
     ///
     /// # Errors
     /// When either end refuses the other, or the handshake does not end within `timeout`.
@@ -197,8 +196,7 @@ impl ClientTerms {
 }
 
 impl ServerTerms {
-    /// Makes `socket`, which has been accepted, a secured connection. When this returns, the client has been told that it
-    /// is welcome.
+    /// Secures an accepted `socket`. On success the client has been told that it is accepted.
     ///
     /// # Errors
     /// As [`ClientTerms::connect`].
@@ -243,13 +241,13 @@ impl ServerTerms {
     }
 }
 
-/// A connection could not even be begun.
+/// The handshake could not begin.
 fn local(source: rustls::Error, peer: End) -> TlsError {
     TlsError::Handshake { peer, source }
 }
 
-/// Ciphers of TLS 1.3, with `first` in front; a key exchange that a quantum computer does not break, where the peer has it:
-/// what is recorded today is a guest's memory.
+/// TLS 1.3 ciphers, `first` preferred, and post-quantum key exchange where the peer supports it: traffic recorded today contains
+/// guest memory.
 fn provider(first: Cipher) -> Arc<CryptoProvider> {
     let mut suites = vec![
         suite::TLS13_AES_128_GCM_SHA256,
