@@ -278,13 +278,20 @@ impl Collector for Counts {
             })
         });
         let help = "Migrations that have ended";
-        family(&mut encoder, "vamoose_migrations", help, None, ended)?;
+        family(
+            &mut encoder,
+            "vamoose_migrations",
+            help,
+            None,
+            MetricType::Counter,
+            ended,
+        )?;
         let live = counts.iter().map(|(host, count)| {
             let live = ConstGauge::new(count.live.len());
             (labels(host, None), live)
         });
         let (name, help) = ("vamoose_migrations_in_flight", "Migrations under way");
-        family(&mut encoder, name, help, None, live)?;
+        family(&mut encoder, name, help, None, MetricType::Gauge, live)?;
         let moved = counts.iter().map(|(host, count)| {
             let mut values = count.done;
             for migration in &count.live {
@@ -304,7 +311,7 @@ impl Collector for Counts {
             let Counter {
                 name, help, unit, ..
             } = &counters[0];
-            family(&mut encoder, name, help, *unit, values)?;
+            family(&mut encoder, name, help, *unit, MetricType::Counter, values)?;
             at += counters.len();
         }
         let seconds = Some(&Unit::Seconds);
@@ -315,6 +322,7 @@ impl Collector for Counts {
             "vamoose_migration_duration",
             "From the first connection to the end, of migrations that were not refused",
             seconds,
+            MetricType::Histogram,
             durations,
         )?;
         let times = counts.iter();
@@ -324,6 +332,7 @@ impl Collector for Counts {
             "vamoose_migration_switchover",
             "From the last page to the message that the guest is loaded, where both were seen",
             seconds,
+            MetricType::Histogram,
             times,
         )
     }
@@ -339,18 +348,15 @@ fn labels((role, peer): &Host, more: Option<Label>) -> Vec<(&'static str, String
     labels
 }
 
-/// Writes a metric with a value for each set of labels.
+/// Writes a metric with a value for each set of labels. The type is given, as there may be no values yet.
 fn family<M: EncodeMetric>(
     encoder: &mut DescriptorEncoder<'_>,
     name: &str,
     help: &str,
     unit: Option<&Unit>,
+    kind: MetricType,
     values: impl IntoIterator<Item = (Vec<(&'static str, String)>, M)>,
 ) -> fmt::Result {
-    let mut values = values.into_iter().peekable();
-    let kind = values
-        .peek()
-        .map_or(MetricType::Unknown, |(_, value)| value.metric_type());
     let mut family = encoder.encode_descriptor(name, help, unit, kind)?;
     for (labels, value) in values {
         value.encode(family.encode_family(&labels)?)?;

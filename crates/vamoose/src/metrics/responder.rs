@@ -1,19 +1,23 @@
 //! HTTP responder for the metrics, whose clients cannot slow a migration down.
 //!
-//! One thread answers one request after the other, each of limited length and within limited time. `tiny_http` has no such
-//! limits: a client that sends nothing would keep one of its threads forever.
+//! One thread answers one request after the other. The length of each request is limited, and so is the time in all that the
+//! thread spends on it. `tiny_http` has no such limits: a client that sends nothing would keep one of its threads forever.
 
 use std::{
-    fmt,
+    fmt, io,
     sync::Arc,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result};
-use rustix::event::{PollFd, PollFlags};
+use rustix::{
+    event::{PollFd, PollFlags},
+    io::Errno,
+    net::{SendFlags, send},
+};
 use tracing::{debug, warn};
-use vamoose_link::{Address, Hangup, Listener, Socket, chain, wait_for};
+use vamoose_link::{Address, Hangup, Listener, Socket, chain, wait_for, wait_until};
 
 /// A responder that ends when it is dropped.
 pub struct Responder {
@@ -24,7 +28,7 @@ pub struct Responder {
 
 /// Most bytes of a request.
 const LONGEST: usize = 8 << 10;
-/// Time for a request to arrive, and for its answer to be read: other requests wait meanwhile.
+/// Time for a request to arrive and for its answer to be read, together: other requests wait meanwhile.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// Time between two looks at an idle listener.
 const LOOK: Duration = Duration::from_secs(60);
@@ -87,7 +91,8 @@ fn accept(listener: &Listener, stop: &Hangup, metrics: &dyn Fn() -> Result<Strin
 
 fn answer(socket: &Socket, metrics: &dyn Fn() -> Result<String, fmt::Error>) {
     const TEXT: &str = "text/plain";
-    let Some(request) = read(socket) else {
+    let deadline = Instant::now() + PATIENCE;
+    let Some(request) = read(socket, deadline) else {
         return socket.shut_down();
     };
     let mut words = request.split(|byte| byte.is_ascii_whitespace());
@@ -107,22 +112,21 @@ fn answer(socket: &Socket, metrics: &dyn Fn() -> Result<String, fmt::Error>) {
     let head = format!(
         "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
     );
-    // The client may have gone.
-    let _ = socket.write_both(head.as_bytes(), body.as_bytes());
+    // The client may have gone, or read too slowly.
+    if write(socket, (head + &body).as_bytes(), deadline).is_err() {
+        return socket.shut_down();
+    }
     socket.finish();
     // Closing with unread input would reset the connection before the client has read the answer.
-    let deadline = Instant::now() + PATIENCE;
-    while matches!(
-        socket.read_until(&mut [0; 512], Some(deadline)),
-        Ok(Some(1..))
-    ) {}
+    while let Ok(Some(1..)) = socket.read_until(&mut [0; 512], Some(deadline))
+        && Instant::now() < deadline
+    {}
 }
 
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// The head of a request; `None` if it is late, incomplete or too long.
-fn read(socket: &Socket) -> Option<Vec<u8>> {
-    let deadline = Instant::now() + PATIENCE;
+fn read(socket: &Socket, deadline: Instant) -> Option<Vec<u8>> {
     let mut request = Vec::new();
     while !request.windows(4).any(|it| it == b"\r\n\r\n") {
         let mut piece = [0; 1024];
@@ -133,6 +137,22 @@ fn read(socket: &Socket) -> Option<Vec<u8>> {
         request.extend_from_slice(&piece[..read]);
     }
     Some(request)
+}
+
+/// Writes all of `bytes` by `deadline`. The socket's own timeout would begin again whenever the client reads a little.
+fn write(socket: &Socket, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
+    while !bytes.is_empty() {
+        let mut fds = [PollFd::new(socket, PollFlags::OUT)];
+        if Instant::now() >= deadline || !wait_until(&mut fds, Some(deadline))? {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        match send(socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            Ok(sent) => bytes = &bytes[sent..],
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -202,5 +222,33 @@ mod tests {
         ask(folder.path());
         drop((strays, (0..16).map(|_| silent()).collect::<Vec<_>>()));
         ask(folder.path());
+    }
+    #[test]
+    fn slow_reader_holds_the_thread_no_longer_than_its_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let address = Address::Unix(folder.path().join("metrics.sock"));
+        // More than a unix socket buffers.
+        let long = || Ok(format!("{}vamoose 1\n", "x".repeat(16 << 20)));
+        let _responder = Responder::start(&address, long).unwrap();
+        let request = b"GET /metrics HTTP/1.1\r\n\r\n";
+        let connect = || UnixStream::connect(folder.path().join("metrics.sock")).unwrap();
+        let mut silent = connect();
+        silent.write_all(request).unwrap();
+        let mut slow = connect();
+        slow.write_all(request).unwrap();
+        let began = Instant::now();
+        // A little at a time, so that a timeout of each write would never be over.
+        let reading = thread::spawn(move || {
+            let (mut piece, mut read) = ([0; 64 << 10], 0);
+            while let Ok(bytes @ 1..) = slow.read(&mut piece) {
+                read += bytes;
+                thread::sleep(PATIENCE / 20);
+            }
+            read
+        });
+        ask(folder.path());
+        assert!(began.elapsed() < 10 * PATIENCE, "{:?}", began.elapsed());
+        assert!(reading.join().unwrap() < 16 << 20);
+        drop(silent);
     }
 }
