@@ -130,7 +130,12 @@ impl<'a> Campaign<'a> {
                 if self.options.table.is_some() {
                     let downtime = report.downtime.unwrap_or_default().as_millis();
                     let seconds = report.took.as_secs_f64();
-                    println!("| {plan} | {} | {seconds:.1} | {downtime} |", report.ended);
+                    let cut = match report.missed {
+                        0 => "",
+                        _ => ", not cut: the phase was over",
+                    };
+                    let ended = report.ended;
+                    println!("| {plan} | {ended}{cut} | {seconds:.1} | {downtime} |");
                 } else if self.options.experiment.is_some() {
                     println!("{number}: {plan}\n{report:?}");
                 }
@@ -149,9 +154,16 @@ impl<'a> Campaign<'a> {
                 }
             }
             Err(Trouble::Experiment(error)) => {
-                self.stop.store(true, Ordering::SeqCst);
-                let context = format!("experiment {number} could not run: {plan}");
-                self.lock().failure.get_or_insert(error.context(context));
+                let error = error.context(format!("experiment {number} could not run: {plan}"));
+                if self.options.keep_going {
+                    eprintln!("{error:#}");
+                    if self.options.table.is_some() {
+                        println!("| {plan} | **could not run** | | |");
+                    }
+                } else {
+                    self.stop.store(true, Ordering::SeqCst);
+                }
+                self.lock().failure.get_or_insert(error);
             }
         }
     }

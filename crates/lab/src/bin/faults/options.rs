@@ -42,7 +42,7 @@ pub(crate) struct Options {
     /// After the repair, run only the next migration and repeat no old command
     #[arg(long)]
     pub(crate) short: bool,
-    /// Continue after a violation, and count violations by kind
+    /// Continue after a violation or an experiment that could not run, and count violations by kind
     #[arg(long)]
     pub(crate) keep_going: bool,
     /// Program to break [default: the one beside this program]

@@ -76,6 +76,8 @@ pub(crate) enum Broken {
     Started,
     #[error("a short cut ended the migration")]
     Stayed,
+    #[error("a guest stayed although the phase of its cut was never reached")]
+    NeverCut,
     #[error("a process ended by itself")]
     Crash,
     /// Although it was not stopped.

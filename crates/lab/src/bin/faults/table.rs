@@ -7,6 +7,7 @@ use clap::ValueEnum;
 
 use crate::fault::{Fault, Kind, Moment};
 use crate::link::Point;
+use crate::report::{Broken, Ended, Report};
 
 /// The size of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -124,9 +125,18 @@ impl Row {
         self.phase == Phase::LaterRound
     }
 
+    /// The invariant that this result of the row violates.
+    pub(crate) fn violation(&self, report: &Report) -> Option<Broken> {
+        match report.ended {
+            Ended::Source if report.missed > 0 => Some(Broken::NeverCut),
+            Ended::Source if self.must_move() => Some(Broken::Stayed),
+            _ => None,
+        }
+    }
+
     /// Whether the guest has to move, as the cut is shorter than the timeouts: 30 s for the link, and 10 s of downtime. The latter
     /// counts in rounds, too, as the source of a small guest may send everything during a cut and pause the guest.
-    pub(crate) fn must_move(&self) -> bool {
+    fn must_move(&self) -> bool {
         let lasts = self.fault.lasts.unwrap_or_default();
         match self.phase {
             // Each path is dialled once.
@@ -189,6 +199,32 @@ mod tests {
         assert_eq!(names.len(), rows.len());
         assert!(names.contains("switchover | silence for 0.1 s | one path"));
         assert!(names.contains("hand-over | cut (RST) | both paths"));
+    }
+
+    #[test]
+    fn guest_may_stay_only_if_it_was_cut_and_for_long() {
+        let report = |ended, missed| Report {
+            struck: Vec::new(),
+            missed,
+            ended,
+            in_doubt: false,
+            left_over: false,
+            took: Duration::ZERO,
+            downtime: None,
+        };
+        let long = (Kind::Silence, 0, Some(MINUTE));
+        for (cut, ended, missed, expected) in [
+            (RESET, Ended::Source, 1, Some(Broken::NeverCut)),
+            (long, Ended::Source, 1, Some(Broken::NeverCut)),
+            (RESET, Ended::Source, 0, Some(Broken::Stayed)),
+            (long, Ended::Source, 0, None),
+            // It was over before.
+            (RESET, Ended::Destination, 1, None),
+        ] {
+            let row = Row::new(Phase::LaterRound, cut, false);
+            let found = row.violation(&report(ended.clone(), missed));
+            assert_eq!(found, expected, "{row}: {ended}, {missed}");
+        }
     }
 
     #[test]

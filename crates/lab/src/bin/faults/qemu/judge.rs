@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::anyhow;
 use lab::counter;
 use lab::qemu::Version;
+use lab::qmp::Event;
 use lab::writer::Ended;
 
 use super::instance::State;
@@ -162,9 +163,18 @@ impl Scene<'_> {
     fn has_failed_as_documented(&mut self) -> bool {
         let version = self.fixture.binaries[self.plan.versions[0]].version;
         let killed = self.injector.struck_at(Kind::Kill(Role::Migrate));
-        let mut events = self.instances[0].events().iter().rev();
-        let stopped = events.find(|event| event.name == "STOP");
-        may_fail(version, stopped.map(|event| event.timestamp), killed)
+        let [stopped, completed] = {
+            let events = self.instances[0].events();
+            let last = |is_it: fn(&&Event) -> bool| {
+                let found = events.iter().rev().find(is_it);
+                found.map(|event| event.timestamp)
+            };
+            [
+                last(|event| event.name == "STOP"),
+                last(|event| event.name == "MIGRATION" && event.data["status"] == "completed"),
+            ]
+        };
+        may_fail(version, stopped, completed, killed)
     }
 
     pub(super) fn check_lives(&self, lives: &[Life]) -> Result<(), Trouble> {
@@ -316,11 +326,18 @@ impl Scene<'_> {
 }
 
 /// Whether a source's QEMU may abort or hang: one before 8 may, when `migrate` is killed in the last round, after the guest was
-/// paused (docs/qemu.md).
-fn may_fail(source: Version, stopped: Option<Duration>, migrate_killed: Option<Duration>) -> bool {
-    let in_last_round =
-        stopped.is_some_and(|stopped| migrate_killed.is_some_and(|it| it + IN_FLIGHT > stopped));
-    source.major < 8 && in_last_round
+/// paused and before the migration has completed (docs/qemu.md).
+fn may_fail(
+    source: Version,
+    stopped: Option<Duration>,
+    completed: Option<Duration>,
+    migrate_killed: Option<Duration>,
+) -> bool {
+    let (Some(stopped), Some(killed)) = (stopped, migrate_killed) else {
+        return false;
+    };
+    let was_over = completed.is_some_and(|completed| (stopped..=killed).contains(&completed));
+    source.major < 8 && killed + IN_FLIGHT > stopped && !was_over
 }
 
 /// A message may be in flight this long.
@@ -340,11 +357,21 @@ mod tests {
             micro: 0,
         };
         let at = |seconds| Some(Duration::from_secs(seconds));
-        assert!(may_fail(version(7), at(1), at(2)));
-        assert!(!may_fail(version(8), at(1), at(2)));
-        // Before the last round, in a migration that was not stopped, and without a kill.
-        assert!(!may_fail(version(7), at(2), at(1)));
-        assert!(!may_fail(version(7), None, at(2)));
-        assert!(!may_fail(version(7), at(1), None));
+        for (major, stopped, completed, killed, expected) in [
+            (7, at(1), None, at(2), true),
+            (7, at(1), at(3), at(2), true),
+            (8, at(1), None, at(2), false),
+            // After the migration has completed, and in one after that.
+            (7, at(1), at(2), at(3), false),
+            (7, at(2), at(1), at(3), true),
+            // Before the last round, in a migration that was not stopped, and without a kill.
+            (7, at(2), None, at(1), false),
+            (7, None, None, at(2), false),
+            (7, at(1), None, None, false),
+        ] {
+            let found = may_fail(version(major), stopped, completed, killed);
+            let times = (stopped, completed, killed);
+            assert_eq!(found, expected, "{major}: {times:?}");
+        }
     }
 }

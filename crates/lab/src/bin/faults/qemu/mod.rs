@@ -20,7 +20,7 @@ use anyhow::{Context, Result, bail, ensure};
 use lab::qemu::Binary;
 
 use crate::fault::{Choices, Kind, Role};
-use crate::report::{Broken, Ended, Report, Trouble, broken};
+use crate::report::{Ended, Report, Trouble, broken};
 use crate::table::Row;
 use host::Host;
 use judge::Holder;
@@ -140,10 +140,9 @@ impl<'a> Worker<'a> {
         };
         let report = Scene::new(plan, &mut fixture)?.play()?;
         self.fixture = Some(fixture);
-        let must_move = plan.row.as_ref().is_some_and(Row::must_move);
-        match report.ended {
-            Ended::Source if must_move => broken(Broken::Stayed, plan.to_string()),
-            _ => Ok(report),
+        match plan.row.as_ref().and_then(|row| row.violation(&report)) {
+            Some(kind) => broken(kind, plan.to_string()),
+            None => Ok(report),
         }
     }
 }
