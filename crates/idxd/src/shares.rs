@@ -13,7 +13,7 @@
 //!         member of                       member of
 //!         weight 4                        weight 8
 //! ```
-//! A member locks as many bytes of its row as its weight is. [`Share::entries`] sums up the locks of all members and
+//! A member locks as many bytes of its row as its weight is. [`Share::part`] sums up the locks of all members and
 //! returns this member's part by weight: the parts add up to the queue's entries, and each is at least one.
 //!
 //! **Death.** The locks belong to the member's open file (open file description locks). The kernel releases them when
@@ -24,8 +24,8 @@
 //! up to more than the queue has. In both cases the queue refuses some descriptors, as it does when a process uses it
 //! without a share. The answer is always the same: another queue, or the processor, does the work.
 //!
-//! **Trust.** A process that may write the file can reduce the others to one entry each, and keep them from joining; it
-//! cannot do more. For several users, make a directory of their own group with the set-group-id bit on a tmpfs
+//! **Trust.** A process that may write the file can reduce the others to one entry each, keep them from joining, and slow
+//! their looks at the locks down; it cannot do more. For several users, make a directory of their own group with the set-group-id bit on a tmpfs
 //! (`/run/…`). The file is never removed: a process may be about to join at any moment.
 
 use std::{
@@ -89,6 +89,15 @@ pub enum SharesError {
     Full(PathBuf),
 }
 
+/// The result of a look at the locks of all members.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Entries that this member may fill now; at least one.
+    pub entries: u32,
+    /// Other members, at most 255. A look takes two system calls for each of them.
+    pub others: u32,
+}
+
 /// Membership of one process in one queue. Dropping it ends the membership.
 #[derive(Debug)]
 pub struct Share {
@@ -127,29 +136,48 @@ impl Share {
         }
     }
 
-    /// Entries that this member may fill now; at least one. Takes two system calls for each other member.
-    pub fn entries(&self) -> io::Result<u32> {
-        let (before, after) = (0..self.own.start, self.own.end..END);
+    /// The part of this member by now.
+    pub fn part(&self) -> io::Result<Part> {
+        // Other locks in the own row are no member's.
+        let (before, after) = (0..self.own.start, self.own.start + ROW..END);
         let (before, after) = (self.locked(before)?, self.locked(after)?);
         let own = weight(&self.own);
-        Ok(part(self.entries.get(), before, own, before + own + after))
+        let total = before.weight + own + after.weight;
+        Ok(Part {
+            entries: part(self.entries.get(), before.weight, own, total),
+            others: before.members + after.members,
+        })
     }
 
-    /// How many bytes of `range` other members have locked.
-    fn locked(&self, range: Range<off_t>) -> io::Result<u64> {
-        let (mut sum, mut ranges) = (0, vec![range]);
-        while let Some(range) = ranges.pop() {
-            if range.is_empty() {
-                continue;
-            }
-            if let Some(found) = find_lock(&self.file, &range)? {
-                sum += weight(&found);
-                ranges.push(range.start..found.start);
-                ranges.push(found.end..range.end);
-            }
+    /// The members whose locks are in `rows`, a range of whole rows. One lock counts for each row, however many there are.
+    fn locked(&self, mut rows: Range<off_t>) -> io::Result<Locked> {
+        let mut sum = Locked::default();
+        // The kernel finds the locks in any order. The shorter rest is looked at by recursion, so its depth is at most 8.
+        while !rows.is_empty()
+            && let Some(found) = find_lock(&self.file, &rows)?
+        {
+            sum.weight += weight(&found);
+            sum.members += 1;
+            let before = rows.start..found.start - found.start % ROW;
+            let after = (found.end + ROW - 1) / ROW * ROW..rows.end;
+            let (shorter, longer) = match weight(&before) < weight(&after) {
+                true => (before, after),
+                false => (after, before),
+            };
+            let more = self.locked(shorter)?;
+            sum.weight += more.weight;
+            sum.members += more.members;
+            rows = longer;
         }
         Ok(sum)
     }
+}
+
+/// What other members have locked.
+#[derive(Default)]
+struct Locked {
+    weight: u64,
+    members: u32,
 }
 
 /// Part of a member of `own` weight, where members of weight `before` come before it and all have weight `total`.

@@ -37,7 +37,8 @@ pub struct OffloadCounters {
     /// Done by the processor because a device was slower or never answered, or was not used because it had been slower
     /// before.
     pub overtaken: u64,
-    /// Pages done by a device that the processor did as well, to compare.
+    /// Pages done by a device that the processor did as well, to compare: zero pages alone, which no report counts.
+    #[cfg_attr(feature = "serde", serde(skip))]
     pub checked: u64,
 }
 
@@ -208,15 +209,19 @@ impl Member {
         // After an error the share stays as it was.
         if millis >= due
             && swap().is_ok()
-            && let Ok(entries) = share.entries()
+            && let Ok(part) = share.part()
         {
-            self.queue.set_entries(entries);
+            self.queue.set_entries(part.entries);
+            let more = u64::from(part.others) * REFRESH_MILLIS_EACH;
+            self.due.store(next.saturating_add(more), Ordering::Relaxed);
         }
     }
 }
 
-/// How often a share is computed again.
+/// How often a share is computed again, by a process that has a queue for itself.
 const REFRESH_MILLIS: u64 = 50;
+/// Additional time for each other process, as the look takes longer: its part of the thread's time stays the same.
+const REFRESH_MILLIS_EACH: u64 = 5;
 
 impl Counters {
     pub(super) fn add(&self, done: OffloadCounters) {

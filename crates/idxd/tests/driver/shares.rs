@@ -1,7 +1,8 @@
 use std::{
-    fs,
+    fs::{self, File},
     io::{self, BufRead, BufReader, Write},
     num::NonZeroU32,
+    os::fd::AsRawFd,
     os::unix::fs::{PermissionsExt, symlink},
     path::Path,
     process::{Child, Command, Stdio},
@@ -35,7 +36,7 @@ fn join(directory: &TempDir, entries: u32, weight: u8) -> Share {
 fn entries(shares: &[Share]) -> Vec<u32> {
     shares
         .iter()
-        .map(|share| share.entries().unwrap())
+        .map(|share| share.part().unwrap().entries)
         .collect()
 }
 
@@ -86,6 +87,34 @@ fn there_is_an_end_of_members() {
 }
 
 #[test]
+fn many_locks_of_one_process_count_once_for_each_row() {
+    let directory = directory();
+    let share = join(&directory, 120, 4);
+    let path = directory.path().join("idxd-shares.wq0.1");
+    let file = File::options().write(true).open(path).unwrap();
+    for start in (5..4096).step_by(2) {
+        let lock = libc::flock {
+            l_type: libc::F_WRLCK as libc::c_short,
+            l_whence: libc::SEEK_SET as libc::c_short,
+            l_start: start,
+            l_len: 1,
+            l_pid: 0,
+        };
+        // SAFETY: the command takes a pointer to a `struct flock`, which outlives the call.
+        let locked = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) };
+        assert_eq!(locked, 0);
+    }
+    let part = share.part().unwrap();
+    assert_eq!(
+        part,
+        Part {
+            entries: 1,
+            others: 255
+        }
+    );
+}
+
+#[test]
 fn the_file_is_for_owner_and_group() {
     let directory = directory();
     let _share = join(&directory, 8, 4);
@@ -117,11 +146,11 @@ fn threads_come_and_go() {
             scope.spawn(move || {
                 for _ in 0..20 {
                     let share = join(directory, 64, weight);
-                    assert!((1..=64).contains(&share.entries().unwrap()));
+                    assert!((1..=64).contains(&share.part().unwrap().entries));
                 }
                 let share = join(directory, 36, weight);
                 barrier.wait();
-                assert_eq!(share.entries().unwrap(), u32::from(weight));
+                assert_eq!(share.part().unwrap().entries, u32::from(weight));
                 barrier.wait();
             });
         }
@@ -161,10 +190,16 @@ fn the_entries_of_a_killed_process_are_free_at_once() {
     let directory = directory();
     let share = join(&directory, 120, 4);
     let mut processes: Vec<_> = (0..3).map(|_| process(&directory)).collect();
-    assert_eq!(share.entries().unwrap(), 30);
+    assert_eq!(
+        share.part().unwrap(),
+        Part {
+            entries: 30,
+            others: 3
+        }
+    );
     for (left, child) in (1..=3).rev().zip(&mut processes) {
         child.kill().unwrap();
         child.wait().unwrap();
-        assert_eq!(share.entries().unwrap(), 120 / left);
+        assert_eq!(share.part().unwrap().entries, 120 / left);
     }
 }
