@@ -105,16 +105,32 @@ pub(super) fn userfaultfd(root: &Root) -> Presence {
     let opened = open(root, "dev/userfaultfd");
     // In every kernel since 5.2 that is built with userfaultfd.
     let sysctl = root.read("proc/sys/vm/unprivileged_userfaultfd");
-    let is_allowed = sysctl.as_deref() == Some("1");
+    let may_trace = may_trace(root);
+    let is_allowed = sysctl.as_deref().is_some_and(|it| it == "1" || may_trace);
     Presence {
         present: is_there(&opened) || sysctl.is_some(),
         usable: opened.is_ok() || is_allowed,
         reason: format!(
-            "/dev/userfaultfd {}, vm.unprivileged_userfaultfd is {}",
+            "/dev/userfaultfd {}, vm.unprivileged_userfaultfd is {}{}",
             opened.map_or_else(|error| error.to_string(), |_| "can be opened".to_owned()),
             sysctl.as_deref().unwrap_or("absent"),
+            if may_trace {
+                ", this process has CAP_SYS_PTRACE"
+            } else {
+                ""
+            },
         ),
     }
+}
+
+/// Whether this process has CAP_SYS_PTRACE, which allows userfaultfd whatever the sysctl says.
+fn may_trace(root: &Root) -> bool {
+    const CAP_SYS_PTRACE: u32 = 19;
+    let status = root.read("proc/self/status").unwrap_or_default();
+    let mut lines = status.lines();
+    let effective = lines.find_map(|line| line.strip_prefix("CapEff:"));
+    let set = effective.and_then(|set| u64::from_str_radix(set.trim(), 16).ok());
+    set.is_some_and(|set| set >> CAP_SYS_PTRACE & 1 == 1)
 }
 
 fn open(root: &Root, device: &str) -> io::Result<File> {
@@ -177,13 +193,24 @@ mod tests {
     }
 
     #[test]
-    fn userfaultfd_is_usable_by_sysctl_or_device() {
+    fn userfaultfd_is_usable_by_sysctl_capability_or_device() {
         let sysctl = "proc/sys/vm/unprivileged_userfaultfd";
+        let status = "proc/self/status";
         for (files, present, usable) in [
             (&[][..], false, false),
             (&[(sysctl, "0")], true, false),
             (&[(sysctl, "1")], true, true),
             (&[(sysctl, "0"), ("dev/userfaultfd", "")], true, true),
+            (
+                &[(sysctl, "0"), (status, "CapEff:\t0000000000080000\n")],
+                true,
+                true,
+            ),
+            (
+                &[(sysctl, "0"), (status, "CapEff:\t0000000000040000\n")],
+                true,
+                false,
+            ),
         ] {
             let (_folder, root) = fake::root(files);
             let found = userfaultfd(&root);
