@@ -15,6 +15,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use clap::Args;
 use multifd::{Initial, Layout, PacketKind};
+use tracing::warn;
 
 use self::{ram::RamFile, recording::Recording};
 use vamoose::options::Size;
@@ -23,7 +24,7 @@ use vamoose_link::Packet;
 /// Print the packets of recorded channel streams, and optionally apply them to a RAM file
 ///
 /// A stream is everything that one multifd channel carried, from its first 64 bytes on, plain or compressed with zstd. Name
-/// all channels of a migration at once: they are read together, from SYNC to SYNC.
+/// all channels of a migration at once: they are read together, from SYNC to SYNC. Main streams among them are skipped.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     /// Write the guest's resulting memory to this new file
@@ -46,10 +47,20 @@ pub(crate) struct Options {
 pub(crate) fn run(options: &Options) -> Result<()> {
     let page_size = u32::try_from(options.page_size.0).unwrap_or(u32::MAX);
     let layout = Layout::new(page_size).context("--page-size")?;
-    let recordings = options.streams.iter();
-    let mut recordings: Vec<_> = recordings
-        .map(|path| Recording::open(path, layout))
-        .collect::<Result<_>>()?;
+    let mut recordings = Vec::new();
+    for path in &options.streams {
+        match Recording::open(path, layout)? {
+            Some(recording) => recordings.push(recording),
+            None => warn!(
+                "{}: skipped: this is a main stream (QEVM), not a channel",
+                path.display()
+            ),
+        }
+    }
+    ensure!(
+        !recordings.is_empty(),
+        "no channel streams: only main streams were given"
+    );
     recordings.sort_by_key(|recording| recording.initial.channel());
     let mut out = BufWriter::new(io::stdout().lock());
     match (&options.ram, options.size) {
@@ -82,6 +93,8 @@ fn check_channels(recordings: &[Recording]) -> Result<()> {
     Ok(())
 }
 
+const HEAD: &str = "channel         byte     packet flags  method  normal   zero  payload block";
+
 /// Prints and applies every packet, round by round, then prints the sums.
 fn read(
     recordings: &mut [Recording],
@@ -90,14 +103,19 @@ fn read(
     mut ram: Option<&mut RamFile>,
 ) -> Result<()> {
     let mut packet = Packet::new(layout);
-    // A failure to print is reported at the end, by `flush`: it must not leave the RAM file incomplete.
-    let mut print = |line: String| drop(writeln!(out, "{line}"));
-    print("channel         byte     packet flags  method  normal   zero  payload block".to_owned());
+    // Whether to go on: a failure to print must not leave the RAM file incomplete. The caller reports it, by `flush`.
+    let needs_all = ram.is_some();
+    let mut print = |line: String| writeln!(out, "{line}").is_ok() || needs_all;
+    if !print(HEAD.to_owned()) {
+        return Ok(());
+    }
     let (mut packets, mut normal, mut zero, mut payload) = (0_u64, 0, 0, 0);
     while !recordings.iter().all(|recording| recording.ended) {
         for recording in &mut *recordings {
             while recording.next(&mut packet)? {
-                print(line(recording, &packet));
+                if !print(line(recording, &packet)) {
+                    return Ok(());
+                }
                 packets += 1;
                 normal += packet.ram().normal_offsets().len();
                 zero += packet.ram().zero_offsets().len();
@@ -114,7 +132,7 @@ fn read(
         }
     }
     let syncs: Vec<_> = recordings.iter().map(|recording| recording.syncs).collect();
-    print(format!(
+    let _ = print(format!(
         "packets {packets}, SYNCs {}, normal pages {normal} ({} bytes sent as {payload}), zero pages {zero}",
         syncs.iter().sum::<u64>(),
         normal * layout.page_size(),

@@ -190,12 +190,15 @@ fn no_file_is_overwritten_with_ram() {
 }
 
 #[test]
-fn a_main_stream_is_no_channel() {
+fn a_main_stream_is_skipped() {
     let main = vectors().join("qemu-10.0.2-none/main.bin.zst");
-    refused(
-        &inspect(&[&[main]]),
-        "not the recording of a multifd channel",
-    );
+    refused(&inspect(&[from_ref(&main)]), "only main streams were given");
+    let channels = [0, 1].map(|number| channel("qemu-10.0.2-none", number));
+    let expected = stdout(&inspect(&[&channels]));
+    let output = inspect(&[&[main], &channels]);
+    assert!(output.status.success());
+    assert!(stderr(&output).contains("main.bin.zst: skipped: this is a main stream"));
+    assert_eq!(stdout(&output), expected);
 }
 
 #[test]

@@ -29,7 +29,8 @@ pub(super) struct Recording {
 }
 
 impl Recording {
-    pub(super) fn open(path: &Path, layout: Layout) -> Result<Self> {
+    /// Opens the recording of a channel; `None` for that of a main stream.
+    pub(super) fn open(path: &Path, layout: Layout) -> Result<Option<Self>> {
         let context = || format!("cannot read {}", path.display());
         let file = File::open(path).with_context(context)?;
         let (near, far) = UnixStream::pair()?;
@@ -56,6 +57,10 @@ impl Recording {
         if got < INITIAL_LEN {
             recording.finish_copy()?;
         }
+        // A main stream may be shorter than a channel's initial packet.
+        if first[..got].starts_with(b"QEVM") {
+            return Ok(None);
+        }
         let place = recording.place();
         ensure!(
             got == INITIAL_LEN,
@@ -65,7 +70,7 @@ impl Recording {
             .context("not the recording of a multifd channel")
             .context(place)?;
         recording.at = INITIAL_LEN as u64;
-        Ok(recording)
+        Ok(Some(recording))
     }
 
     /// The present offset in the stream, for messages.
