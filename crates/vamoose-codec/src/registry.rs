@@ -229,6 +229,11 @@ impl Registry {
             if info.software.is_empty() {
                 add(COPY, None, None);
             }
+            #[cfg(not(feature = "isal"))]
+            if matches!(method, Method::Zlib | Method::Qpl | Method::Qatzip) {
+                let reason = "built without the feature `isal`";
+                add("isa-l", None, Some(reason.to_owned()));
+            }
         }
         engines
     }

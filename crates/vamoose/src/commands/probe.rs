@@ -37,7 +37,7 @@ pub(crate) struct Options {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let probe = Probe::new(&Root::system())?;
+    let probe = Probe::new(&Root::system());
     let text = if options.json {
         serde_json::to_string_pretty(&probe).context("cannot write the result as JSON")? + "\n"
     } else {
@@ -68,21 +68,21 @@ struct Probe {
 }
 
 impl Probe {
-    fn new(root: &Root) -> Result<Self> {
+    fn new(root: &Root) -> Self {
         let registry = Arc::new(Registry::new());
         let devices = engines::devices(root);
-        Ok(Self {
+        Self {
             kernel: root.read("proc/sys/kernel/osrelease"),
             cpu: Cpu::probe(root),
             memlock: Memlock::probe(),
             kvm: system::kvm(root),
             userfaultfd: system::userfaultfd(root),
             engines: engines::engines(&registry, &devices),
-            speeds: Speeds::measure(&registry)?,
+            speeds: Speeds::measure(&registry),
             devices_reason: devices.is_empty().then_some(NO_DEVICES),
             devices,
             offload: Offload::probe(root),
-        })
+        }
     }
 
     fn text(&self) -> String {
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn a_system_without_anything_is_described_too() {
         let (_folder, root) = fake::root(&[]);
-        let probe = Probe::new(&root).unwrap();
+        let probe = Probe::new(&root);
         assert_eq!(probe.kernel, None);
         assert!(!probe.kvm.present && !probe.userfaultfd.present);
         assert!(probe.devices.is_empty());
