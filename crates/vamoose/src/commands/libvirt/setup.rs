@@ -56,7 +56,7 @@ pub(super) fn run(options: &Options) -> Result<()> {
         .filter(|(name, _)| value(&text, name).is_none());
     let missing = lines(&mut { missing });
     if options.write && missing.is_empty() {
-        println!("{} has all of these settings already", path.display());
+        println!("no setting is missing in {}", path.display());
     } else if options.write {
         let end = if text.is_empty() || text.ends_with('\n') {
             ""
@@ -127,10 +127,10 @@ fn value<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     let mut settings = text.lines().filter_map(|line| line.split_once('='));
     let (_, value) = settings.find(|(key, _)| key.trim() == name)?;
     let value = value.trim_start();
-    match value.strip_prefix(['"', '\'']) {
-        Some(quoted) => quoted.split(['"', '\'']).next(),
-        None => value.split(['#', ' ', '\t']).next(),
-    }
+    let quotes = ["\"\"\"", "\"", "'"].into_iter();
+    let quoted = quotes.filter_map(|quote| value.strip_prefix(quote)?.split(quote).next());
+    let mut values = quoted.chain(value.split(['#', ' ', '\t']));
+    values.next()
 }
 
 /// Major and minor.
@@ -288,9 +288,10 @@ mod tests {
     #[test]
     fn values_are_found_as_libvirt_finds_them() {
         let text = "# The default.\n#migration_address = \"0.0.0.0\"\nuser = 'libvirt-qemu' # who\n\
-            \n  migration_port_min=49152\nnamespaces = [\n  \"mount\", # one\n\n]\nmigration_port_min = 7";
+            \ngroup = \"\"\"kvm's\"\"\"\n  migration_port_min=49152\nnamespaces = [\n  \"mount\", # one\n\n]\nmigration_port_min = 7";
         assert_eq!(value(text, "migration_address"), None);
         assert_eq!(value(text, "user"), Some("libvirt-qemu"));
+        assert_eq!(value(text, "group"), Some("kvm's"));
         assert_eq!(value(text, "migration_port_min"), Some("49152"));
     }
 
