@@ -336,7 +336,8 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// Starts migrations in order, skipping those that wait for a slot or for bandwidth.
+    /// Starts migrations in order, skipping those that wait for a slot. None overtakes a migration that waits for bandwidth, which
+    /// all share: others would take what becomes free, so that a busy guest might never move.
     fn admit(&mut self, now: Duration) -> Vec<GuestId> {
         let mut started = Vec::new();
         for guest in self.open.clone() {

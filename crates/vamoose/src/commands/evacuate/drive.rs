@@ -2,6 +2,8 @@
 
 use std::{
     collections::BTreeMap,
+    io::{self, Read as _},
+    os::unix::net::UnixStream,
     sync::mpsc::{self, Receiver, Sender},
     thread::{self, Scope},
     time::{Duration, Instant},
@@ -13,7 +15,7 @@ use evacuation::{
 };
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
-    iterator::Signals,
+    low_level::pipe,
 };
 use tracing::{debug, error, info, warn};
 
@@ -54,7 +56,7 @@ pub(super) struct Account {
 pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<Report> {
     let memory = |step: &Move| survey.fleet.guest(step.guest).memory;
     let scheduler = Scheduler::new(&survey.fleet, plan, options.limits());
-    let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot catch signals")?;
+    let signals = Signals::catch(&[SIGINT, SIGTERM]).context("cannot catch signals")?;
     let (send, finished) = mpsc::channel();
     let mut drive = Drive {
         options,
@@ -68,7 +70,7 @@ pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<Rep
         moved: (0, 0),
         total: (plan.moves.iter().map(memory).sum(), plan.moves.len()),
     };
-    thread::scope(|scope| drive.until_done(scope, &send, &finished, &mut signals));
+    thread::scope(|scope| drive.until_done(scope, &send, &finished, &signals));
     drive.bar.end();
     let Drive {
         scheduler,
@@ -85,6 +87,26 @@ pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<Rep
         was_stopped,
         drive.start.elapsed(),
     ))
+}
+
+/// Signals that are counted: each is a byte in a socket, so two between two polls are two.
+struct Signals(UnixStream);
+
+impl Signals {
+    fn catch(signals: &[i32]) -> io::Result<Self> {
+        let (seen, caught) = UnixStream::pair()?;
+        seen.set_nonblocking(true)?;
+        for signal in signals {
+            pipe::register(*signal, caught.try_clone()?)?;
+        }
+        Ok(Self(seen))
+    }
+
+    /// How many have come since the last call.
+    fn pending(&self) -> usize {
+        // An error means that there are none.
+        (&self.0).read(&mut [0; 16]).unwrap_or(0)
+    }
 }
 
 /// A migration that has ended.
@@ -125,7 +147,7 @@ impl<'a> Drive<'a> {
         scope: &'scope Scope<'scope, 'a>,
         send: &Sender<Finished>,
         finished: &Receiver<Finished>,
-        signals: &mut Signals,
+        signals: &Signals,
     ) where
         'a: 'scope,
     {
@@ -144,7 +166,7 @@ impl<'a> Drive<'a> {
                 Ok(finished) => vec![self.finished(finished)],
                 Err(_) => self.poll(),
             };
-            events.extend(signals.pending().map(|_| self.signalled()));
+            events.extend((0..signals.pending()).map(|_| self.signalled()));
         }
     }
 
@@ -486,5 +508,17 @@ mod tests {
         ] {
             assert_eq!(ended(from, to).0, at, "{from:?}, {to:?}");
         }
+    }
+    #[test]
+    fn two_signals_between_two_polls_are_two() {
+        use signal_hook::{consts::SIGUSR1, low_level::raise};
+
+        let signals = Signals::catch(&[SIGUSR1]).unwrap();
+        assert_eq!(signals.pending(), 0);
+        for _ in 0..2 {
+            raise(SIGUSR1).unwrap();
+        }
+        assert_eq!(signals.pending(), 2);
+        assert_eq!(signals.pending(), 0);
     }
 }
