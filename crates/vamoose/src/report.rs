@@ -1,6 +1,12 @@
 //! The report of a migration: JSON with QEMU's keys where `query-migrate` has them.
 
-use std::{error::Error, fs, io::Write as _, net::IpAddr, time::Duration};
+use std::{
+    error::Error,
+    fs,
+    io::{self, Write as _},
+    net::IpAddr,
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result};
 use idxd::offload::OffloadCounters;
@@ -213,12 +219,15 @@ impl PathReport {
     }
 }
 
-/// Writes a report of any command to `target`, a file or `-` for standard output.
+/// Writes a report of any command to `target`, a file or `-` for standard output, whose reader may have read enough.
 pub fn write_json(report: &impl Serialize, target: &str) -> Result<()> {
     let mut text = serde_json::to_string_pretty(report).context("cannot write the report")?;
     text.push('\n');
     if target == "-" {
-        std::io::stdout().write_all(text.as_bytes())
+        match io::stdout().write_all(text.as_bytes()) {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+            written => written,
+        }
     } else {
         fs::write(target, text)
     }

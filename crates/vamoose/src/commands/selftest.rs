@@ -40,7 +40,7 @@ pub(crate) struct Options {
     /// Check these work queues only
     #[arg(long, value_name = "wqX.Y[,wqX.Y]", requires = "hw", value_parser = queues)]
     path: Option<Queues>,
-    /// With --hw: write the report to this file [default: vamoose-selftest.json]
+    /// With --hw: write the report to this file; - is standard output, instead of the text [default: vamoose-selftest.json]
     #[arg(long, value_name = "FILE", requires = "hw")]
     out: Option<String>,
     /// Random seed of the models
@@ -76,7 +76,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if let Some(target) = &options.json {
         write_json(&report, target)?;
     }
-    if options.json.as_deref() != Some("-") {
+    let targets = [&options.json, &options.out];
+    if targets.iter().all(|it| it.as_deref() != Some("-")) {
         match io::stdout().write_all(report.text().as_bytes()) {
             // `| head` has read enough.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
