@@ -94,8 +94,8 @@ fn many_locks_of_one_process_count_once_for_each_row() {
     let file = File::options().write(true).open(path).unwrap();
     for start in (5..4096).step_by(2) {
         let lock = libc::flock {
-            l_type: libc::F_WRLCK as libc::c_short,
-            l_whence: libc::SEEK_SET as libc::c_short,
+            l_type: libc::F_WRLCK.try_into().unwrap(),
+            l_whence: libc::SEEK_SET.try_into().unwrap(),
             l_start: start,
             l_len: 1,
             l_pid: 0,
