@@ -89,7 +89,7 @@ pub enum SettleError {
 const SETTLING: Duration = Duration::from_secs(60);
 
 impl Settlement {
-    /// Finds what there is to settle, and changes nothing yet. The destination of a guest that is to resume at this host will be
+    /// Finds the open sides of the attempt, and changes nothing yet. The destination of a guest that is to resume at this host will be
     /// asked over a session with `config`. Without `config` it will not be asked: it is gone for good.
     ///
     /// # Errors
@@ -129,7 +129,7 @@ impl Settlement {
         self.verdict == Verdict::NeverRan && source.is_some_and(|qemu| !qemu.has_ended())
     }
 
-    /// What will be done, a sentence each.
+    /// The steps that [`Settlement::carry_out`] takes, one sentence each.
     pub fn steps(&self) -> Vec<String> {
         let source = self.source.as_ref().map(|entry| &entry.record);
         let destination = self.destination.as_ref().map(Side::record);
@@ -172,39 +172,41 @@ impl Settlement {
         steps
     }
 
-    /// Does it.
+    /// Carries the decision out.
     ///
     /// # Errors
     /// What could not be done. The attempt may be settled again.
     pub fn carry_out(self) -> Result<(), SettleError> {
-        let request = |side: Option<Side>, message| match side {
+        let request = |message| match self.destination {
             Some(side) => side.request(self.attempt, message),
             None => Ok(()),
         };
-        match self.verdict {
-            // The guest must be gone there before it resumes here.
+        let abort = |reason| SourceMessage::Abort {
+            cause: by_hand(reason),
+        };
+        let (guest, reason, message) = match self.verdict {
             Verdict::NeverRan => {
-                let cause = "settled by hand: it never ran here".to_owned();
-                request(self.destination, SourceMessage::Abort { cause })?;
-                self.source
-                    .map_or(Ok(()), |entry| take_back(entry, self.config))
+                // The guest must be gone there before it resumes here.
+                request(abort("it never ran here"))?;
+                return self
+                    .source
+                    .map_or(Ok(()), |entry| take_back(entry, self.config));
             }
-            Verdict::RunningThere => {
-                self.source.map_or(Ok(()), |entry| {
-                    let decision = "it runs at the destination";
-                    give_away(entry, GuestLocation::Destination, decision)
-                })?;
-                request(self.destination, SourceMessage::Commit { resume: true })
-            }
+            Verdict::RunningThere => (
+                GuestLocation::Destination,
+                "it runs at the destination",
+                SourceMessage::Commit { resume: true },
+            ),
             Verdict::MovedElsewhere => {
-                self.source.map_or(Ok(()), |entry| {
-                    let decision = "another tool has moved it";
-                    give_away(entry, GuestLocation::Gone, decision)
-                })?;
-                let cause = "settled by hand: another tool has moved it".to_owned();
-                request(self.destination, SourceMessage::Abort { cause })
+                let reason = "another tool has moved it";
+                (GuestLocation::Gone, reason, abort(reason))
             }
+        };
+        // The source must have given the guest up before the destination acts.
+        if let Some(entry) = self.source {
+            give_away(entry, guest, reason)?;
         }
+        request(message)
     }
 }
 
@@ -302,7 +304,7 @@ fn confirm_that_it_never_ran(
     config: SessionConfig,
 ) -> Result<(), SettleError> {
     let to = remote(&record.side.to, config)?;
-    let cause = "settled by hand: the guest stays at the source".to_owned();
+    let cause = by_hand("the guest stays at the source");
     let abort = SourceMessage::Abort { cause };
     let answer = ask(&to, record.attempt, &abort, SETTLING);
     let not_asked = |error| SettleError::NotAsked(record.side.to.clone(), error);
@@ -331,7 +333,7 @@ fn counts(state: &SourceState, answers: Incarnation) -> bool {
     }
 }
 
-/// The guest is not the source's any more.
+/// Records that the source has lost the guest to `guest`, unless the source QEMU's state proves the contrary.
 fn give_away(
     entry: Entry<AtSource>,
     guest: GuestLocation,
@@ -360,9 +362,13 @@ fn settle(
 ) -> Result<(), SettleError> {
     entry.record.state = SourceState::Over {
         guest,
-        cause: Some(format!("settled by hand: {decision}")),
+        cause: Some(by_hand(decision)),
     };
     Ok(entry.write()?)
+}
+
+fn by_hand(reason: &str) -> String {
+    format!("settled by hand: {reason}")
 }
 
 fn remote(address: &str, config: SessionConfig) -> Result<Remote, AddressError> {
