@@ -11,7 +11,7 @@
 //! both QEMUs up over QMP and see the migration through to a guest that runs in one place. [`Gateway`] stands between two
 //! hosts for all migrations of those who drive their QEMUs themselves.
 //!
-//! ARCHITECTURE.md has the way of a page through the modules. The log lines of a migration are in one span, `migration`,
+//! ARCHITECTURE.md describes a page's path through the modules. The log lines of a migration are in one span, `migration`,
 //! with its role (`relay`, `source`, `destination`) and the attempt's id.
 
 #![forbid(unsafe_code)]

@@ -201,7 +201,9 @@ impl Migration<'_> {
                 hand_over.prepared(answer)
             }
             DestinationMessage::Refused { reason } => Err(Cause::Refused(reason)),
-            other => Err(Cause::Unexpected(format!("{other:?}"))),
+            other => Err(Cause::broken(format!(
+                "unexpected answer from the server: {other:?}"
+            ))),
         }
     }
 

@@ -520,7 +520,7 @@ mod tests {
 
     /// A test's own server must not end the test.
     #[test]
-    fn this_process_is_nobody_to_be_ended() {
+    fn own_process_is_never_ended() {
         let dir = tempfile::tempdir().unwrap();
         let (_listener, monitor) = listen(dir.path());
         assert_served_by(&monitor, &[]);

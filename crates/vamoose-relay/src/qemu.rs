@@ -115,7 +115,7 @@ impl QemuError {
     }
 
     /// Whether no process listens at the monitor's path.
-    pub(crate) fn is_nobody_there(&self) -> bool {
+    pub(crate) fn is_monitor_closed(&self) -> bool {
         let gone = [io::ErrorKind::NotFound, io::ErrorKind::ConnectionRefused];
         matches!(self, Self::Qmp(QmpError::Connect(_, error)) if gone.contains(&error.kind()))
     }

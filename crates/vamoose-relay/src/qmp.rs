@@ -471,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_at_the_socket_is_told_at_once() {
+    fn connecting_to_a_closed_socket_fails_at_once() {
         let (dir, _, listener) = held(0);
         drop(listener);
         for name in ["qmp", "none"] {

@@ -25,7 +25,7 @@ pub(crate) struct Record<S: Side> {
 
 /// A side of a migration.
 pub(crate) trait Side: Clone + Serialize + DeserializeOwned {
-    /// How far an attempt has come.
+    /// State of the hand-over.
     type State: Clone + Debug + PartialEq + Serialize + DeserializeOwned;
 
     /// Prefix of the file names.

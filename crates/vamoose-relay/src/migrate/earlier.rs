@@ -41,7 +41,7 @@ impl Migration<'_> {
                 ended => return Ok(Some(ended)),
             }
         }
-        // What is known of an attempt that has just been finished is no longer true.
+        // The record of an attempt that has just been finished is out of date.
         let last = known.last().copied().filter(|_| unfinished.is_none());
         source.look().map_err(|error| by_the_journal(last, error))?;
         if unfinished.is_some() {
@@ -159,21 +159,23 @@ impl Migration<'_> {
         Ok(answer)
     }
 
-    /// The source QEMU cannot be reached. It may have ended during an attempt, or after one. If another QEMU has taken its place,
-    /// the attempts of the first say nothing about that.
+    /// Handles a source QEMU that cannot be reached: it may have ended during an attempt, or after one. The attempts of an ended
+    /// QEMU say nothing about another QEMU that has taken over its monitor's path.
     pub(super) fn without_source(
         &self,
         journal: &Journal,
         error: QemuError,
     ) -> Result<Moved, Failure> {
         let known = journal.records::<AtSource>().map_err(at_source)?;
-        let nobody_listens = error.is_nobody_there();
+        let monitor_is_closed = error.is_monitor_closed();
         let last = known
             .iter()
             .rfind(|record| record.qemu.monitor == self.qmp && record.qemu.has_ended());
-        match last.filter(|record| nobody_listens || record.qemu.has_its_place()) {
+        match last.filter(|record| monitor_is_closed || record.qemu.has_its_place()) {
             Some(record) if !record.is_over() => self.go_on(journal, record, None),
-            Some(record) if has_left(record) => self.after(journal, record),
+            Some(record) if record.state.guest() != GuestLocation::Source => {
+                self.after(journal, record)
+            }
             _ => {
                 let of_this = |record: &&Record<AtSource>| {
                     record.qemu.monitor == self.qmp && record.qemu.has_its_place()
@@ -183,8 +185,7 @@ impl Migration<'_> {
         }
     }
 
-    /// Tells the destination of earlier attempts which failed, and which it may still hold a guest for, as it could not be
-    /// reached then.
+    /// Reports earlier failed attempts to this destination. It could not be reached then, and may still hold a guest for them.
     pub(super) fn notify_earlier(&self, journal: &Journal) -> Result<(), JournalError> {
         let address = self.to.address();
         for record in journal.records::<AtSource>()? {
@@ -200,7 +201,7 @@ impl Migration<'_> {
                 let id = entry.record.attempt;
                 let earlier = Attempt::new(entry, self.to, self.downtime_max, self.cancel);
                 if !earlier.notify(cause.unwrap_or_default()) {
-                    // It cannot be reached, which the attempt itself will find out.
+                    // The destination cannot be reached. The new attempt will report that.
                     break;
                 }
                 info!("attempt {id} is known to have failed there");
@@ -210,7 +211,7 @@ impl Migration<'_> {
     }
 }
 
-/// The source cannot be asked: its guest is where the last attempt of this QEMU has left it.
+/// The failure for a source that cannot be asked: the guest is where the last attempt of this QEMU left it.
 fn by_the_journal(last: Option<&Record<AtSource>>, error: QemuError) -> Failure {
     let Some(record) = last.filter(|record| record.state.guest() != GuestLocation::Source) else {
         return at_source(error);
@@ -221,11 +222,6 @@ fn by_the_journal(last: Option<&Record<AtSource>>, error: QemuError) -> Failure 
         _ => error.into(),
     };
     Failure::of(record.attempt, cause, guest)
-}
-
-/// Whether the guest was handed over, or has ended.
-fn has_left(record: &Record<AtSource>) -> bool {
-    record.is_over() && record.state.guest() != GuestLocation::Source
 }
 
 #[cfg(test)]

@@ -39,8 +39,6 @@ pub enum Cause {
     Control(#[from] ControlError),
     #[error("the server refuses: {0}")]
     Refused(String),
-    #[error("unexpected answer from the server: {0}")]
-    Unexpected(String),
     #[error(transparent)]
     Socket(#[from] SocketError),
     #[error("cannot set up the migration")]

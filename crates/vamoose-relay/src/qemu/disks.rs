@@ -31,7 +31,7 @@ impl Qemu {
         if roots.is_empty() {
             return Ok(());
         }
-        self.export_to_nobody(&roots)?;
+        self.export_unreachable(&roots)?;
         // An image that another process has locked is exported, but stays inactive.
         match self.block_graph()?.inactive() {
             Some(disk) => Err(QemuError::Inactive(disk)),
@@ -39,7 +39,7 @@ impl Qemu {
         }
     }
 
-    fn export_to_nobody(&mut self, nodes: &[String]) -> Result<(), QemuError> {
+    fn export_unreachable(&mut self, nodes: &[String]) -> Result<(), QemuError> {
         let listener = unreachable_listener().map_err(QemuError::Listener)?;
         self.qmp.give(FILE, listener.as_fd())?;
         let address = json!({ "type": "fd", "data": { "str": FILE } });
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listener_without_a_name_can_be_reached_by_nobody() {
+    fn unlinked_listener_is_unreachable() {
         let listener = unreachable_listener().unwrap();
         let address = listener.local_addr().unwrap();
         assert!(!address.as_pathname().unwrap().exists());
