@@ -1,240 +1,147 @@
-//! The adaptive method (`auto`): for each packet the best of none, lz4 and zstd-frames, so that the link and
-//! the cores are both busy all the time.
+//! The adaptive method (`auto`): chooses an encoding for each packet, by who waits.
 //!
-//! # The idea
-//! A sender's thread encodes while the socket's buffer drains, so a byte of pages takes
+//! The threads at both ends of a channel measure what they wait for, see `meter`. Over the last 50 ms:
 //!
 //! ```text
-//! time = max(link · size, thread)        thread = other + stretch · (cost + copying · size)
-//!
-//! link     time of the link, per byte on the wire           from when the socket takes no more: `link`
-//! size     bytes on the wire per byte of pages              of each rung, on this data: `ladder`
-//! cost     CPU time of encoding, per byte of pages                   "
-//! stretch  wall time per CPU time, where threads share cores
+//!  sender      waits for its source    | encodes | waits for the socket
+//!  receiver    waits for the network   | decodes | waits for its consumer        (reported in acknowledgements)
 //! ```
 //!
-//! The rungs are raw, lz4 and zstd at a few levels, each slower and denser than the one before. The first
-//! term falls from rung to rung and the second rises, so the best is where they meet. That is hardly ever
-//! at a rung, but between two of them (of the convex hull of cost and size), and any point between is
-//! reached by mixing: so many packets by one, the rest by the other, evenly spread. At 25 Gbit/s two cores
-//! cannot encode everything, and raw packets leave the cores idle; a mix is a third faster than either.
+//! | who waits | what limits | what auto does |
+//! |---|---|---|
+//! | the sender for the socket, the receiver for the network | the link | a denser rung, if it is worth its CPU time |
+//! | the sender for the socket, the receiver not for the network | the receiver | a lighter rung |
+//! | the sender for its source | the source | a lighter rung |
+//! | the sender for nothing, or for a core | the encoder | a lighter rung |
 //!
-//! # What could go wrong
-//! - The link changes: its rate is known from the last few waits and from what the socket holds, see `link`.
-//! - The data changes: rungs are measured whenever they are used, and their neighbours now and then.
-//! - A higher rung saves little for much CPU time, which the guest, QEMU and other migrations could use: it has to be worth
-//!   it, see `ladder`.
-//! - There is nothing to save: a sample of the packet is tried first, and after several such packets only
-//!   one in a few is looked at. Where packets go raw, samples tell when there is something to save again.
-//! - It is not the link that is slow but the receiver, or encoding takes the cores from other work:
-//!   then all of this makes things worse, and trials find out, see `price`.
+//! Rungs are none, lz4, and zstd at levels -1, 1 and 3: each slower and denser than the one before. Packets of two neighbouring
+//! rungs are mixed where one leaves the link idle and the other the cores. Steps are small where the direction changes, and become
+//! larger while it does not. A denser rung is worth its CPU time if it saves 3 % of the bytes for each half more of encoding time.
+//! To find out, both rungs encode a part of the same packet now and then, while the link limits.
 //!
-//! Each channel decides for itself, by its share of link and cores.
+//! The first packets go by zstd 1. Each channel decides for itself, by its share of link and cores.
 
-mod controller;
-mod ladder;
-mod link;
-mod price;
+mod meter;
+mod policy;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use multifd::{Layout, Method};
 use vamoose_codec::{EncodeError, Encoded, Encoder, Settings, encoder};
 
 use self::{
-    controller::{Controller, Cost, Sent},
-    ladder::{FIRST, Ladder, RAW, RUNGS},
+    meter::{Activity, WaitMeter},
+    policy::{Cost, Limit, Policy, RAW, RUNGS, Waits},
 };
-use crate::{memory::thread_waits, stats::thread_cpu_time};
+use crate::stats::cpu_timed;
 
 /// Chooses a method for each packet of one channel, and encodes it.
 pub struct Adaptive {
-    controller: Controller,
+    policy: Policy,
     encoders: Encoders,
-    /// Pages out of the middle of a packet, and what becomes of them.
-    sample: Box<[u8]>,
-    sample_out: Box<[u8]>,
-    /// When the last packet was out.
-    last_sent: Stamp,
-    /// When the thread turned to the socket, as far as is known.
-    last_encoded: Stamp,
-    /// How often the thread had given its core away by then.
-    waits: u64,
-    /// Time of encoding since the last packet was out.
-    encoding: Duration,
-    /// The packet under way holds differences.
-    is_left_out: bool,
+    meter: WaitMeter,
+    /// Packets, and bytes of their pages, since the policy has learned of waits.
+    packets: u32,
+    page_bytes: usize,
 }
 
-/// Bytes of pages in a sample: enough for both codecs to find what there is, and a thirtieth of a packet.
-const SAMPLE: usize = 16 << 10;
+/// Waits for the source that take longer are pauses, as between two rounds.
+const PAUSE: Duration = Duration::from_millis(20);
 
-/// CPU time of a sender for a byte of pages that go as differences, in nanoseconds (`benches/delta.rs`, which shows that of
-/// both ends).
-const DIFFERENCE: f64 = 0.6;
+/// Waits are measured over at least so many packets.
+const LEAST_PACKETS: u32 = 2;
 
-/// Pieces of a sample.
-const PIECES: usize = 4;
+/// The part of a packet that two rungs encode to be compared.
+const COMPARED_PART: usize = 4;
+
+/// The method and level of each rung.
+const METHODS: [(Method, Option<i32>); RUNGS] = [
+    (Method::None, None),
+    (Method::Lz4, Some(1)),
+    (Method::ZstdFrames, Some(-1)),
+    (Method::ZstdFrames, Some(1)),
+    (Method::ZstdFrames, Some(3)),
+];
+const LZ4: usize = 1;
+const ZSTD: usize = 3;
 
 impl Adaptive {
     /// For a new channel.
     pub fn new(layout: Layout) -> Self {
-        let now = Stamp::now();
         Self {
-            controller: Controller::new(),
+            policy: Policy::new(),
             encoders: Encoders::new(layout),
-            sample: vec![0; SAMPLE].into(),
-            sample_out: vec![0; SAMPLE].into(),
-            last_sent: now,
-            last_encoded: now,
-            waits: thread_waits(),
-            encoding: Duration::ZERO,
-            is_left_out: false,
+            meter: WaitMeter::new(PAUSE),
+            packets: 0,
+            page_bytes: 0,
         }
     }
 
     /// Whether the next packet goes as it is, by method none, so that its pages need not be gathered.
     /// After `true`, [`encode`](Self::encode) need not be called for that packet.
     pub(crate) fn next_is_raw(&self) -> bool {
-        let plan = self.controller.plan();
-        plan.rung == RAW && plan.probe.is_none() && !plan.look
+        self.policy.rung() == RAW && self.policy.wanted().is_none()
     }
 
-    /// As [`Encoder::encode`], by the method that serves this packet best.
+    /// Whether differences to earlier versions of pages should be sent though the next packet goes raw: these load the link less.
+    pub(crate) fn prefers_differences(&self) -> bool {
+        self.policy.limit() == Limit::Link
+    }
+
+    /// As [`Encoder::encode`], by the method of the packet's rung.
     pub(crate) fn encode<'a>(
         &mut self,
         pages: &'a [u8],
         out: &'a mut [u8],
     ) -> Result<Encoded<'a>, EncodeError> {
-        if pages.is_empty() || self.next_is_raw() {
-            return Ok(raw(pages));
+        self.meter.switch_to(Activity::Work);
+        if let Some(rung) = self.policy.wanted() {
+            let part = &pages[..pages.len() / COMPARED_PART];
+            if !part.is_empty() {
+                let lighter = self.encoders.measure(rung, part, out)?;
+                let denser = self.encoders.measure(rung + 1, part, out)?;
+                self.policy.compared(rung, [lighter, denser]);
+            }
         }
-        let start = Stamp::now();
-        let encoded = self.encode_as_planned(pages, out);
-        self.last_encoded = Stamp::now();
-        self.waits = thread_waits();
-        self.encoding += start.until(self.last_encoded).1;
-        encoded
+        self.encoders.encode(self.policy.rung(), pages, out)
     }
 
-    /// Whether differences to earlier versions of pages are faster than these pages as they are, though the next packet goes
-    /// raw.
-    pub(crate) fn prefers_differences(&self) -> bool {
-        self.controller.link_is_slower_than(DIFFERENCE)
-    }
-
-    /// As [`encode`](Self::encode), of pages of which some are differences to earlier versions: by another method than other
-    /// pages. What becomes of them tells nothing of the others, and they hardly load the link.
+    /// As [`encode`](Self::encode), for pages of which some are differences. These are mostly zeros: lz4 is enough where the rung of
+    /// other pages is light.
     pub(crate) fn encode_differences<'a>(
         &mut self,
         pages: &'a [u8],
         out: &'a mut [u8],
     ) -> Result<Encoded<'a>, EncodeError> {
-        self.is_left_out = true;
-        let rung = Ladder::for_differences(self.controller.plan().rung);
-        let encoded = self.encoders.encode(rung, pages, out);
-        encoded.map(|(encoded, _)| encoded)
+        self.meter.switch_to(Activity::Work);
+        let rung = if self.policy.rung() < ZSTD { LZ4 } else { ZSTD };
+        self.encoders.encode(rung, pages, out)
     }
 
-    /// Learns how long the channel took for the last packet: `wire_bytes` bytes, header included, for
-    /// `page_bytes` bytes of pages. `took` is wall time, and waiting for a limited bandwidth is in it: a
-    /// limit is as good as a slow link. `queued` are the bytes that the channel's socket still holds, if known.
-    pub(crate) fn observe(
-        &mut self,
-        wire_bytes: usize,
-        page_bytes: usize,
-        took: Duration,
-        queued: Option<usize>,
-    ) {
-        let now = Stamp::now();
-        if std::mem::take(&mut self.is_left_out) {
-            self.controller.left_out();
-            self.encoding = Duration::ZERO;
-            self.waits = thread_waits();
-            (self.last_sent, self.last_encoded) = (now, now);
-            return;
-        }
-        let (_, elapsed) = self.last_sent.until(now);
-        let (cpu, _) = self.last_encoded.until(now);
-        let before = std::mem::replace(&mut self.waits, thread_waits());
-        self.controller.sent(Sent {
-            wire_bytes,
-            page_bytes,
-            took,
-            queued,
-            cpu: cpu.min(took),
-            blocked: self.waits != before,
-            encoding: std::mem::take(&mut self.encoding),
-            elapsed,
-        });
-        (self.last_sent, self.last_encoded) = (now, now);
+    /// The packet is about to be sent.
+    pub(crate) fn begin_send(&mut self) {
+        self.meter.switch_to(Activity::Output);
     }
 
-    fn encode_as_planned<'a>(
-        &mut self,
-        pages: &'a [u8],
-        out: &'a mut [u8],
-    ) -> Result<Encoded<'a>, EncodeError> {
-        let plan = self.controller.plan();
-        if plan.rung == RAW {
-            if let Some(rungs) = plan.probe {
-                let costs = [
-                    self.encoders.encode(rungs[0], pages, out)?.1,
-                    self.encoders.encode(rungs[1], pages, out)?.1,
-                ];
-                self.controller.probed(rungs, costs);
-            } else if plan.look
-                && let Some((_, cost)) = self.encode_sample(FIRST, pages)?
-            {
-                self.controller.looked(cost);
-            }
-            return Ok(raw(pages));
-        }
-        if let Some((Method::None, cost)) = self.encode_sample(Ladder::quick(plan.rung), pages)? {
-            self.controller.gave_up(Cost {
-                page_bytes: pages.len(),
-                payload_bytes: pages.len(),
-                ..cost
-            });
-            return Ok(raw(pages));
-        }
-        let other = match plan.probe {
-            Some([_, other]) => Some((other, self.encoders.encode(other, pages, out)?.1)),
-            None => None,
-        };
-        let (encoded, cost) = self.encoders.encode(plan.rung, pages, out)?;
-        if let Some((other, found)) = other {
-            self.controller.probed([plan.rung, other], [cost, found]);
-        }
-        match encoded.method {
-            Method::None => self.controller.gave_up(cost),
-            _ => self.controller.encoded(cost),
-        }
-        Ok(encoded)
-    }
-
-    /// What becomes of a sample of a packet; `None` of small packets.
-    fn encode_sample(
-        &mut self,
-        rung: usize,
-        pages: &[u8],
-    ) -> Result<Option<(Method, Cost)>, EncodeError> {
-        if pages.len() < 4 * SAMPLE {
-            return Ok(None);
-        }
-        let piece = SAMPLE / PIECES;
-        let step = pages.len() / PIECES;
-        for (to, from) in self
-            .sample
-            .chunks_exact_mut(piece)
-            .zip(pages.chunks_exact(step))
+    /// The packet is out.
+    pub(crate) fn end_send(&mut self, page_bytes: usize) {
+        self.meter.switch_to(Activity::Input);
+        self.packets += 1;
+        self.page_bytes += page_bytes;
+        if self.packets >= LEAST_PACKETS
+            && let Some(shares) = self.meter.shares()
         {
-            to.copy_from_slice(&from[..piece]);
+            let waits = Waits {
+                source: shares.input,
+                socket: shares.output,
+                core: shares.core,
+                network: None,
+            };
+            let sent = bytes(std::mem::take(&mut self.page_bytes));
+            self.policy.observe(waits, sent / shares.nanos);
+            self.packets = 0;
         }
-        let sample = self
-            .encoders
-            .encode(rung, &self.sample, &mut self.sample_out)?;
-        Ok(Some((sample.0.method, sample.1)))
+        self.policy.next_packet();
     }
 }
 
@@ -258,64 +165,25 @@ impl Encoders {
         rung: usize,
         pages: &'a [u8],
         out: &'a mut [u8],
-    ) -> Result<(Encoded<'a>, Cost), EncodeError> {
+    ) -> Result<Encoded<'a>, EncodeError> {
         let encoder = match &mut self.encoders[rung] {
             Some(encoder) => encoder,
             slot => {
-                let (method, level) = Ladder::codec(rung);
+                let (method, level) = METHODS[rung];
                 slot.insert(encoder(&Settings::new(method, level)?, self.layout)?)
             }
         };
-        let start = Stamp::now();
-        let encoded = encoder.encode(pages, out)?;
-        let (cpu, wall) = start.until(Stamp::now());
-        let cost = Cost {
-            page_bytes: pages.len(),
-            payload_bytes: encoded.payload.len(),
-            cpu,
-            wall,
-        };
-        Ok((encoded, cost))
-    }
-}
-
-fn raw(pages: &[u8]) -> Encoded<'_> {
-    Encoded {
-        method: Method::None,
-        payload: pages,
-    }
-}
-
-/// A moment, by the thread's clock and by the wall's.
-#[derive(Clone, Copy)]
-struct Stamp {
-    cpu: Duration,
-    wall: Instant,
-}
-
-impl Stamp {
-    fn now() -> Self {
-        Self {
-            cpu: thread_cpu_time(),
-            wall: Instant::now(),
-        }
+        encoder.encode(pages, out)
     }
 
-    /// CPU time and wall time between two moments. An encoder that has moved to another thread has none of
-    /// the former.
-    fn until(self, later: Self) -> (Duration, Duration) {
-        let cpu = later.cpu.saturating_sub(self.cpu);
-        let wall = later.wall.saturating_duration_since(self.wall);
-        (cpu.min(wall), wall)
+    fn measure(&mut self, rung: usize, pages: &[u8], out: &mut [u8]) -> Result<Cost, EncodeError> {
+        let (encoded, time) = cpu_timed(|| self.encode(rung, pages, out));
+        let (payload, len) = (encoded?.payload.len(), bytes(pages.len()));
+        Ok(Cost {
+            size: bytes(payload) / len,
+            cpu: time.as_secs_f64() * 1e9 / len,
+        })
     }
-}
-
-/// Bytes of pages in a full packet.
-const PACKET: f64 = 524_288.0;
-
-/// How much of a full packet so many bytes of pages are.
-fn packets(pages: f64) -> f64 {
-    pages / PACKET
 }
 
 /// Exact up to 4 GiB, which no packet has.
@@ -323,12 +191,9 @@ fn bytes(count: usize) -> f64 {
     f64::from(u32::try_from(count).unwrap_or(u32::MAX))
 }
 
-fn nanos(time: Duration) -> f64 {
-    time.as_secs_f64() * 1e9
-}
-
 #[cfg(test)]
 mod tests {
+    mod policy;
     mod simulation;
 
     use proptest::{collection::vec, prelude::*, sample::select};
@@ -355,12 +220,11 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Whatever the socket does meanwhile.
+        /// Whatever the threads wait for meanwhile.
         #[test]
         fn any_mix_of_packets_arrives(
             packets in vec((0..3_u8, any::<u64>(), 0..=128_usize), 1..12),
-            took in select(&[0, 100, 100_000, 100_000_000][..]),
-            queued in select(&[None, Some(0), Some(300_000), Some(usize::MAX)][..]),
+            waits in select(&[(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)][..]),
         ) {
             let layout = Layout::X86;
             let mut adaptive = Adaptive::new(layout);
@@ -375,20 +239,25 @@ mod tests {
                 let mut back = vec![0xee; pages.len()];
                 prop_assert_eq!(decoder.decode(encoded.method, encoded.payload, &mut back), Ok(()));
                 prop_assert!(back == pages);
-                let wire = encoded.payload.len();
-                adaptive.observe(wire, pages.len(), Duration::from_micros(took), queued);
+                adaptive.begin_send();
+                adaptive.end_send(pages.len());
+                let (source, socket) = waits;
+                adaptive.policy.observe(Waits { source, socket, ..Waits::default() }, 1.0);
+                adaptive.policy.next_packet();
             }
         }
 
-        /// Every rung, without waiting for the controller to choose it.
+        /// Every rung, without waiting for the policy to choose it.
         #[test]
         fn every_rung_arrives(kind in 0..2_u8, seed: u64, rung in 0..RUNGS) {
             let layout = Layout::X86;
             let mut out = vec![0; layout.max_payload()];
             let pages = pages(kind, seed, 32);
-            let (encoded, cost) = Encoders::new(layout).encode(rung, &pages, &mut out).unwrap();
-            prop_assert_eq!(cost.page_bytes, pages.len());
-            prop_assert_eq!(encoded.method, Ladder::codec(rung).0);
+            let mut encoders = Encoders::new(layout);
+            let cost = encoders.measure(rung, &pages, &mut out).unwrap();
+            let encoded = encoders.encode(rung, &pages, &mut out).unwrap();
+            prop_assert_eq!(cost.size, bytes(encoded.payload.len()) / bytes(pages.len()));
+            prop_assert_eq!(encoded.method, METHODS[rung].0);
             let mut back = vec![0xee; pages.len()];
             prop_assert_eq!(Decoder::new(layout).decode(encoded.method, encoded.payload, &mut back), Ok(()));
             prop_assert!(back == pages);

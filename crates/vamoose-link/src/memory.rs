@@ -220,19 +220,6 @@ pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<libc::ucred
     }
 }
 
-/// How often the calling thread has waited for something other than a core (`ru_nvcsw`); 0 where that is not counted.
-pub(crate) fn thread_waits() -> u64 {
-    let mut usage = mem::MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: `usage` is large enough for what the call writes, and the kernel keeps no pointer to it (3).
-    let failed = unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) } != 0;
-    if failed {
-        return 0;
-    }
-    // SAFETY: It was zeroed, which is a valid value of a structure of integers, whatever was written since.
-    let usage = unsafe { usage.assume_init() };
-    u64::try_from(usage.ru_nvcsw).unwrap_or_default()
-}
-
 /// Enables MSG_ZEROCOPY on a socket.
 pub(crate) fn allow_zero_copy(socket: BorrowedFd<'_>) -> io::Result<()> {
     const ON: libc::c_int = 1;
@@ -482,16 +469,7 @@ fn read<T: Plain>(bytes: &[u8]) -> Option<T> {
 
 #[cfg(test)]
 mod tests {
-    use std::{thread, time::Duration};
-
     use super::*;
-
-    #[test]
-    fn a_thread_that_waits_is_counted() {
-        let before = thread_waits();
-        thread::sleep(Duration::from_millis(1));
-        assert!(thread_waits() > before);
-    }
 
     /// A control message with `data`, padded as the kernel does.
     fn message(level: libc::c_int, kind: libc::c_int, data: &[u8]) -> Vec<u8> {

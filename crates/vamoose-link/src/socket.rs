@@ -84,6 +84,7 @@ impl SocketError {
 
 impl Socket {
     /// Bytes that have been written and that the peer's kernel has not acknowledged; `None` where they are not counted.
+    #[cfg(test)]
     pub(crate) fn queued(&self) -> Option<usize> {
         match self {
             Self::Tcp(stream) => memory::queued(stream.as_fd()),

@@ -22,14 +22,6 @@ pub enum Stream {
 }
 
 impl Stream {
-    /// Bytes that have been written and that the peer has not acknowledged; `None` where they are not counted.
-    pub(crate) fn queued(&self) -> Option<usize> {
-        match self {
-            Self::Socket(socket) => socket.queued(),
-            Self::Resumable(stream) => stream.stream().queued(),
-        }
-    }
-
     /// Ends both directions: calls that read or write this stream return at once.
     pub fn shut_down(&self) {
         match self {

@@ -163,7 +163,7 @@ impl ChannelWriter {
     pub fn write(&mut self, packet: &mut Packet) -> Result<(), WriteError> {
         if let Some(header) = packet.device_state() {
             let (header, state) = (header.as_bytes(), Payload::Borrowed(packet.state()));
-            return self.sender.send(header, state).map(drop);
+            return self.sender.send(header, state);
         }
         let (header, pages, len) = packet.ram_buffer();
         self.write_ram(header, PageSource::Own(pages, len))
@@ -357,7 +357,10 @@ impl ChannelWriter {
         header.set_payload_len(payload.len(), self.sender.layout)?;
         self.header.clear();
         header.write(self.sender.layout, &mut self.header);
-        let (wire_bytes, took) = self.sender.send(&self.header, payload)?;
+        if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
+            adaptive.begin_send();
+        }
+        self.sender.send(&self.header, payload)?;
         self.sender.stats.add_packet(
             header.normal_offsets().len(),
             header.zero_offsets().len(),
@@ -367,7 +370,7 @@ impl ChannelWriter {
             self.sender.stats.add_method(header.method);
         }
         if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
-            adaptive.observe(wire_bytes, page_bytes, took, self.sender.queued());
+            adaptive.end_send(page_bytes);
         }
         Ok(())
     }
@@ -489,21 +492,12 @@ struct Sender {
 }
 
 impl Sender {
-    /// Sends when the pacer allows it. Returns the number of bytes and how long it took, the pacer included.
-    fn send(&self, header: &[u8], payload: Payload<'_>) -> Result<(usize, Duration), WriteError> {
-        let start = Instant::now();
-        let bytes = header.len() + payload.len();
+    /// Sends when the pacer allows it.
+    fn send(&self, header: &[u8], payload: Payload<'_>) -> Result<(), WriteError> {
         if let Some(pacer) = &self.pacer {
-            pacer.wait_for(bytes);
+            pacer.wait_for(header.len() + payload.len());
         }
-        self.send_now(header, payload)?;
-        Ok((bytes, start.elapsed()))
-    }
-
-    /// Bytes that the socket still holds, if they are all of one writer.
-    fn queued(&self) -> Option<usize> {
-        let is_alone = Arc::strong_count(&self.channel) == 1;
-        is_alone.then(|| self.channel.stream.queued())?
+        self.send_now(header, payload)
     }
 
     fn send_now(&self, header: &[u8], payload: Payload<'_>) -> Result<(), WriteError> {

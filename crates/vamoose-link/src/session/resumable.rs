@@ -477,11 +477,6 @@ impl ResumableStream {
         Ok(())
     }
 
-    /// Bytes that the peer has not acknowledged.
-    pub(crate) fn queued(&self) -> Option<usize> {
-        Some(lock(&self.core).state.unacknowledged())
-    }
-
     /// The state, once there is room for `len` bytes.
     fn room(self: &Arc<Self>, len: usize) -> io::Result<MutexGuard<'_, Core>> {
         let bounds = self.session.bounds();

@@ -10,7 +10,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use multifd::{BlockName, Layout, Method, RamHeader};
@@ -319,7 +319,7 @@ fn a_guest_that_writes_meanwhile_breaks_no_decoder() {
     }
 }
 
-/// What it does beyond a socket that never fills: it begins with a guess, and learns that raw packets do.
+/// Over a socket that never fills it begins with zstd, and comes to sending raw packets.
 #[test]
 fn the_adaptive_method_chooses_and_observes_each_packet() {
     let content = content(11);
@@ -329,8 +329,10 @@ fn the_adaptive_method_chooses_and_observes_each_packet() {
     let mut reader = reader(far, &Arc::default());
     let (mut packet, mut received) = (Packet::new(LAYOUT), Packet::new(LAYOUT));
     let mut methods = Vec::new();
-    for number in 0..40 {
-        if number % 2 == 0 {
+    let start = Instant::now();
+    while methods.last() != Some(&Method::None) {
+        assert!(start.elapsed() < Duration::from_secs(60), "{methods:?}");
+        if methods.len().is_multiple_of(2) {
             let memory = guest.get_slice(0, 2 * PAGE).unwrap();
             let mut two = header(&[0, 1]);
             writer.write_memory(&mut two, &[memory]).unwrap();
@@ -345,8 +347,8 @@ fn the_adaptive_method_chooses_and_observes_each_packet() {
         assert_eq!(received.ram().method, *methods.last().unwrap());
         assert!(received.pages() == &content[..2 * PAGE]);
     }
-    assert_eq!(methods[..8], [Method::ZstdFrames; 8]);
-    assert_eq!(*methods.last().unwrap(), Method::None);
+    assert_eq!(methods[0], Method::ZstdFrames);
+    assert!(methods.contains(&Method::Lz4));
     // There is nothing to decide about a packet without pages.
     writer.write_memory(&mut header(&[]), &[]).unwrap();
 }

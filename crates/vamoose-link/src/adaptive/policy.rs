@@ -1,0 +1,266 @@
+//! The rule of the adaptive method, without a clock and without a codec: waits go in, the rung of the next packet comes out.
+
+/// What the threads of a channel waited for lately, in shares of the time.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Waits {
+    /// The sender waited for pages of the source.
+    pub(super) source: f64,
+    /// The sender waited for the socket, or for the bandwidth limit.
+    pub(super) socket: f64,
+    /// The sender was ready to run, and had no core.
+    pub(super) core: f64,
+    /// The receiver waited for the network; `None` while it has not reported that.
+    pub(super) network: Option<f64>,
+}
+
+/// What limits the throughput of a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Limit {
+    Link,
+    Receiver,
+    Source,
+    /// The encoder, or the cores it runs on.
+    Encoder,
+}
+
+/// More than this share of the time is a wait that limits the throughput; less than the other is none.
+const LONG: f64 = 0.15;
+const SHORT: f64 = 0.05;
+
+impl Limit {
+    /// The table in the module documentation of [`adaptive`](super).
+    pub(super) fn of(waits: Waits) -> Self {
+        let network = waits.network.unwrap_or(1.0);
+        match waits {
+            _ if waits.socket > LONG && network < SHORT => Self::Receiver,
+            _ if waits.socket > LONG => Self::Link,
+            _ if waits.source > waits.core.max(LONG) => Self::Source,
+            _ => Self::Encoder,
+        }
+    }
+}
+
+/// How a rung compares with the one before it, on the same pages.
+#[derive(Clone, Copy, Debug)]
+struct Comparison {
+    /// Quotient of the sizes.
+    size: f64,
+    /// Quotient of the CPU times.
+    cost: f64,
+    /// Comparisons made, up to [`MEMORY`].
+    count: f64,
+}
+
+/// What one encoding of some pages came to.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cost {
+    /// Bytes of payload, per byte of pages.
+    pub(super) size: f64,
+    /// CPU time, in nanoseconds per byte of pages.
+    pub(super) cpu: f64,
+}
+
+/// Chooses the rung for each packet of one channel.
+pub(super) struct Policy {
+    /// Between two rungs, packets of both are mixed: 1.25 is a quarter of rung 2 among rung 1.
+    position: f64,
+    step: f64,
+    /// Where the last steps went, and how many in a row.
+    direction: f64,
+    in_a_row: u32,
+    limit: Limit,
+    /// Bytes of pages per nanosecond, when all packets went raw.
+    raw_rate: f64,
+    /// Windows for which packets stay raw.
+    hold: u32,
+    /// Each rung beside the one before.
+    comparisons: [Comparison; RUNGS - 1],
+    /// The comparison to make with the next packet, by index.
+    wanted: Option<usize>,
+    looks_up: bool,
+    /// Part of a packet that the denser rung of the mix is owed.
+    owed: f64,
+    rung: usize,
+}
+
+/// None, lz4, and three levels of zstd.
+pub(super) const RUNGS: usize = 5;
+
+/// The rung that encodes nothing.
+pub(super) const RAW: usize = 0;
+
+/// The rung of a new channel: on a slow link lighter packets would cost more than on a fast link denser ones.
+pub(super) const FIRST: usize = 3;
+
+/// Typical quotients of size and CPU time, until the guest's own are known.
+const TYPICAL: [(f64, f64); RUNGS - 1] = [(0.48, 2.1), (0.85, 1.5), (0.85, 1.2), (0.94, 1.5)];
+
+/// A rung has to save this share of the bytes for each doubling of the encoding time: 3 % for half as much again.
+const WORTH: f64 = 0.06;
+
+/// CPU time of a byte of raw pages, in nanoseconds: of both QEMUs and both kernels. The first rung is compared with it.
+const RAW_COST: f64 = 1.2;
+
+/// Comparisons that are averaged.
+const MEMORY: f64 = 6.0;
+
+/// Bounds of a step, in rungs. The largest while the source is the limit: nothing is lost then by going slowly.
+const LEAST_STEP: f64 = 0.125;
+const MOST_STEP: f64 = 1.0;
+const SOURCE_STEP: f64 = 0.5;
+
+/// The largest step to and from raw packets.
+const RAW_STEP: f64 = 0.5;
+
+/// See [`Policy::loses_to_raw`].
+const LOSS: f64 = 0.95;
+const HOLD: u32 = 20;
+
+/// Steps in a row before they grow: what is in the buffers takes a window or two to show a change.
+const PATIENCE: u32 = 2;
+
+impl Policy {
+    pub(super) fn new() -> Self {
+        let comparisons = TYPICAL.map(|(size, cost)| Comparison {
+            size,
+            cost,
+            count: 0.0,
+        });
+        Self {
+            position: rung_position(FIRST),
+            step: MOST_STEP,
+            direction: 0.0,
+            in_a_row: 0,
+            limit: Limit::Link,
+            raw_rate: 0.0,
+            hold: 0,
+            comparisons,
+            wanted: None,
+            looks_up: false,
+            owed: 0.0,
+            rung: FIRST,
+        }
+    }
+
+    /// The rung of the next packet: the same until [`next_packet`](Self::next_packet).
+    pub(super) fn rung(&self) -> usize {
+        self.rung
+    }
+
+    pub(super) fn limit(&self) -> Limit {
+        self.limit
+    }
+
+    /// The comparison to make with the next packet: of this rung and the one after it.
+    pub(super) fn wanted(&self) -> Option<usize> {
+        self.wanted
+    }
+
+    /// A packet is out.
+    pub(super) fn next_packet(&mut self) {
+        let low = self.position.floor();
+        self.owed += self.position - low;
+        let is_due = self.owed >= 1.0;
+        self.owed -= f64::from(u8::from(is_due));
+        let low = (0..RUNGS).rfind(|rung| rung_position(*rung) <= low);
+        self.rung = low.unwrap_or(RAW) + usize::from(is_due);
+    }
+
+    /// Learns what the threads waited for, and how many bytes of pages went out per nanosecond meanwhile.
+    pub(super) fn observe(&mut self, waits: Waits, rate: f64) {
+        self.limit = Limit::of(waits);
+        if self.loses_to_raw(rate) {
+            self.turn(-1.0, MOST_STEP);
+            (self.position, self.hold) = (0.0, HOLD);
+            return;
+        }
+        let (target, most) = match self.limit {
+            Limit::Link if self.hold > 0 => (0.0, MOST_STEP),
+            Limit::Link => (rung_position(self.densest_worthwhile()), MOST_STEP),
+            Limit::Source => (0.0, SOURCE_STEP),
+            Limit::Encoder | Limit::Receiver => (0.0, MOST_STEP),
+        };
+        if self.limit == Limit::Link {
+            self.looks_up = !self.looks_up;
+            let below = self.rung.saturating_sub(1);
+            let above = self.rung.min(RUNGS - 2);
+            self.wanted = Some(if self.looks_up { above } else { below });
+        }
+        let distance = target - self.position;
+        if distance == 0.0 {
+            return;
+        }
+        let direction = distance.signum();
+        self.turn(direction, most);
+        // Raw packets are far from all others.
+        let most = if self.position <= 1.0 { RAW_STEP } else { most };
+        self.position += direction * self.step.min(most).min(distance.abs());
+    }
+
+    /// Adapts the step to a direction: smaller after a turn, larger after many steps the same way.
+    fn turn(&mut self, direction: f64, most: f64) {
+        if direction == self.direction {
+            self.in_a_row += 1;
+        } else {
+            self.step /= if self.direction == 0.0 { 1.0 } else { 2.0 };
+            (self.direction, self.in_a_row) = (direction, 1);
+        }
+        if self.in_a_row > PATIENCE {
+            self.step *= 2.0;
+        }
+        self.step = self.step.clamp(LEAST_STEP, most);
+    }
+
+    /// Whether a mix with raw packets moves fewer pages than raw packets alone did: where the socket holds less than a packet, the
+    /// link is idle while the sender encodes. Then all packets stay raw for a while.
+    fn loses_to_raw(&mut self, rate: f64) -> bool {
+        if self.position == 0.0 {
+            self.raw_rate = rate;
+            self.hold = self.hold.saturating_sub(1);
+            return false;
+        }
+        self.limit == Limit::Link && self.position < 1.0 && rate < LOSS * self.raw_rate
+    }
+
+    /// A rung and the one after it have encoded the same pages.
+    pub(super) fn compared(&mut self, rung: usize, [lighter, denser]: [Cost; 2]) {
+        self.wanted = None;
+        let Some(comparison) = self.comparisons.get_mut(rung) else {
+            return;
+        };
+        let (size, cost) = match rung {
+            RAW => (denser.size, (RAW_COST + denser.cpu) / RAW_COST),
+            _ => (
+                denser.size / lighter.size.max(LEAST),
+                denser.cpu / lighter.cpu.max(LEAST),
+            ),
+        };
+        comparison.count = (comparison.count + 1.0).min(MEMORY);
+        comparison.size += (size - comparison.size) / comparison.count;
+        comparison.cost += (cost - comparison.cost) / comparison.count;
+    }
+
+    /// The densest rung that saves enough for its CPU time, beside the next lighter one that does. Where that one is not the rung
+    /// before it, typical values are not enough.
+    fn densest_worthwhile(&self) -> usize {
+        let (mut best, mut size, mut cost) = (RAW, 1.0, 1.0);
+        for (comparison, rung) in self.comparisons.iter().zip(1..) {
+            if comparison.count == 0.0 && best + 1 < rung {
+                break;
+            }
+            size *= comparison.size;
+            cost *= comparison.cost;
+            if 1.0 - size >= WORTH * (cost - 1.0) {
+                (best, size, cost) = (rung, 1.0, 1.0);
+            }
+        }
+        best
+    }
+}
+
+/// So that every quotient exists.
+const LEAST: f64 = 1e-3;
+
+fn rung_position(rung: usize) -> f64 {
+    f64::from(u8::try_from(rung).unwrap_or(u8::MAX))
+}

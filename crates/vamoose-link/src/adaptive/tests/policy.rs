@@ -1,0 +1,136 @@
+//! The policy's tables.
+
+use crate::adaptive::policy::{Cost, FIRST, Limit, Policy, RAW, RUNGS, Waits};
+
+/// Waits of the sender for its source, the socket, a core, and of the receiver for the network.
+fn waits(source: f64, socket: f64, core: f64, network: impl Into<Option<f64>>) -> Waits {
+    Waits {
+        source,
+        socket,
+        core,
+        network: network.into(),
+    }
+}
+
+const LINK: [f64; 4] = [0.0, 0.6, 0.0, 0.6];
+const ENCODER: [f64; 4] = [0.0, 0.0, 0.0, 0.6];
+
+fn observe(policy: &mut Policy, [source, socket, core, network]: [f64; 4]) {
+    policy.observe(waits(source, socket, core, network), 1.0);
+    policy.next_packet();
+}
+
+#[test]
+fn who_waits_tells_the_limit() {
+    for (source, socket, core, network, limit) in [
+        (0.0, 0.6, 0.0, Some(0.6), Limit::Link),
+        (0.1, 0.6, 0.2, Some(0.3), Limit::Link),
+        (0.0, 0.6, 0.0, None, Limit::Link),
+        (0.0, 0.6, 0.0, Some(0.0), Limit::Receiver),
+        (0.3, 0.4, 0.2, Some(0.02), Limit::Receiver),
+        (0.6, 0.0, 0.0, Some(0.6), Limit::Source),
+        (0.0, 0.0, 0.0, Some(0.6), Limit::Encoder),
+        (0.1, 0.0, 0.1, None, Limit::Encoder),
+        (0.2, 0.1, 0.5, Some(0.6), Limit::Encoder),
+    ] {
+        let waits = waits(source, socket, core, network);
+        assert_eq!(Limit::of(waits), limit, "{waits:?}");
+    }
+}
+
+#[test]
+fn first_packets_go_by_zstd_1_and_an_encoder_that_limits_goes_to_none() {
+    let mut policy = Policy::new();
+    assert_eq!(policy.rung(), FIRST);
+    let rungs = [(); 5].map(|()| {
+        observe(&mut policy, ENCODER);
+        policy.rung()
+    });
+    // Half of the packets of the third window are raw.
+    assert_eq!((rungs[0], rungs[1], rungs[4]), (2, 1, RAW));
+}
+
+#[test]
+fn a_source_that_limits_is_followed_slowly() {
+    let mut policy = Policy::new();
+    let rungs = [(); 7].map(|()| {
+        observe(&mut policy, [0.6, 0.0, 0.0, 0.6]);
+        policy.rung()
+    });
+    assert!(rungs[1] > RAW && rungs[6] == RAW, "{rungs:?}");
+    assert!(rungs.is_sorted_by(|before, after| before >= after));
+}
+
+#[test]
+fn between_two_rungs_packets_of_both_are_mixed() {
+    let mut policy = Policy::new();
+    for _ in 0..4 {
+        observe(&mut policy, ENCODER);
+    }
+    // Half a step up, and a quarter down.
+    observe(&mut policy, LINK);
+    observe(&mut policy, ENCODER);
+    let rungs: Vec<_> = (0..100)
+        .map(|_| {
+            policy.next_packet();
+            policy.rung()
+        })
+        .collect();
+    let dense = rungs.iter().filter(|rung| **rung == 1).count();
+    assert_eq!(
+        rungs.iter().filter(|rung| **rung == RAW).count(),
+        100 - dense
+    );
+    assert_eq!(dense, 25);
+    // Evenly spread.
+    assert!(rungs.windows(5).all(|few| few.contains(&1)));
+}
+
+/// Where the policy comes to over a link that limits, if a rung's size and cost beside the one before are these.
+fn settled(pairs: [(f64, f64); RUNGS - 1]) -> usize {
+    let mut policy = Policy::new();
+    for _ in 0..200 {
+        if let Some(rung) = policy.wanted() {
+            let (size, cpu) = pairs[rung];
+            let size_of = |size| Cost { size, cpu: 1.0 };
+            policy.compared(
+                rung,
+                [
+                    size_of(0.5),
+                    Cost {
+                        size: 0.5 * size,
+                        cpu,
+                    },
+                ],
+            );
+        }
+        observe(&mut policy, LINK);
+    }
+    policy.rung()
+}
+
+#[test]
+fn a_denser_rung_has_to_save_three_percent_for_half_more_time() {
+    let good = (0.8, 1.5);
+    for (last, rung) in [
+        ((0.98, 1.5), 3),
+        ((0.96, 1.5), 4),
+        ((0.96, 2.0), 3),
+        ((0.93, 2.0), 4),
+    ] {
+        assert_eq!(settled([good, good, good, last]), rung, "{last:?}");
+    }
+    // What saves nothing is left out, also where the next rung would.
+    assert_eq!(settled([(2.0, 1.0); 4]), RAW);
+    assert_eq!(settled([good, (1.0, 1.3), (1.0, 1.3), (1.0, 1.3)]), 1);
+    assert_eq!(settled([good, (1.0, 1.3), (0.7, 1.3), (1.0, 1.3)]), 3);
+}
+
+#[test]
+fn rungs_are_compared_while_the_link_limits() {
+    let mut policy = Policy::new();
+    observe(&mut policy, ENCODER);
+    assert_eq!(policy.wanted(), None);
+    observe(&mut policy, LINK);
+    assert!(policy.wanted().is_some());
+}
