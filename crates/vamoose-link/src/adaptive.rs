@@ -21,7 +21,7 @@
 //!
 //! The first packets go by zstd 1. Each channel decides for itself, by its share of link and cores.
 
-mod meter;
+pub(crate) mod meter;
 mod policy;
 
 use std::time::Duration;
@@ -106,8 +106,8 @@ impl Adaptive {
         self.encoders.encode(self.policy.rung(), pages, out)
     }
 
-    /// As [`encode`](Self::encode), for pages of which some are differences. These are mostly zeros: lz4 is enough where the rung of
-    /// other pages is light.
+    /// As [`encode`](Self::encode), for pages of which some are differences. These are mostly zeros: lz4 is enough where the rung
+    /// of other pages is light.
     pub(crate) fn encode_differences<'a>(
         &mut self,
         pages: &'a [u8],
@@ -123,8 +123,8 @@ impl Adaptive {
         self.meter.switch_to(Activity::Output);
     }
 
-    /// The packet is out.
-    pub(crate) fn end_send(&mut self, page_bytes: usize) {
+    /// The packet is out. `peer_wait` returns the share of its time that the receiver waits for the network.
+    pub(crate) fn end_send(&mut self, page_bytes: usize, peer_wait: impl FnOnce() -> Option<f64>) {
         self.meter.switch_to(Activity::Input);
         self.packets += 1;
         self.page_bytes += page_bytes;
@@ -135,7 +135,7 @@ impl Adaptive {
                 source: shares.input,
                 socket: shares.output,
                 core: shares.core,
-                network: None,
+                network: peer_wait(),
             };
             let sent = bytes(std::mem::take(&mut self.page_bytes));
             self.policy.observe(waits, sent / shares.nanos);
@@ -240,7 +240,7 @@ mod tests {
                 prop_assert_eq!(decoder.decode(encoded.method, encoded.payload, &mut back), Ok(()));
                 prop_assert!(back == pages);
                 adaptive.begin_send();
-                adaptive.end_send(pages.len());
+                adaptive.end_send(pages.len(), || None);
                 let (source, socket) = waits;
                 adaptive.policy.observe(Waits { source, socket, ..Waits::default() }, 1.0);
                 adaptive.policy.next_packet();

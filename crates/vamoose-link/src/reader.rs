@@ -4,6 +4,7 @@ use std::{
     fmt,
     io::{self, Read as _},
     sync::Arc,
+    time::Duration,
 };
 
 use multifd::{
@@ -16,6 +17,7 @@ use vm_memory::VolatileSlice;
 
 use crate::{
     DeltaError, DeltaReceiver, Packet, Stats, Stream,
+    adaptive::meter::{Activity, WaitMeter},
     delta::{Failure, Incoming},
     is_stall, memory,
     pages::{CopyPages, PageSink, copy_to_guest},
@@ -36,6 +38,8 @@ pub struct ChannelReader {
     delta: Option<Incoming>,
     header: Vec<u8>,
     payload: Vec<u8>,
+    /// Measures waits, to be reported to the sender over a session.
+    meter: Option<WaitMeter>,
 }
 
 /// What [`ChannelReader::read`] and [`ChannelReader::read_header`] found.
@@ -140,6 +144,10 @@ impl fmt::Display for PacketName {
 impl ChannelReader {
     /// A reader of `stream`, whose initial packet has been read.
     pub fn new(stream: Arc<Stream>, layout: Layout, decoder: Decoder, stats: Arc<Stats>) -> Self {
+        let meter = stream
+            .socket()
+            .is_none()
+            .then(|| WaitMeter::new(Duration::MAX));
         Self {
             stream,
             stats,
@@ -148,6 +156,7 @@ impl ChannelReader {
             delta: None,
             header: vec![0; layout.ram_header_len().max(DEVICE_STATE_HEADER_LEN)],
             payload: vec![0; layout.max_payload()],
+            meter,
         }
     }
 
@@ -276,7 +285,31 @@ impl ChannelReader {
         header: &RamHeader,
         mut sink: PageSink<'_>,
     ) -> Result<(), ReadError> {
+        self.turn_to(Activity::Input);
         let received = self.receive_payload(header, &mut sink);
+        self.turn_to(Activity::Work);
+        let decoded = self.decode_payload(header, sink, received);
+        self.turn_to(Activity::Output);
+        let shares = self.meter.as_mut().and_then(WaitMeter::shares);
+        if let Some(shares) = shares {
+            self.stream.report_wait(shares.input);
+        }
+        decoded
+    }
+
+    fn turn_to(&mut self, activity: Activity) {
+        if let Some(meter) = &mut self.meter {
+            meter.switch_to(activity);
+        }
+    }
+
+    /// Decodes a payload that was received, and checks the pages.
+    fn decode_payload(
+        &mut self,
+        header: &RamHeader,
+        mut sink: PageSink<'_>,
+        received: Result<Option<usize>, ReadError>,
+    ) -> Result<(), ReadError> {
         let encoded = received.map_err(|error| corrupt(header, error))?;
         let Some(len) = encoded else {
             return Ok(());
@@ -410,6 +443,7 @@ impl ChannelReader {
     /// Waits for a packet and reads its first bytes, 12 to `at_most`, into the header buffer. Returns their number; `None` when
     /// the stream ends instead.
     fn begin(&mut self, at_most: usize) -> Result<Option<(Prelude, usize)>, ReadError> {
+        self.turn_to(Activity::Input);
         let mut got = loop {
             match (&*self.stream).read(&mut self.header[..at_most]) {
                 Ok(0) => return Ok(None),
@@ -443,6 +477,7 @@ impl ChannelReader {
         read_part(&self.stream, &mut bytes[got..], "header")?;
         header.parse(prelude, &bytes[PRELUDE_LEN..], self.layout)?;
         self.stats.add_received(bytes.len());
+        self.turn_to(Activity::Output);
         if let Some(delta) = &self.delta {
             delta.note_arrival();
         }
@@ -513,8 +548,6 @@ fn complete(
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use multifd::BlockName;
     use vamoose_codec::{Settings, encoder};
 
@@ -561,6 +594,43 @@ mod tests {
         stream
             .write_packet(&bytes, &mut payload, len, Some(changed))
             .unwrap();
+    }
+
+    /// A sender that sends now and then learns that its receiver waits for the network.
+    #[test]
+    fn waits_for_the_network_are_reported() {
+        let (_session, near, sessions) = dial();
+        let near = Arc::new(near);
+        let mut header = RamHeader::new(LAYOUT);
+        header.block = BlockName::new(b"pc.ram").unwrap();
+        let offsets: Vec<_> = (0..128).map(|page| page << 12).collect();
+        header.set_pages(&offsets, &[], LAYOUT).unwrap();
+        let settings = Settings::new(Method::None, None).unwrap();
+        let encoder = encoder(&settings, LAYOUT).unwrap();
+        let mut writer =
+            crate::ChannelWriter::new(near.clone(), LAYOUT, encoder, None, Arc::default());
+        let mut memory = vec![7; 128 * LAYOUT.page_size()];
+        let slices = [VolatileSlice::from(&mut memory[..])];
+        // A packet that fits into the socket: nothing reads before the stream is accepted.
+        writer.write_sync(0).unwrap();
+        let mut reader = reader(&sessions);
+        let received = std::thread::spawn(move || {
+            let mut packet = Packet::new(LAYOUT);
+            while reader.read(&mut packet).unwrap() == Received::Packet {}
+        });
+        assert_eq!(near.peer_wait(), None);
+        let start = std::time::Instant::now();
+        while near.peer_wait().is_none_or(|share| share < 0.3) {
+            assert!(
+                start.elapsed() < Duration::from_secs(60),
+                "{:?}",
+                near.peer_wait()
+            );
+            std::thread::sleep(Duration::from_millis(10));
+            writer.write_memory(&mut header, &slices).unwrap();
+        }
+        writer.finish();
+        received.join().unwrap();
     }
 
     #[test]

@@ -22,6 +22,21 @@ pub enum Stream {
 }
 
 impl Stream {
+    /// Reports to the peer that this end's reader waits for the network for this share of its time. Without effect on a socket.
+    pub(crate) fn report_wait(&self, share: f64) {
+        if let Self::Resumable(stream) = self {
+            stream.stream().report_wait(share);
+        }
+    }
+
+    /// The share of its time that the peer's reader waits for the network, if the peer reports it.
+    pub(crate) fn peer_wait(&self) -> Option<f64> {
+        match self {
+            Self::Socket(_) => None,
+            Self::Resumable(stream) => stream.stream().peer_wait(),
+        }
+    }
+
     /// Ends both directions: calls that read or write this stream return at once.
     pub fn shut_down(&self) {
         match self {

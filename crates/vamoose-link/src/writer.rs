@@ -370,7 +370,7 @@ impl ChannelWriter {
             self.sender.stats.add_method(header.method);
         }
         if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
-            adaptive.end_send(page_bytes);
+            adaptive.end_send(page_bytes, || self.sender.channel.stream.peer_wait());
         }
         Ok(())
     }

@@ -3,7 +3,8 @@
 //! ```text
 //!  0  kind     u8    Data, Acknowledge, End, Abort
 //!  1  flags    u8    bit 0: `check` is there, bit 1: `pages` is there
-//!  2  0        u16
+//!  2  waited   u8    share of its time that the reader of the other direction waits for the network: 1 none, 255 all, 0 unknown
+//!  3  0        u8
 //!  4  length   u32   bytes behind this header: of Data 1 to 1 MiB, of others 0
 //!  8  offset   u64   of the first of these bytes in the stream; of End: the stream's length
 //! 16  received u64   bytes of the other direction that the sender of the frame has
@@ -40,6 +41,8 @@ pub struct Header {
     pub offset: u64,
     /// How much the sender has received.
     pub received: u64,
+    /// Share of its time that the sender's reader waits for the network: 1 none, 255 all, 0 unknown.
+    pub waited: u8,
     /// CRC-32C of the bytes, if they are checked.
     pub check: Option<u32>,
     /// CRC-32C of the pages that the bytes encode, if they do.
@@ -87,6 +90,7 @@ impl Header {
             len: 0,
             offset,
             received,
+            waited: 0,
             check: None,
             pages: None,
         }
@@ -104,6 +108,7 @@ impl Header {
         let mut bytes = [0; HEADER_LEN];
         bytes[0] = kind;
         bytes[1] = flag(self.check.is_some(), CHECK) | flag(self.pages.is_some(), PAGES);
+        bytes[2] = self.waited;
         // At most MAX_LEN.
         put(
             &mut bytes,
@@ -140,7 +145,7 @@ impl Header {
         if flags & !(CHECK | PAGES) != 0 {
             return Err(FrameError::Flags(flags));
         }
-        if bytes[2..4] != [0; 2] || take(bytes, RESERVED) != [0; 4] {
+        if bytes[3] != 0 || take(bytes, RESERVED) != [0; 4] {
             return Err(FrameError::Reserved);
         }
         let sum = |field, flag| {
@@ -166,6 +171,7 @@ impl Header {
             len,
             offset,
             received: u64::from_be_bytes(take(bytes, RECEIVED)),
+            waited: bytes[2],
             check: sum(BYTES_CRC, CHECK)?,
             pages: sum(PAGES_CRC, PAGES)?,
         };
@@ -212,21 +218,26 @@ mod tests {
             1..=MAX_LEN,
             0..u64::MAX - (MAX_LEN as u64),
             any::<u64>(),
+            any::<u8>(),
             any::<[Option<u32>; 2]>(),
         );
-        let data = data.prop_map(|(len, offset, received, [check, pages])| Header {
+        let data = data.prop_map(|(len, offset, received, waited, [check, pages])| Header {
             kind: Kind::Data,
             len,
             offset,
             received,
+            waited,
             check,
             pages,
         });
         let kinds = prop_oneof![Just(Kind::Acknowledge), Just(Kind::End), Just(Kind::Abort)];
-        let empty = (kinds, 0..u64::MAX, any::<u64>());
+        let empty = (kinds, 0..u64::MAX, any::<u64>(), any::<u8>());
         prop_oneof![
             data,
-            empty.prop_map(|(kind, offset, received)| Header::empty(kind, offset, received))
+            empty.prop_map(|(kind, offset, received, waited)| Header {
+                waited,
+                ..Header::empty(kind, offset, received)
+            })
         ]
     }
 
@@ -263,6 +274,7 @@ mod tests {
                 len: 1,
                 offset: 0,
                 received: 0,
+                waited: 0,
                 check: None,
                 pages: None,
             }
@@ -290,6 +302,7 @@ mod tests {
             len,
             offset: u64::MAX - 8,
             received: u64::MAX,
+            waited: 0,
             check: Some(0),
             pages: None,
         };

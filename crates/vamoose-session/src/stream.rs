@@ -80,6 +80,9 @@ pub struct StreamState {
     troubled: Option<Instant>,
     /// Position of the last corrupt frame: offsets received, and acknowledged by the peer.
     corrupt_at: Option<(u64, u64)>,
+    /// As [`Header::waited`]: of the reader at this end, and of the peer's.
+    waited: u8,
+    peer_waited: u8,
     was_up: bool,
     /// Number of running attempts to attach a connection.
     attaching: usize,
@@ -152,6 +155,7 @@ pub struct Transmit {
     connection: ConnectionId,
     loan: Loan,
     received: u64,
+    waited: u8,
     offset: u64,
 }
 
@@ -240,6 +244,8 @@ impl StreamState {
             last_connection: ConnectionId(0),
             troubled: Some(now),
             corrupt_at: None,
+            waited: 0,
+            peer_waited: 0,
             was_up: false,
             attaching: 0,
             is_abandoned: false,
@@ -492,6 +498,7 @@ impl StreamState {
             Kind::Data | Kind::End | Kind::Acknowledge => {}
         }
         self.troubled = None;
+        self.peer_waited = header.waited;
         if let Err(error) = self.acknowledge(header.received) {
             self.close(StreamError::Acknowledge(error));
             return Came::Nothing;
@@ -576,6 +583,23 @@ impl StreamState {
     /// Offset up to which the peer has acknowledged.
     pub fn acknowledged(&self) -> u64 {
         self.window.acknowledged()
+    }
+
+    /// Reports to the peer that the reader at this end waits for the network for this share of its time.
+    pub fn report_wait(&mut self, share: f64) {
+        #[allow(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "1 to 255"
+        )]
+        let waited = (1.0 + 254.0 * share.clamp(0.0, 1.0)) as u8;
+        self.waited = waited;
+    }
+
+    /// The share of its time that the peer's reader waits for the network, if the peer reports it.
+    pub fn peer_wait(&self) -> Option<f64> {
+        let share = self.peer_waited.checked_sub(1)?;
+        Some(f64::from(share) / 254.0)
     }
 
     /// Number of unacknowledged bytes.
@@ -699,6 +723,7 @@ impl StreamState {
             connection,
             loan,
             received: self.incoming.received,
+            waited: self.waited,
             offset: self.window.unsent(),
         }
     }
@@ -728,12 +753,15 @@ impl Transmit {
         let frames = self.loan.frames();
         let with_bytes = frames.map(|frame: &Frame| {
             let mut header = frame.header;
-            header.received = self.received;
+            (header.received, header.waited) = (self.received, self.waited);
             (header.encode(), frame.bytes())
         });
         let is_alone = self.loan.frames().next().is_none();
         let alone = is_alone.then(|| {
-            let header = Header::empty(Kind::Acknowledge, self.offset, self.received);
+            let header = Header {
+                waited: self.waited,
+                ..Header::empty(Kind::Acknowledge, self.offset, self.received)
+            };
             (header.encode(), [].as_slice())
         });
         with_bytes.chain(alone)

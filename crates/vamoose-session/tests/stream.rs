@@ -101,6 +101,29 @@ fn replacing_a_connection_takes_no_reconnect_timeout() {
     assert!(state.is_closed());
 }
 
+#[test]
+fn reported_wait_reaches_the_peer_with_every_frame() {
+    let now = Instant::now();
+    for (share, expected) in [
+        (0.0, 0.0),
+        (0.5, 0.5),
+        (1.0, 1.0),
+        (7.0, 1.0),
+        (f64::NAN, 0.0),
+    ] {
+        let (mut near, connection) = up(now);
+        let (mut far, far_connection) = up(now);
+        assert_eq!(far.peer_wait(), None);
+        near.report_wait(share);
+        near.write_copy(b"x", Sums::default()).unwrap();
+        for frame in send_all(&mut near, connection) {
+            let _ = far.on_header(far_connection, &frame, "a path", now);
+        }
+        let found = far.peer_wait().unwrap_or_default();
+        assert!((found - expected).abs() < 0.01, "{share}: {found}");
+    }
+}
+
 /// Receives frames of 1 KiB, and says after how many KiB the peer is told.
 fn told_after(kibibytes: u64, is_idle: bool) -> Vec<u64> {
     let now = Instant::now();

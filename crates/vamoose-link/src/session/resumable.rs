@@ -762,6 +762,16 @@ impl ResumableStream {
         self.session.config.check
     }
 
+    /// Reports to the peer how long the reader waits, see [`StreamState::report_wait`].
+    pub(crate) fn report_wait(&self, share: f64) {
+        lock(&self.core).state.report_wait(share);
+    }
+
+    /// How long the peer's reader waits, see [`StreamState::peer_wait`].
+    pub(crate) fn peer_wait(&self) -> Option<f64> {
+        lock(&self.core).state.peer_wait()
+    }
+
     /// The connection that carries the stream.
     fn connection(&self) -> Option<Arc<Connection>> {
         let core = lock(&self.core);

@@ -6,8 +6,8 @@
 //! link ═> [ buffer ] ─> read ─> decode ─> write ─> [ buffer ] ─> QEMU
 //!                       └── receiver's thread ─┘
 //! ```
-//! Threads with work share their cores evenly, or take turns; channels with bytes share the link evenly. The costs and sizes of rungs
-//! on the simulated data are not those the policy starts with. Everything is deterministic, time included.
+//! Threads with work share their cores evenly, or take turns; channels with bytes share the link evenly. The costs and sizes of
+//! rungs on the simulated data are not those the policy starts with. Everything is deterministic, time included.
 
 #![allow(
     clippy::cast_possible_truncation,
