@@ -12,6 +12,7 @@
 //! | the sender for the socket, the receiver for the network | the link | a denser rung, if it is worth its CPU time |
 //! | the sender for the socket, the receiver not for the network | the receiver | a lighter rung |
 //! | the sender for its source | the source | a lighter rung |
+//! | the sender for the socket, a little | link and encoder alike | the same |
 //! | the sender for nothing, or for a core | the encoder | a lighter rung |
 //!
 //! Rungs are none, lz4, and zstd at levels -1, 1 and 3: each slower and denser than the one before. Packets of two neighbouring
@@ -23,8 +24,6 @@
 
 pub(crate) mod meter;
 mod policy;
-
-use std::time::Duration;
 
 use multifd::{Layout, Method};
 use vamoose_codec::{EncodeError, Encoded, Encoder, Settings, encoder};
@@ -44,9 +43,6 @@ pub struct Adaptive {
     packets: u32,
     page_bytes: usize,
 }
-
-/// Waits for the source that take longer are pauses, as between two rounds.
-const PAUSE: Duration = Duration::from_millis(20);
 
 /// Waits are measured over at least so many packets.
 const LEAST_PACKETS: u32 = 2;
@@ -71,7 +67,7 @@ impl Adaptive {
         Self {
             policy: Policy::new(),
             encoders: Encoders::new(layout),
-            meter: WaitMeter::new(PAUSE),
+            meter: WaitMeter::of_sender(),
             packets: 0,
             page_bytes: 0,
         }
@@ -177,6 +173,10 @@ impl Encoders {
     }
 
     fn measure(&mut self, rung: usize, pages: &[u8], out: &mut [u8]) -> Result<Cost, EncodeError> {
+        if self.encoders[rung].is_none() {
+            // An encoder's first packet costs the memory of its tables too.
+            self.encode(rung, pages, out)?;
+        }
         let (encoded, time) = cpu_timed(|| self.encode(rung, pages, out));
         let (payload, len) = (encoded?.payload.len(), bytes(pages.len()));
         Ok(Cost {

@@ -4,7 +4,6 @@ use std::{
     fmt,
     io::{self, Read as _},
     sync::Arc,
-    time::Duration,
 };
 
 use multifd::{
@@ -144,10 +143,7 @@ impl fmt::Display for PacketName {
 impl ChannelReader {
     /// A reader of `stream`, whose initial packet has been read.
     pub fn new(stream: Arc<Stream>, layout: Layout, decoder: Decoder, stats: Arc<Stats>) -> Self {
-        let meter = stream
-            .socket()
-            .is_none()
-            .then(|| WaitMeter::new(Duration::MAX));
+        let meter = stream.socket().is_none().then(WaitMeter::of_receiver);
         Self {
             stream,
             stats,
@@ -548,6 +544,8 @@ fn complete(
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use multifd::BlockName;
     use vamoose_codec::{Settings, encoder};
 

@@ -21,6 +21,8 @@ pub(super) enum Limit {
     Source,
     /// The encoder, or the cores it runs on.
     Encoder,
+    /// The link and the encoder about equally.
+    Balance,
 }
 
 /// More than this share of the time is a wait that limits the throughput; less than the other is none.
@@ -35,20 +37,47 @@ impl Limit {
             _ if waits.socket > LONG && network < SHORT => Self::Receiver,
             _ if waits.socket > LONG => Self::Link,
             _ if waits.source > waits.core.max(LONG) => Self::Source,
+            _ if waits.socket > SHORT => Self::Balance,
             _ => Self::Encoder,
         }
     }
 }
 
-/// How a rung compares with the one before it, on the same pages.
+/// How a rung compares with the one before it, on the same pages: means of both. The quotient of the means is what counts: among
+/// pages that nearly vanish, a denser rung saves nothing, but these hardly load the link either.
 #[derive(Clone, Copy, Debug)]
 struct Comparison {
-    /// Quotient of the sizes.
-    size: f64,
-    /// Quotient of the CPU times.
-    cost: f64,
+    lighter: Cost,
+    denser: Cost,
     /// Comparisons made, up to [`MEMORY`].
     count: f64,
+}
+
+impl Comparison {
+    /// Quotients of the sizes and of the CPU times.
+    fn quotients(&self) -> (f64, f64) {
+        let Self {
+            lighter, denser, ..
+        } = self;
+        (
+            denser.size / lighter.size.max(LEAST),
+            denser.cpu / lighter.cpu.max(LEAST),
+        )
+    }
+}
+
+/// A mean of the last values.
+#[derive(Clone, Copy, Debug, Default)]
+struct Mean {
+    value: f64,
+    count: f64,
+}
+
+impl Mean {
+    fn add(&mut self, value: f64, memory: f64) {
+        self.count = (self.count + 1.0).min(memory);
+        self.value += (value - self.value) / self.count;
+    }
 }
 
 /// What one encoding of some pages came to.
@@ -69,8 +98,9 @@ pub(super) struct Policy {
     direction: f64,
     in_a_row: u32,
     limit: Limit,
-    /// Bytes of pages per nanosecond, when all packets went raw.
-    raw_rate: f64,
+    /// Bytes of pages per nanosecond over a link that limits: when all packets went raw, and since others are among them.
+    raw_rate: Mean,
+    mixed_rate: Mean,
     /// Windows for which packets stay raw.
     hold: u32,
     /// Each rung beside the one before.
@@ -98,7 +128,7 @@ const TYPICAL: [(f64, f64); RUNGS - 1] = [(0.48, 2.1), (0.85, 1.5), (0.85, 1.2),
 /// A rung has to save this share of the bytes for each doubling of the encoding time: 3 % for half as much again.
 const WORTH: f64 = 0.06;
 
-/// CPU time of a byte of raw pages, in nanoseconds: of both QEMUs and both kernels. The first rung is compared with it.
+/// CPU time of a byte of raw pages, in nanoseconds: of both QEMUs and both kernels. The first rung is compared with that.
 const RAW_COST: f64 = 1.2;
 
 /// Comparisons that are averaged.
@@ -112,8 +142,10 @@ const SOURCE_STEP: f64 = 0.5;
 /// The largest step to and from raw packets.
 const RAW_STEP: f64 = 0.5;
 
-/// See [`Policy::loses_to_raw`].
-const LOSS: f64 = 0.95;
+/// See [`Policy::loses_to_raw`]. Windows of 50 ms differ by about 15 %, and their mean by less the more there are.
+const LOSS: f64 = 0.2;
+const LEAST_WINDOWS: f64 = 2.0;
+const MOST_WINDOWS: f64 = 16.0;
 const HOLD: u32 = 20;
 
 /// Steps in a row before they grow: what is in the buffers takes a window or two to show a change.
@@ -121,9 +153,12 @@ const PATIENCE: u32 = 2;
 
 impl Policy {
     pub(super) fn new() -> Self {
-        let comparisons = TYPICAL.map(|(size, cost)| Comparison {
-            size,
-            cost,
+        let comparisons = TYPICAL.map(|(size, cpu)| Comparison {
+            lighter: Cost {
+                size: 1.0,
+                cpu: 1.0,
+            },
+            denser: Cost { size, cpu },
             count: 0.0,
         });
         Self {
@@ -132,7 +167,8 @@ impl Policy {
             direction: 0.0,
             in_a_row: 0,
             limit: Limit::Link,
-            raw_rate: 0.0,
+            raw_rate: Mean::default(),
+            mixed_rate: Mean::default(),
             hold: 0,
             comparisons,
             wanted: None,
@@ -178,7 +214,9 @@ impl Policy {
             Limit::Link if self.hold > 0 => (0.0, MOST_STEP),
             Limit::Link => (rung_position(self.densest_worthwhile()), MOST_STEP),
             Limit::Source => (0.0, SOURCE_STEP),
-            Limit::Encoder | Limit::Receiver => (0.0, MOST_STEP),
+            // Among raw packets, the socket fills in bursts, and the link is idle between these.
+            Limit::Balance if self.position > 1.0 => return,
+            Limit::Encoder | Limit::Receiver | Limit::Balance => (0.0, MOST_STEP),
         };
         if self.limit == Limit::Link {
             self.looks_up = !self.looks_up;
@@ -214,12 +252,30 @@ impl Policy {
     /// Whether a mix with raw packets moves fewer pages than raw packets alone did: where the socket holds less than a packet, the
     /// link is idle while the sender encodes. Then all packets stay raw for a while.
     fn loses_to_raw(&mut self, rate: f64) -> bool {
+        let is_link = self.limit == Limit::Link;
         if self.position == 0.0 {
-            self.raw_rate = rate;
             self.hold = self.hold.saturating_sub(1);
+            self.mixed_rate = Mean::default();
+            if rate < self.raw_rate.value / 2.0 {
+                // Another link.
+                self.raw_rate = Mean::default();
+            }
+            match is_link {
+                true => self.raw_rate.add(rate, MOST_WINDOWS),
+                false => self.raw_rate = Mean::default(),
+            }
             return false;
         }
-        self.limit == Limit::Link && self.position < 1.0 && rate < LOSS * self.raw_rate
+        if self.mixed_rate.count >= MOST_WINDOWS {
+            // What raw packets did is long ago.
+            (self.raw_rate, self.mixed_rate) = Default::default();
+        }
+        if !is_link || self.position >= 1.0 {
+            return false;
+        }
+        self.mixed_rate.add(rate, MOST_WINDOWS);
+        let Mean { value, count } = self.mixed_rate;
+        count >= LEAST_WINDOWS && value < (1.0 - LOSS / count.sqrt()) * self.raw_rate.value
     }
 
     /// A rung and the one after it have encoded the same pages.
@@ -228,16 +284,16 @@ impl Policy {
         let Some(comparison) = self.comparisons.get_mut(rung) else {
             return;
         };
-        let (size, cost) = match rung {
-            RAW => (denser.size, (RAW_COST + denser.cpu) / RAW_COST),
-            _ => (
-                denser.size / lighter.size.max(LEAST),
-                denser.cpu / lighter.cpu.max(LEAST),
-            ),
-        };
+        let raw = if rung == RAW { RAW_COST } else { 0.0 };
         comparison.count = (comparison.count + 1.0).min(MEMORY);
-        comparison.size += (size - comparison.size) / comparison.count;
-        comparison.cost += (cost - comparison.cost) / comparison.count;
+        let both = [
+            (&mut comparison.lighter, lighter),
+            (&mut comparison.denser, denser),
+        ];
+        for (mean, cost) in both {
+            mean.size += (cost.size - mean.size) / comparison.count;
+            mean.cpu += (raw + cost.cpu - mean.cpu) / comparison.count;
+        }
     }
 
     /// The densest rung that saves enough for its CPU time, beside the next lighter one that does. Where that one is not the rung
@@ -248,8 +304,9 @@ impl Policy {
             if comparison.count == 0.0 && best + 1 < rung {
                 break;
             }
-            size *= comparison.size;
-            cost *= comparison.cost;
+            let (more_size, more_cost) = comparison.quotients();
+            size *= more_size;
+            cost *= more_cost;
             if 1.0 - size >= WORTH * (cost - 1.0) {
                 (best, size, cost) = (rung, 1.0, 1.0);
             }

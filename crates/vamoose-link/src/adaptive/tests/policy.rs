@@ -31,7 +31,8 @@ fn who_waits_tells_the_limit() {
         (0.6, 0.0, 0.0, Some(0.6), Limit::Source),
         (0.0, 0.0, 0.0, Some(0.6), Limit::Encoder),
         (0.1, 0.0, 0.1, None, Limit::Encoder),
-        (0.2, 0.1, 0.5, Some(0.6), Limit::Encoder),
+        (0.2, 0.0, 0.5, Some(0.6), Limit::Encoder),
+        (0.0, 0.1, 0.5, Some(0.1), Limit::Balance),
     ] {
         let waits = waits(source, socket, core, network);
         assert_eq!(Limit::of(waits), limit, "{waits:?}");
@@ -133,4 +134,34 @@ fn rungs_are_compared_while_the_link_limits() {
     assert_eq!(policy.wanted(), None);
     observe(&mut policy, LINK);
     assert!(policy.wanted().is_some());
+}
+
+/// A lighter rung would only cost bytes.
+#[test]
+fn a_balance_of_link_and_encoder_is_kept() {
+    let mut policy = Policy::new();
+    for _ in 0..9 {
+        observe(&mut policy, [0.0, 0.1, 0.3, 0.2]);
+        assert_eq!(policy.rung(), FIRST);
+    }
+}
+
+/// Packets that nearly vanish do not hide what a denser rung saves on those that load the link.
+#[test]
+fn comparisons_count_by_bytes() {
+    let mut policy = Policy::new();
+    for number in 0..200 {
+        if let Some(rung) = policy.wanted() {
+            let (size, saving) = if number % 4 < 2 {
+                (0.02, 1.0)
+            } else {
+                (0.6, 0.9)
+            };
+            let cost = |size, cpu| Cost { size, cpu };
+            let costs = [cost(size, 30.0 * size), cost(size * saving, 54.0 * size)];
+            policy.compared(rung, costs);
+        }
+        observe(&mut policy, LINK);
+    }
+    assert_eq!(policy.rung(), RUNGS - 1);
 }
