@@ -142,7 +142,7 @@ fn impossible_migrations_are_refused_early() -> Result<()> {
         Ok(())
     };
     refuses("nobody", &[], "nobody.qmp")?;
-    refuses("../escape", &[], "is not a name")?;
+    refuses("../escape", &[], "invalid name")?;
     refuses("x", &["--method", "zstd", "--level", "99"], "99")?;
     refuses("x", &["--accel", "qat"], "engine qat is absent")?;
 
