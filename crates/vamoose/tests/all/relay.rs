@@ -153,10 +153,10 @@ fn restored(qemu: &Binary, method: &str) -> Result<()> {
     Ok(())
 }
 
-/// On a busy host a channel may come seconds after another: a relay that had the main stream before took the migration for one
-/// without channels.
+/// A relay that does not know the number of channels takes a migration for one without channels if none comes beside the main
+/// stream. The near relay opens the main stream last; threads of the far relay may still announce it before a channel.
 #[test]
-fn another_relay_has_all_channels_before_the_main_stream() -> Result<()> {
+fn another_relay_finds_all_channels_without_knowing_their_number() -> Result<()> {
     let Some(qemu) = qemu::newest_or_skip()? else {
         return Ok(());
     };
@@ -176,10 +176,10 @@ fn another_relay_has_all_channels_before_the_main_stream() -> Result<()> {
     expect_equal(&mut source, &mut destination, &[&near, &far])?;
     near.finish(LIMIT)?.success()?;
     let said = far.finish(LIMIT)?.success()?.stderr;
-    let mut came = said.lines().filter(|line| line.ends_with(" has come"));
-    let last = came.next_back().context("nothing has come")?;
-    ensure!(last.contains("main stream"), "{said}");
-    ensure!(came.count() == 2, "{said}");
+    let came = |what| said.lines().filter(|line| line.ends_with(what)).count();
+    ensure!(came("the main stream has come") == 1, "{said}");
+    ensure!(came("channel 0 has come") == 1, "{said}");
+    ensure!(came("channel 1 has come") == 1, "{said}");
     Ok(())
 }
 
