@@ -26,6 +26,7 @@ mod terms;
 pub mod testing;
 #[cfg(test)]
 mod tests;
+mod verifier;
 
 use std::path::PathBuf;
 

@@ -1,7 +1,6 @@
 //! Certificates, in files with the names that QEMU and libvirt use.
 
 use std::{
-    fmt,
     fs::File,
     io,
     path::{Path, PathBuf},
@@ -9,27 +8,18 @@ use std::{
 };
 
 use rustls::{
-    CertificateError, DigitallySignedStruct, DistinguishedName, RootCertStore, SignatureScheme,
-    client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    RootCertStore,
     crypto::CryptoProvider,
-    pki_types::{
-        CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName, UnixTime,
-        pem::PemObject,
-    },
-    server::{
-        VerifierBuilderError,
-        danger::{ClientCertVerified, ClientCertVerifier},
-    },
+    pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, pem::PemObject},
+    server::VerifierBuilderError,
     sign::CertifiedKey,
 };
 
 use super::{
     Certificates, End, FileFault, TlsError,
-    error::Refusal,
     keys::read_file,
     names,
     revocation::{self, Chains},
-    terms::{RefusalSlot, refuse},
 };
 
 const AUTHORITY: &str = "ca-cert.pem";
@@ -72,21 +62,13 @@ impl Certificates {
         })
     }
 
-    /// Verifier of the chain and name of a server's certificate.
-    pub(super) fn server_chains(
+    /// Verifier of the chains of the `peer`'s certificates.
+    pub(super) fn chains(
         &self,
+        peer: End,
         provider: &Arc<CryptoProvider>,
-    ) -> Result<Chains<dyn ServerCertVerifier>, TlsError> {
-        Chains::of_servers(self.roots()?, self.revoked()?, provider)
-            .map_err(|error| self.unusable(error))
-    }
-
-    /// Verifier of the chain of a client's certificate.
-    pub(super) fn client_chains(
-        &self,
-        provider: &Arc<CryptoProvider>,
-    ) -> Result<Chains<dyn ClientCertVerifier>, TlsError> {
-        Chains::of_clients(self.roots()?, self.revoked()?, provider)
+    ) -> Result<Chains, TlsError> {
+        Chains::new(peer, self.roots()?, self.revoked()?, provider)
             .map_err(|error| self.unusable(error))
     }
 
@@ -149,133 +131,4 @@ fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
         PrivateKeyDer::from_pem_slice(&text).map_err(|_| FileFault::NotPem { what })
     };
     read().map_err(|fault| TlsError::file(path, fault))
-}
-
-/// Accepts a certificate with a valid chain if one of its names is allowed.
-pub(super) struct NameVerifier<V: ?Sized> {
-    pub(super) allow: Option<Arc<[String]>>,
-    pub(super) refusal: RefusalSlot,
-    pub(super) chains: Arc<Chains<V>>,
-}
-
-impl<V: ?Sized> fmt::Debug for NameVerifier<V> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("NameVerifier")
-            .field("allow", &self.allow)
-            .finish_non_exhaustive()
-    }
-}
-
-impl<V: ?Sized> NameVerifier<V> {
-    fn verify(&self, certificate: &CertificateDer<'_>) -> Result<(), rustls::Error> {
-        let Some(allow) = &self.allow else {
-            return Ok(());
-        };
-        let names = names::of(certificate);
-        let allowed = |name| allow.iter().any(|pattern| names::matches(pattern, name));
-        if names.iter().any(|name| allowed(name)) {
-            return Ok(());
-        }
-        Err(refuse(&self.refusal, Refusal::NotAllowed { names }))
-    }
-}
-
-/// A wrong signature in a chain means that the authority has the name of ours and another key, as after its renewal.
-fn of_chain(error: rustls::Error) -> rustls::Error {
-    match error {
-        rustls::Error::InvalidCertificate(CertificateError::BadSignature) => {
-            CertificateError::UnknownIssuer.into()
-        }
-        error => error,
-    }
-}
-
-impl ServerCertVerifier for NameVerifier<dyn ServerCertVerifier> {
-    fn verify_server_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        server_name: &ServerName<'_>,
-        ocsp_response: &[u8],
-        now: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        let verified = self.chains.verify(|verifier| {
-            verifier.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
-        });
-        let verified = verified.map_err(of_chain)?;
-        self.verify(end_entity)?;
-        Ok(verified)
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.chains
-            .plain()
-            .verify_tls12_signature(message, cert, dss)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.chains
-            .plain()
-            .verify_tls13_signature(message, cert, dss)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.chains.plain().supported_verify_schemes()
-    }
-}
-
-impl ClientCertVerifier for NameVerifier<dyn ClientCertVerifier> {
-    fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.chains.plain().root_hint_subjects()
-    }
-
-    fn verify_client_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        now: UnixTime,
-    ) -> Result<ClientCertVerified, rustls::Error> {
-        let verified = self
-            .chains
-            .verify(|verifier| verifier.verify_client_cert(end_entity, intermediates, now));
-        let verified = verified.map_err(of_chain)?;
-        self.verify(end_entity)?;
-        Ok(verified)
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.chains
-            .plain()
-            .verify_tls12_signature(message, cert, dss)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.chains
-            .plain()
-            .verify_tls13_signature(message, cert, dss)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.chains.plain().supported_verify_schemes()
-    }
 }

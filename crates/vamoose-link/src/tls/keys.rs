@@ -23,24 +23,13 @@ use base64::{
 };
 use rustix::process::geteuid;
 use rustls::{
-    DigitallySignedStruct, DistinguishedName, SignatureScheme,
-    client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
-    crypto::{WebPkiSupportedAlgorithms, aws_lc_rs::sign::any_eddsa_type},
-    pki_types::{
-        CertificateDer, PrivatePkcs8KeyDer, ServerName, SubjectPublicKeyInfoDer, UnixTime,
-        pem::PemObject as _,
-    },
-    server::danger::{ClientCertVerified, ClientCertVerifier},
+    crypto::aws_lc_rs::sign::any_eddsa_type,
+    pki_types::{CertificateDer, PrivatePkcs8KeyDer, pem::PemObject as _},
     sign::CertifiedKey,
 };
 use thiserror::Error;
 
-use super::{
-    FileFault, Keys, TlsError,
-    error::Refusal,
-    names,
-    terms::{RefusalSlot, refuse},
-};
+use super::{FileFault, Keys, TlsError, names};
 
 /// An Ed25519 public key. Its text form is `ed25519:` and 32 bytes in base64.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -289,7 +278,7 @@ pub(super) struct Trusted {
 
 impl Trusted {
     /// Whether the list names it as a key of `host`.
-    fn is_of(&self, host: &str) -> bool {
+    pub(super) fn is_of(&self, host: &str) -> bool {
         let address = |text: &str| text.parse::<IpAddr>().ok();
         let is_same = |pattern| address(pattern).is_some_and(|it| address(host) == Some(it));
         let mut patterns = self.hosts.iter();
@@ -411,139 +400,3 @@ impl fmt::Debug for PublicKey {
         fmt::Display::fmt(self, f)
     }
 }
-
-/// Accepts trusted keys, at either end.
-#[derive(Debug)]
-pub(super) struct KeyVerifier {
-    pub(super) trusted: Arc<[Trusted]>,
-    /// The dialled host, at the client. A client may be any host.
-    pub(super) host: Option<String>,
-    pub(super) algorithms: WebPkiSupportedAlgorithms,
-    pub(super) refusal: RefusalSlot,
-}
-
-impl KeyVerifier {
-    fn verify(&self, spki: &CertificateDer<'_>) -> Result<(), rustls::Error> {
-        let key = PublicKey::from_spki(spki).ok_or(rustls::CertificateError::BadEncoding)?;
-        if !self.trusted.iter().any(|it| it.key == key) {
-            return Err(refuse(&self.refusal, Refusal::UnknownKey { key }));
-        }
-        match &self.host {
-            Some(host) if !self.is_of(&key, host) => {
-                let host = host.clone();
-                Err(refuse(&self.refusal, Refusal::OtherHost { key, host }))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Whether `host` may have the key: a host that the list names has only its own keys, any other host a key without hosts.
-    fn is_of(&self, key: &PublicKey, host: &str) -> bool {
-        let is_named = self.trusted.iter().any(|it| it.is_of(host));
-        let counts = |it: &&Trusted| match is_named {
-            true => it.is_of(host),
-            false => it.hosts.is_empty(),
-        };
-        self.trusted.iter().filter(counts).any(|it| it.key == *key)
-    }
-
-    fn verify_signature(
-        &self,
-        message: &[u8],
-        spki: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        rustls::crypto::verify_tls13_signature_with_raw_key(
-            message,
-            &SubjectPublicKeyInfoDer::from(spki.as_ref()),
-            signature,
-            &self.algorithms,
-        )
-    }
-}
-
-impl ServerCertVerifier for KeyVerifier {
-    fn verify_server_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        self.verify(end_entity)?;
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        Err(ONLY_TLS13)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.verify_signature(message, cert, dss)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        vec![SignatureScheme::ED25519]
-    }
-
-    fn requires_raw_public_keys(&self) -> bool {
-        true
-    }
-}
-
-impl ClientCertVerifier for KeyVerifier {
-    fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        &[]
-    }
-
-    fn verify_client_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: UnixTime,
-    ) -> Result<ClientCertVerified, rustls::Error> {
-        self.verify(end_entity)?;
-        Ok(ClientCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        Err(ONLY_TLS13)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.verify_signature(message, cert, dss)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        vec![SignatureScheme::ED25519]
-    }
-
-    fn requires_raw_public_keys(&self) -> bool {
-        true
-    }
-}
-
-const ONLY_TLS13: rustls::Error = rustls::Error::PeerIncompatible(
-    rustls::PeerIncompatible::ServerTlsVersionIsDisabledByOurConfig,
-);

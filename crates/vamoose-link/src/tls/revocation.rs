@@ -10,95 +10,50 @@
 use std::sync::Arc;
 
 use rustls::{
-    CertificateError, Error, RootCertStore,
-    client::{WebPkiServerVerifier, danger::ServerCertVerifier},
+    CertificateError, DistinguishedName, Error, RootCertStore,
+    client::{WebPkiServerVerifier, danger::ServerCertVerifier as _},
     crypto::CryptoProvider,
-    pki_types::{CertificateRevocationListDer, pem::PemObject as _},
+    pki_types::{
+        CertificateDer, CertificateRevocationListDer, ServerName, UnixTime, pem::PemObject as _,
+    },
     server::{VerifierBuilderError, WebPkiClientVerifier, danger::ClientCertVerifier},
 };
 
-use super::FileFault;
+use super::{End, FileFault};
 
-/// Judges chains of certificates. `V` is rustls' verifier of one of the two roles.
-pub(super) struct Chains<V: ?Sized> {
-    builder: Builder<V>,
+/// Judges chains of certificates of one of the two roles.
+pub(super) struct Chains {
+    builder: Builder,
     /// Verifier without lists.
-    plain: Arc<V>,
+    plain: Verifier,
     /// Each list, with a verifier that uses only this list.
-    lists: Vec<(List, Arc<V>)>,
+    lists: Vec<(List, Verifier)>,
+}
+
+/// The certificates that a peer has shown.
+pub(super) struct Chain<'a> {
+    pub(super) end_entity: &'a CertificateDer<'a>,
+    pub(super) intermediates: &'a [CertificateDer<'a>],
+    /// The name that a server's certificate must be for.
+    pub(super) server_name: Option<&'a ServerName<'a>>,
+    pub(super) now: UnixTime,
 }
 
 type List = CertificateRevocationListDer<'static>;
 
-struct Builder<V: ?Sized> {
-    roots: Arc<RootCertStore>,
-    provider: Arc<CryptoProvider>,
-    build: Build<V>,
-}
-
-type Build<V> = fn(&Builder<V>, &[List], Unknown) -> Result<Arc<V>, VerifierBuilderError>;
-
-/// How to treat a certificate whose authority has no list.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Unknown {
-    Valid,
-    Refused,
-}
-
-impl Chains<dyn ServerCertVerifier> {
-    /// For servers' certificates. Without lists none is revoked.
-    pub(super) fn of_servers(
+impl Chains {
+    /// For certificates of the role `peer`. Without lists none is revoked.
+    pub(super) fn new(
+        peer: End,
         roots: Arc<RootCertStore>,
         lists: Vec<List>,
         provider: &Arc<CryptoProvider>,
-    ) -> Result<Self, VerifierBuilderError> {
-        Self::new(roots, lists, provider, |builder, lists, unknown| {
-            let (roots, provider) = (builder.roots.clone(), builder.provider.clone());
-            let verifier = WebPkiServerVerifier::builder_with_provider(roots, provider)
-                .with_crls(lists.iter().cloned())
-                .enforce_revocation_expiration();
-            let verifier = match unknown {
-                Unknown::Valid => verifier.allow_unknown_revocation_status(),
-                Unknown::Refused => verifier,
-            };
-            Ok(verifier.build()?)
-        })
-    }
-}
-
-impl Chains<dyn ClientCertVerifier> {
-    /// For clients' certificates. Without lists none is revoked.
-    pub(super) fn of_clients(
-        roots: Arc<RootCertStore>,
-        lists: Vec<List>,
-        provider: &Arc<CryptoProvider>,
-    ) -> Result<Self, VerifierBuilderError> {
-        Self::new(roots, lists, provider, |builder, lists, unknown| {
-            let (roots, provider) = (builder.roots.clone(), builder.provider.clone());
-            let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider)
-                .with_crls(lists.iter().cloned())
-                .enforce_revocation_expiration();
-            let verifier = match unknown {
-                Unknown::Valid => verifier.allow_unknown_revocation_status(),
-                Unknown::Refused => verifier,
-            };
-            verifier.build()
-        })
-    }
-}
-
-impl<V: ?Sized> Chains<V> {
-    fn new(
-        roots: Arc<RootCertStore>,
-        lists: Vec<List>,
-        provider: &Arc<CryptoProvider>,
-        build: Build<V>,
     ) -> Result<Self, VerifierBuilderError> {
         let provider = provider.clone();
         let builder = Builder {
+            peer,
             roots,
             provider,
-            build,
         };
         let plain = builder.with(&[], Unknown::Valid)?;
         let lists = lists.into_iter().map(|list| {
@@ -112,23 +67,26 @@ impl<V: ?Sized> Chains<V> {
         })
     }
 
-    /// Verifier for signatures.
-    pub(super) fn plain(&self) -> &V {
-        &self.plain
+    /// The authorities that a client is asked for.
+    pub(super) fn root_hints(&self) -> &[DistinguishedName] {
+        match &self.plain {
+            Verifier::OfServers(_) => &[],
+            Verifier::OfClients(verifier) => verifier.root_hint_subjects(),
+        }
     }
 
-    /// Verifies a chain: `verify` applies one verifier to it.
-    pub(super) fn verify<T>(&self, verify: impl Fn(&V) -> Result<T, Error>) -> Result<T, Error> {
+    /// Verifies a chain.
+    pub(super) fn verify(&self, chain: &Chain<'_>) -> Result<(), Error> {
         if self.lists.is_empty() {
-            return verify(&self.plain);
+            return self.plain.verify(chain);
         }
         // From here on, a wrong signature is that of a list.
-        verify(&self.plain)?;
+        self.plain.verify(chain)?;
         let mut current = Vec::new();
         let mut unknown = CertificateError::UnknownRevocationStatus;
         for (list, alone) in &self.lists {
-            match verify(alone) {
-                Ok(_) => current.push(list.clone()),
+            match alone.verify(chain) {
+                Ok(()) => current.push(list.clone()),
                 // The list of another authority with the same name.
                 Err(
                     Error::InvalidCertRevocationList(_)
@@ -152,16 +110,74 @@ impl<V: ?Sized> Chains<V> {
         }
         let all = self.builder.with(&current, Unknown::Refused);
         let all = all.map_err(|error| Error::General(error.to_string()))?;
-        verify(&all).map_err(|error| match error {
+        all.verify(chain).map_err(|error| match error {
             Error::InvalidCertificate(CertificateError::UnknownRevocationStatus) => unknown.into(),
             error => error,
         })
     }
 }
 
-impl<V: ?Sized> Builder<V> {
-    fn with(&self, lists: &[List], unknown: Unknown) -> Result<Arc<V>, VerifierBuilderError> {
-        (self.build)(self, lists, unknown)
+/// rustls' verifier for a role.
+enum Verifier {
+    OfServers(Arc<WebPkiServerVerifier>),
+    OfClients(Arc<dyn ClientCertVerifier>),
+}
+
+impl Verifier {
+    fn verify(&self, chain: &Chain<'_>) -> Result<(), Error> {
+        let (end_entity, intermediates) = (chain.end_entity, chain.intermediates);
+        match self {
+            Self::OfServers(verifier) => {
+                let name = chain.server_name.ok_or(CertificateError::NotValidForName)?;
+                verifier
+                    .verify_server_cert(end_entity, intermediates, name, &[], chain.now)
+                    .map(drop)
+            }
+            Self::OfClients(verifier) => verifier
+                .verify_client_cert(end_entity, intermediates, chain.now)
+                .map(drop),
+        }
+    }
+}
+
+struct Builder {
+    peer: End,
+    roots: Arc<RootCertStore>,
+    provider: Arc<CryptoProvider>,
+}
+
+/// How to treat a certificate whose authority has no list.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Unknown {
+    Valid,
+    Refused,
+}
+
+impl Builder {
+    /// A verifier that uses `lists`.
+    fn with(&self, lists: &[List], unknown: Unknown) -> Result<Verifier, VerifierBuilderError> {
+        let (roots, provider) = (self.roots.clone(), self.provider.clone());
+        let lists = lists.iter().cloned();
+        match self.peer {
+            End::Server => {
+                let mut builder = WebPkiServerVerifier::builder_with_provider(roots, provider)
+                    .with_crls(lists)
+                    .enforce_revocation_expiration();
+                if unknown == Unknown::Valid {
+                    builder = builder.allow_unknown_revocation_status();
+                }
+                builder.build().map(Verifier::OfServers)
+            }
+            End::Client => {
+                let mut builder = WebPkiClientVerifier::builder_with_provider(roots, provider)
+                    .with_crls(lists)
+                    .enforce_revocation_expiration();
+                if unknown == Unknown::Valid {
+                    builder = builder.allow_unknown_revocation_status();
+                }
+                builder.build().map(Verifier::OfClients)
+            }
+        }
     }
 }
 

@@ -1,69 +1,44 @@
 //! Certificates or keys of one end, as read once for a session, and the connections made with them.
 
-use std::{
-    fmt,
-    sync::{Arc, OnceLock},
-    time::Duration,
-};
+use std::{fmt, sync::Arc, time::Duration};
 
 use rustls::{
     ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection,
     SupportedCipherSuite,
-    client::{AlwaysResolvesClientRawPublicKeys, Resumption, danger::ServerCertVerifier},
+    client::{AlwaysResolvesClientRawPublicKeys, ResolvesClientCert, Resumption},
     crypto::{
         CryptoProvider,
         aws_lc_rs::{self, cipher_suite as suite, kx_group},
     },
     pki_types::ServerName,
-    server::{
-        AlwaysResolvesServerRawPublicKeys, NoServerSessionStorage, danger::ClientCertVerifier,
-    },
+    server::{AlwaysResolvesServerRawPublicKeys, NoServerSessionStorage, ResolvesServerCert},
     sign::{CertifiedKey, SingleCertAndKey},
     version::TLS13,
 };
 
 use super::{
-    Certificates, Cipher, End, Security, TlsError,
-    certificates::NameVerifier,
-    error::{Refusal, Shown},
+    Cipher, End, Security, TlsError,
+    error::Shown,
     handshake::{self, ALPN, Secured},
-    keys::{KeyVerifier, Trusted},
-    revocation::Chains,
+    verifier::{PeerVerifier, RefusalSlot, Trust},
 };
 use crate::Socket;
 
 /// Terms of a client.
-pub(crate) type ClientTerms = Terms<dyn ServerCertVerifier>;
+#[derive(Debug)]
+pub(crate) struct ClientTerms(pub(super) Terms);
 
 /// Terms of a server.
-pub(crate) type ServerTerms = Terms<dyn ClientCertVerifier>;
+#[derive(Debug)]
+pub(crate) struct ServerTerms(pub(super) Terms);
 
-/// An end's own certificate or key, and the rules for accepting its peer. `V` is the verifier for the peer's role.
-pub(crate) struct Terms<V: ?Sized> {
+/// An end's own certificate or key, and the rules for accepting its peer.
+pub(super) struct Terms {
     provider: Arc<CryptoProvider>,
     pub(super) certified: Arc<CertifiedKey>,
     shown: Shown,
     server_name: Option<String>,
-    trust: Trust<V>,
-}
-
-/// Who is accepted.
-enum Trust<V: ?Sized> {
-    Certificates {
-        chains: Arc<Chains<V>>,
-        allow: Option<Arc<[String]>>,
-    },
-    Keys(Arc<[Trusted]>),
-}
-
-/// Reason why the verifier refused the peer of one connection, with details that rustls' errors cannot carry.
-pub(super) type RefusalSlot = Arc<OnceLock<Refusal>>;
-
-/// Refuses the peer for a reason of our own. The peer gets the alert `access_denied`.
-pub(super) fn refuse(slot: &RefusalSlot, refusal: Refusal) -> rustls::Error {
-    // A connection has one peer, which is refused once.
-    let _ = slot.set(refusal);
-    rustls::CertificateError::ApplicationVerificationFailure.into()
+    trust: Arc<Trust>,
 }
 
 impl Security {
@@ -72,7 +47,7 @@ impl Security {
     /// # Errors
     /// When a file is missing or cannot be used.
     pub(crate) fn client_terms(&self, cipher: Cipher) -> Result<Option<ClientTerms>, TlsError> {
-        self.terms(End::Client, cipher, Certificates::server_chains)
+        Ok(self.terms(End::Client, cipher)?.map(ClientTerms))
     }
 
     /// Reads the files of a server; `None` without security.
@@ -80,15 +55,10 @@ impl Security {
     /// # Errors
     /// As [`Security::client_terms`].
     pub(crate) fn server_terms(&self, cipher: Cipher) -> Result<Option<ServerTerms>, TlsError> {
-        self.terms(End::Server, cipher, Certificates::client_chains)
+        Ok(self.terms(End::Server, cipher)?.map(ServerTerms))
     }
 
-    fn terms<V: ?Sized>(
-        &self,
-        end: End,
-        cipher: Cipher,
-        chains: fn(&Certificates, &Arc<CryptoProvider>) -> Result<Chains<V>, TlsError>,
-    ) -> Result<Option<Terms<V>>, TlsError> {
+    fn terms(&self, end: End, cipher: Cipher) -> Result<Option<Terms>, TlsError> {
         let provider = provider(cipher);
         let mut server_name = None;
         let (certified, shown, trust) = match self {
@@ -97,19 +67,19 @@ impl Security {
                 let own = certificates.own(end, &provider)?;
                 let (path, names) = (own.path, own.names);
                 let trust = Trust::Certificates {
-                    chains: chains(certificates, &provider)?.into(),
-                    allow: certificates.allow.clone().map(Arc::from),
+                    chains: certificates.chains(end.other(), &provider)?,
+                    allow: certificates.allow.clone(),
                 };
                 server_name.clone_from(&certificates.server_name);
                 (own.certified, Shown::Certificate { path, names }, trust)
             }
             Self::Keys(keys) => {
                 let own = keys.own()?;
-                let trust = Trust::Keys(keys.all_trusted()?.into());
+                let trust = Trust::Keys(keys.all_trusted()?);
                 (own.certified, Shown::Key(own.public), trust)
             }
             Self::OneTime { own, peer } => {
-                let trust = Trust::Keys([(*peer).into()].into());
+                let trust = Trust::Keys(vec![(*peer).into()]);
                 (own.certified(), Shown::Key(own.public()), trust)
             }
         };
@@ -118,7 +88,7 @@ impl Security {
             certified,
             shown,
             server_name,
-            trust,
+            trust: trust.into(),
         }))
     }
 }
@@ -135,17 +105,12 @@ impl ClientTerms {
         timeout: Duration,
     ) -> Result<Secured, TlsError> {
         let refusal = RefusalSlot::default();
-        let connection = self.connection(host, &refusal)?;
-        handshake::run(Connection::Client(connection), socket, timeout)
-            .map_err(|fault| fault.of(End::Server, timeout, refusal.get().cloned(), &self.shown))
-    }
-
-    fn connection(&self, host: &str, refusal: &RefusalSlot) -> Result<ClientConnection, TlsError> {
         let name = self.name(host)?;
-        let config = self
-            .config(host, refusal)
+        let connection = self
+            .config(host, &refusal)
+            .and_then(|config| ClientConnection::new(Arc::new(config), name))
             .map_err(|error| local(error, End::Server))?;
-        ClientConnection::new(Arc::new(config), name).map_err(|error| local(error, End::Server))
+        (self.0).shake_hands(connection.into(), End::Server, socket, timeout, &refusal)
     }
 
     pub(super) fn config(
@@ -153,30 +118,17 @@ impl ClientTerms {
         host: &str,
         refusal: &RefusalSlot,
     ) -> Result<ClientConfig, rustls::Error> {
-        let builder = ClientConfig::builder_with_provider(self.provider.clone())
-            .with_protocol_versions(&[&TLS13])?
-            .dangerous();
-        let certified = self.certified.clone();
-        let refusal = refusal.clone();
-        let mut config = match &self.trust {
-            Trust::Certificates { chains, allow } => builder
-                .with_custom_certificate_verifier(Arc::new(NameVerifier {
-                    allow: allow.clone(),
-                    refusal,
-                    chains: chains.clone(),
-                }))
-                .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(certified))),
-            Trust::Keys(trusted) => builder
-                .with_custom_certificate_verifier(Arc::new(KeyVerifier {
-                    trusted: trusted.clone(),
-                    host: Some(host.to_owned()),
-                    algorithms: self.provider.signature_verification_algorithms,
-                    refusal,
-                }))
-                .with_client_cert_resolver(Arc::new(AlwaysResolvesClientRawPublicKeys::new(
-                    certified,
-                ))),
+        let terms = &self.0;
+        let certified = terms.certified.clone();
+        let resolver: Arc<dyn ResolvesClientCert> = match &*terms.trust {
+            Trust::Certificates { .. } => Arc::new(SingleCertAndKey::from(certified)),
+            Trust::Keys(_) => Arc::new(AlwaysResolvesClientRawPublicKeys::new(certified)),
         };
+        let mut config = ClientConfig::builder_with_provider(terms.provider.clone())
+            .with_protocol_versions(&[&TLS13])?
+            .dangerous()
+            .with_custom_certificate_verifier(terms.verifier(Some(host), refusal))
+            .with_client_cert_resolver(resolver);
         config.alpn_protocols = vec![ALPN.to_vec()];
         config.enable_secret_extraction = true;
         config.resumption = Resumption::disabled();
@@ -185,8 +137,8 @@ impl ClientTerms {
 
     /// The name that the server's certificate must be for. Keys have no names.
     fn name(&self, host: &str) -> Result<ServerName<'static>, TlsError> {
-        let name = match &self.trust {
-            Trust::Certificates { .. } => self.server_name.as_deref().unwrap_or(host),
+        let name = match &*self.0.trust {
+            Trust::Certificates { .. } => self.0.server_name.as_deref().unwrap_or(host),
             Trust::Keys(_) => "vamoose",
         };
         ServerName::try_from(name.to_owned()).map_err(|_| TlsError::ServerName {
@@ -206,38 +158,49 @@ impl ServerTerms {
             .config(&refusal)
             .and_then(|config| ServerConnection::new(Arc::new(config)))
             .map_err(|error| local(error, End::Client))?;
-        handshake::run(Connection::Server(connection), socket, timeout)
-            .map_err(|fault| fault.of(End::Client, timeout, refusal.get().cloned(), &self.shown))
+        (self.0).shake_hands(connection.into(), End::Client, socket, timeout, &refusal)
     }
 
     pub(super) fn config(&self, refusal: &RefusalSlot) -> Result<ServerConfig, rustls::Error> {
-        let builder = ServerConfig::builder_with_provider(self.provider.clone())
-            .with_protocol_versions(&[&TLS13])?;
-        let certified = self.certified.clone();
-        let refusal = refusal.clone();
-        let mut config = match &self.trust {
-            Trust::Certificates { chains, allow } => builder
-                .with_client_cert_verifier(Arc::new(NameVerifier {
-                    allow: allow.clone(),
-                    refusal,
-                    chains: chains.clone(),
-                }))
-                .with_cert_resolver(Arc::new(SingleCertAndKey::from(certified))),
-            Trust::Keys(trusted) => builder
-                .with_client_cert_verifier(Arc::new(KeyVerifier {
-                    trusted: trusted.clone(),
-                    host: None,
-                    algorithms: self.provider.signature_verification_algorithms,
-                    refusal,
-                }))
-                .with_cert_resolver(Arc::new(AlwaysResolvesServerRawPublicKeys::new(certified))),
+        let terms = &self.0;
+        let certified = terms.certified.clone();
+        let resolver: Arc<dyn ResolvesServerCert> = match &*terms.trust {
+            Trust::Certificates { .. } => Arc::new(SingleCertAndKey::from(certified)),
+            Trust::Keys(_) => Arc::new(AlwaysResolvesServerRawPublicKeys::new(certified)),
         };
+        let mut config = ServerConfig::builder_with_provider(terms.provider.clone())
+            .with_protocol_versions(&[&TLS13])?
+            .with_client_cert_verifier(terms.verifier(None, refusal))
+            .with_cert_resolver(resolver);
         config.alpn_protocols = vec![ALPN.to_vec()];
         config.enable_secret_extraction = true;
         // Tickets would be sent behind the handshake, where only our own record layer reads.
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
         Ok(config)
+    }
+}
+
+impl Terms {
+    fn verifier(&self, host: Option<&str>, refusal: &RefusalSlot) -> Arc<PeerVerifier> {
+        Arc::new(PeerVerifier {
+            trust: self.trust.clone(),
+            host: host.map(str::to_owned),
+            algorithms: self.provider.signature_verification_algorithms,
+            refusal: refusal.clone(),
+        })
+    }
+
+    fn shake_hands(
+        &self,
+        connection: Connection,
+        peer: End,
+        socket: &Socket,
+        timeout: Duration,
+        refusal: &RefusalSlot,
+    ) -> Result<Secured, TlsError> {
+        handshake::run(connection, socket, timeout)
+            .map_err(|fault| fault.of(peer, timeout, refusal.get().cloned(), &self.shown))
     }
 }
 
@@ -279,7 +242,7 @@ impl Cipher {
     }
 }
 
-impl<V: ?Sized> fmt::Debug for Terms<V> {
+impl fmt::Debug for Terms {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Terms")
             .field("shown", &self.shown)

@@ -10,7 +10,7 @@ use rustls::{ClientConnection, ServerConnection};
 use super::{LIMIT, authority::Hosts, sockets};
 use crate::{
     Socket,
-    tls::{Cipher, Opener, Sealer, terms::RefusalSlot},
+    tls::{Cipher, Opener, Sealer, verifier::RefusalSlot},
 };
 
 const CIPHERS: [Cipher; 3] = [

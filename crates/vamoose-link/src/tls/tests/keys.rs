@@ -249,8 +249,8 @@ fn a_host_that_shows_a_key_which_is_not_its_own() {
         .unwrap();
     let other = client.security(&[server.public]);
     let other = other.client_terms(Cipher::default()).unwrap().unwrap();
-    let shown = other.certified.cert.clone();
-    terms.certified = Arc::new(CertifiedKey::new(shown, terms.certified.key.clone()));
+    let shown = other.0.certified.cert.clone();
+    terms.0.certified = Arc::new(CertifiedKey::new(shown, terms.0.certified.key.clone()));
     let server = server.security(&[client.public]);
     let (connected, accepted) = meet(
         &terms,

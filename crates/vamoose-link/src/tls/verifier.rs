@@ -1,0 +1,251 @@
+//! Accepts the peer of one connection, at either end, by its certificate or its key.
+
+use std::{
+    fmt,
+    sync::{Arc, OnceLock},
+};
+
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, PeerIncompatible,
+    SignatureScheme,
+    client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    crypto::{
+        WebPkiSupportedAlgorithms, verify_tls13_signature, verify_tls13_signature_with_raw_key,
+    },
+    pki_types::{CertificateDer, ServerName, SubjectPublicKeyInfoDer, UnixTime},
+    server::danger::{ClientCertVerified, ClientCertVerifier},
+};
+
+use super::{
+    PublicKey,
+    error::Refusal,
+    keys::Trusted,
+    names,
+    revocation::{Chain, Chains},
+};
+
+/// Which peers are accepted.
+pub(super) enum Trust {
+    /// Peers with a valid chain, if a name in their certificate matches `allow`.
+    Certificates {
+        chains: Chains,
+        allow: Option<Vec<String>>,
+    },
+    Keys(Vec<Trusted>),
+}
+
+/// Reason why the verifier refused the peer of one connection, with details that rustls' errors cannot carry.
+pub(super) type RefusalSlot = Arc<OnceLock<Refusal>>;
+
+/// Verifies the peer of one connection.
+pub(super) struct PeerVerifier {
+    pub(super) trust: Arc<Trust>,
+    /// The dialled host, at the client. A client may be any host.
+    pub(super) host: Option<String>,
+    pub(super) algorithms: WebPkiSupportedAlgorithms,
+    pub(super) refusal: RefusalSlot,
+}
+
+impl PeerVerifier {
+    fn verify(&self, chain: &Chain<'_>) -> Result<(), Error> {
+        match &*self.trust {
+            Trust::Certificates { chains, allow } => {
+                chains.verify(chain).map_err(of_chain)?;
+                self.verify_names(chain.end_entity, allow.as_deref())
+            }
+            Trust::Keys(trusted) => self.verify_key(chain.end_entity, trusted),
+        }
+    }
+
+    fn verify_names(
+        &self,
+        certificate: &CertificateDer<'_>,
+        allow: Option<&[String]>,
+    ) -> Result<(), Error> {
+        let Some(allow) = allow else { return Ok(()) };
+        let names = names::of(certificate);
+        let allowed = |name| allow.iter().any(|pattern| names::matches(pattern, name));
+        match names.iter().any(|name| allowed(name)) {
+            true => Ok(()),
+            false => Err(self.refuse(Refusal::NotAllowed { names })),
+        }
+    }
+
+    fn verify_key(&self, spki: &CertificateDer<'_>, trusted: &[Trusted]) -> Result<(), Error> {
+        let key = PublicKey::from_spki(spki).ok_or(CertificateError::BadEncoding)?;
+        if !trusted.iter().any(|it| it.key == key) {
+            return Err(self.refuse(Refusal::UnknownKey { key }));
+        }
+        match &self.host {
+            Some(host) if !is_of(&key, host, trusted) => {
+                let host = host.clone();
+                Err(self.refuse(Refusal::OtherHost { key, host }))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses the peer for a reason of our own. The peer gets the alert `access_denied`.
+    fn refuse(&self, refusal: Refusal) -> Error {
+        // A connection has one peer, which is refused once.
+        let _ = self.refusal.set(refusal);
+        CertificateError::ApplicationVerificationFailure.into()
+    }
+
+    fn verify_signature(
+        &self,
+        message: &[u8],
+        shown: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = &self.algorithms;
+        match &*self.trust {
+            Trust::Certificates { .. } => {
+                verify_tls13_signature(message, shown, signature, algorithms)
+            }
+            Trust::Keys(_) => {
+                let spki = SubjectPublicKeyInfoDer::from(shown.as_ref());
+                verify_tls13_signature_with_raw_key(message, &spki, signature, algorithms)
+            }
+        }
+    }
+
+    fn schemes(&self) -> Vec<SignatureScheme> {
+        match &*self.trust {
+            Trust::Certificates { .. } => self.algorithms.supported_schemes(),
+            Trust::Keys(_) => vec![SignatureScheme::ED25519],
+        }
+    }
+
+    fn has_keys(&self) -> bool {
+        matches!(&*self.trust, Trust::Keys(_))
+    }
+}
+
+/// A wrong signature in a chain means that the authority has the name of ours and another key, as after its renewal.
+fn of_chain(error: Error) -> Error {
+    match error {
+        Error::InvalidCertificate(CertificateError::BadSignature) => {
+            CertificateError::UnknownIssuer.into()
+        }
+        error => error,
+    }
+}
+
+/// Whether `host` may have the key: a host that the list names has only its own keys, any other host a key without hosts.
+fn is_of(key: &PublicKey, host: &str, trusted: &[Trusted]) -> bool {
+    let is_named = trusted.iter().any(|it| it.is_of(host));
+    let counts = |it: &&Trusted| match is_named {
+        true => it.is_of(host),
+        false => it.hosts.is_empty(),
+    };
+    trusted.iter().filter(counts).any(|it| it.key == *key)
+}
+
+const ONLY_TLS13: Error =
+    Error::PeerIncompatible(PeerIncompatible::ServerTlsVersionIsDisabledByOurConfig);
+
+impl ServerCertVerifier for PeerVerifier {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        server_name: &ServerName<'_>,
+        _: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        let chain = Chain {
+            end_entity,
+            intermediates,
+            server_name: Some(server_name),
+            now,
+        };
+        self.verify(&chain)
+            .map(|()| ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Err(ONLY_TLS13)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.verify_signature(message, cert, dss)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.schemes()
+    }
+
+    fn requires_raw_public_keys(&self) -> bool {
+        self.has_keys()
+    }
+}
+
+impl ClientCertVerifier for PeerVerifier {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        match &*self.trust {
+            Trust::Certificates { chains, .. } => chains.root_hints(),
+            Trust::Keys(_) => &[],
+        }
+    }
+
+    fn verify_client_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        let chain = Chain {
+            end_entity,
+            intermediates,
+            server_name: None,
+            now,
+        };
+        self.verify(&chain)
+            .map(|()| ClientCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Err(ONLY_TLS13)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.verify_signature(message, cert, dss)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.schemes()
+    }
+
+    fn requires_raw_public_keys(&self) -> bool {
+        self.has_keys()
+    }
+}
+
+impl fmt::Debug for PeerVerifier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PeerVerifier")
+            .field("host", &self.host)
+            .finish_non_exhaustive()
+    }
+}
