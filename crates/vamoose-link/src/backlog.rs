@@ -140,7 +140,7 @@ mod tests {
         bound(&near);
         let piece = vec![0; 1 << 20];
         while (&mut &near).write(&piece).is_ok() {}
-        near.queued().unwrap()
+        memory::queued(near.as_fd()).unwrap()
     }
 
     #[test]

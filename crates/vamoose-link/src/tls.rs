@@ -22,7 +22,7 @@ mod record;
 mod revocation;
 mod sealer;
 mod terms;
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 pub mod testing;
 #[cfg(test)]
 mod tests;

@@ -41,6 +41,7 @@ use vm_memory::VolatileSlice;
 use crate::{
     Socket, Stats, WriteError,
     memory::{self, Left, Notification},
+    socket::uninterrupted,
     wait_until,
 };
 
@@ -341,15 +342,6 @@ impl Notification {
 
 fn is_no_buffers(error: &io::Error) -> bool {
     error.raw_os_error() == Some(Errno::NOBUFS.raw_os_error())
-}
-
-fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
-    loop {
-        match call() {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            result => return result,
-        }
-    }
 }
 
 /// Fewer pages are copied.

@@ -79,21 +79,6 @@ pub(crate) struct Receiver {
 const AHEAD: usize = 2048;
 
 impl Connection {
-    /// A connection that has just been set up. Reads and writes come back after [`LOOK`] at the latest,
-    /// to see whether the peer has gone silent.
-    fn new(socket: Arc<Socket>, path: usize, name: String) -> io::Result<Self> {
-        socket.set_patience(LOOK)?;
-        Ok(Self {
-            socket,
-            path,
-            name,
-            since: Instant::now(),
-            heard: AtomicU64::new(0),
-            sent: AtomicU64::new(0),
-            is_worn: AtomicBool::new(false),
-        })
-    }
-
     /// Ends both directions, for all threads.
     pub(crate) fn shut_down(&self) {
         self.socket.shut_down();
@@ -207,12 +192,32 @@ impl NewConnection {
         Ok(())
     }
 
-    /// Both directions, for a stream.
+    /// The two directions, for a stream. Reads and writes return after [`LOOK`] at the latest, so that silence is noticed.
     pub(crate) fn split(self, path: usize, name: String) -> io::Result<(Receiver, Sender)> {
-        let connection = Arc::new(Connection::new(self.socket, path, name)?);
+        self.socket.set_patience(LOOK)?;
+        let connection = Arc::new(Connection {
+            socket: self.socket,
+            path,
+            name,
+            since: Instant::now(),
+            heard: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            is_worn: AtomicBool::new(false),
+        });
         let (sealer, opener) = self.tls.unzip();
-        let receiver = Receiver::new(connection.clone(), opener);
-        Ok((receiver, Sender::new(connection, sealer)))
+        let receiver = Receiver {
+            connection: connection.clone(),
+            opener,
+            ahead: Box::new([0; AHEAD]),
+            from: 0,
+            to: 0,
+        };
+        let sender = Sender {
+            connection,
+            sealer,
+            backlog: Backlog::new(),
+        };
+        Ok((receiver, sender))
     }
 
     /// Lets no system call take longer than the handshake may.
@@ -225,14 +230,6 @@ impl NewConnection {
 }
 
 impl Sender {
-    fn new(connection: Arc<Connection>, sealer: Option<Sealer>) -> Self {
-        Self {
-            connection,
-            sealer,
-            backlog: Backlog::new(),
-        }
-    }
-
     pub(crate) fn connection(&self) -> &Arc<Connection> {
         &self.connection
     }
@@ -255,15 +252,6 @@ impl Sender {
         self.send_pieces(&pieces[..count * 2], stalled)
     }
 
-    /// Sends the header of a frame that has no bytes.
-    pub(crate) fn send_header(
-        &mut self,
-        header: &[u8; HEADER_LEN],
-        stalled: &mut dyn FnMut(usize) -> io::Result<()>,
-    ) -> io::Result<()> {
-        self.send_pieces(&[header], stalled)
-    }
-
     /// Ends the direction to the peer, behind what has been sent.
     pub(crate) fn finish(&mut self) -> io::Result<()> {
         let socket = &*self.connection.socket;
@@ -282,7 +270,8 @@ impl Sender {
         }
     }
 
-    fn send_pieces(
+    /// Sends parts of frames: at most four.
+    pub(crate) fn send_pieces(
         &mut self,
         pieces: &[&[u8]],
         stalled: &mut dyn FnMut(usize) -> io::Result<()>,
@@ -311,16 +300,6 @@ impl Sender {
 }
 
 impl Receiver {
-    fn new(connection: Arc<Connection>, opener: Option<Opener>) -> Self {
-        Self {
-            connection,
-            opener,
-            ahead: Box::new([0; AHEAD]),
-            from: 0,
-            to: 0,
-        }
-    }
-
     pub(crate) fn connection(&self) -> &Arc<Connection> {
         &self.connection
     }

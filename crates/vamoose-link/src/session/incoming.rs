@@ -19,7 +19,8 @@ use crate::memory::Left;
 pub(crate) struct Incoming {
     /// `None` while there is no connection.
     receiver: Option<(ConnectionId, Receiver)>,
-    header: PartialHeader,
+    /// The beginning of the next header.
+    header: Vec<u8>,
     /// Payload of an intact frame, to be read from `at` on.
     whole: Vec<u8>,
     at: usize,
@@ -52,11 +53,6 @@ pub(crate) enum Failure {
     Stalled,
 }
 
-#[derive(Default)]
-struct PartialHeader {
-    bytes: Vec<u8>,
-}
-
 impl Incoming {
     /// Checksum of pages from the frame read last.
     pub(crate) fn pages(&self) -> Option<u32> {
@@ -77,7 +73,7 @@ impl Incoming {
     /// Replaces the connection. A partial frame is discarded.
     pub(crate) fn replace(&mut self, receiver: Option<(ConnectionId, Receiver)>) {
         self.receiver = receiver;
-        self.header.bytes.clear();
+        self.header.clear();
     }
 
     /// Waits up to `timeout` for received bytes, without reading them.
@@ -116,7 +112,16 @@ impl Incoming {
         stalled: &mut dyn FnMut() -> Result<(), Failure>,
     ) -> Result<[u8; HEADER_LEN], Failure> {
         let (_, receiver) = self.receiver.as_mut().ok_or(Failure::Absent)?;
-        self.header.read(receiver, stalled)
+        while self.header.len() < HEADER_LEN {
+            let mut piece = [0; HEADER_LEN];
+            let wanted = HEADER_LEN - self.header.len();
+            let read = again(stalled, || receiver.read(&mut piece[..wanted]))?;
+            self.header.extend_from_slice(&piece[..read]);
+        }
+        let mut bytes = [0; HEADER_LEN];
+        bytes.copy_from_slice(&self.header);
+        self.header.clear();
+        Ok(bytes)
     }
 
     /// Reads the payload of `header`, directly into the target if it fits. The caller must accept or discard the payload.
@@ -197,25 +202,6 @@ impl Incoming {
 
 /// Step by which the buffer grows.
 const GROW: usize = 128 << 10;
-
-impl PartialHeader {
-    fn read(
-        &mut self,
-        receiver: &mut Receiver,
-        stalled: &mut dyn FnMut() -> Result<(), Failure>,
-    ) -> Result<[u8; HEADER_LEN], Failure> {
-        while self.bytes.len() < HEADER_LEN {
-            let mut piece = [0; HEADER_LEN];
-            let wanted = HEADER_LEN - self.bytes.len();
-            let read = again(stalled, || receiver.read(&mut piece[..wanted]))?;
-            self.bytes.extend_from_slice(&piece[..read]);
-        }
-        let mut bytes = [0; HEADER_LEN];
-        bytes.copy_from_slice(&self.bytes);
-        self.bytes.clear();
-        Ok(bytes)
-    }
-}
 
 fn fill(
     receiver: &mut Receiver,

@@ -678,8 +678,8 @@ impl ResumableStream {
         };
         let header = lock(&self.core).state.abort();
         let mut stalled = |_| Err(io::ErrorKind::TimedOut.into());
-        let told =
-            sender.connection().is_writable() && sender.send_header(&header, &mut stalled).is_ok();
+        let told = sender.connection().is_writable()
+            && sender.send_pieces(&[&header], &mut stalled).is_ok();
         if told {
             let _ = sender.finish();
         }

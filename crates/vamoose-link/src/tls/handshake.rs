@@ -14,8 +14,7 @@ use rustix::net::sockopt::{self, Timeout};
 use rustls::{CipherSuite, Connection, ExtractedSecrets, pki_types::CertificateDer};
 
 use super::{
-    Opener, Refusal, Sealer, TlsError,
-    error::{End, Shown},
+    End, Opener, Sealer, TlsError,
     keys::PublicKey,
     names,
     record::{HEADER_LEN, MAX_BODY, RecordKey, is_tls_header},
@@ -47,78 +46,36 @@ const BINDING_LABEL: &[u8] = b"EXPORTER-vamoose";
 /// What the server sends when it has accepted the client.
 const CONFIRMATION: u8 = 1;
 
-/// Runs the handshake of `connection` on `socket`. The timeouts of the socket are restored at the end.
+/// Runs the handshake of `connection` on `socket`, with a `peer` of the other role. `explain` explains errors of rustls. The
+/// socket's timeouts are changed.
 pub(super) fn run(
     connection: Connection,
     socket: &Socket,
     timeout: Duration,
-) -> Result<Secured, Fault> {
-    let timeouts = SocketTimeouts::save(socket)?;
+    peer: End,
+    explain: &dyn Fn(rustls::Error) -> TlsError,
+) -> Result<Secured, TlsError> {
     let mut handshake = Handshake {
         connection,
         socket,
+        peer,
+        explain,
+        timeout,
         deadline: Instant::now() + timeout,
         received: 0,
         record: Vec::new(),
     };
-    let done = handshake.run();
-    if matches!(done, Err(Fault::Tls(_) | Fault::OtherProtocol)) {
-        socket.linger(handshake.deadline.min(Instant::now() + LINGER));
-    }
-    done?;
-    let connection = handshake.connection;
-    timeouts.restore()?;
-    secured(connection).map_err(Fault::Tls)
-}
-
-/// Why a handshake failed; [`Fault::of`] explains it to the user.
-#[derive(Debug)]
-pub(super) enum Fault {
-    Tls(rustls::Error),
-    Socket(io::Error),
-    NotTls,
-    OtherProtocol,
-    TimedOut,
-    TooLong,
-    Closed,
-}
-
-impl Fault {
-    pub(super) fn of(
-        self,
-        peer: End,
-        timeout: Duration,
-        refusal: Option<Refusal>,
-        shown: &Shown,
-    ) -> TlsError {
-        match self {
-            Self::Tls(error) => TlsError::of(error, peer, refusal, shown),
-            Self::Socket(source) => TlsError::Socket { peer, source },
-            Self::NotTls => TlsError::NotTls { peer },
-            Self::OtherProtocol => TlsError::OtherProtocol { peer },
-            Self::TimedOut => TlsError::TimedOut { peer, timeout },
-            Self::TooLong => TlsError::TooLong {
-                peer,
-                limit: MAX_HANDSHAKE,
-            },
-            Self::Closed => TlsError::Closed { peer },
-        }
-    }
-}
-
-impl From<io::Error> for Fault {
-    fn from(error: io::Error) -> Self {
-        match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::TimedOut,
-            io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => Self::Closed,
-            _ => Self::Socket(error),
-        }
-    }
+    handshake.run()?;
+    secured(handshake.connection).map_err(explain)
 }
 
 struct Handshake<'a> {
     connection: Connection,
     socket: &'a Socket,
+    /// The other end.
+    peer: End,
+    explain: &'a dyn Fn(rustls::Error) -> TlsError,
+    timeout: Duration,
     deadline: Instant,
     /// Bytes of all records so far.
     received: usize,
@@ -126,7 +83,7 @@ struct Handshake<'a> {
 }
 
 impl Handshake<'_> {
-    fn run(&mut self) -> Result<(), Fault> {
+    fn run(&mut self) -> Result<(), TlsError> {
         self.send()?;
         while self.connection.is_handshaking() {
             self.receive()?;
@@ -135,61 +92,63 @@ impl Handshake<'_> {
         let is_ours = self.connection.alpn_protocol() == Some(ALPN);
         match &mut self.connection {
             Connection::Server(server) if is_ours => {
-                server.writer().write_all(&[CONFIRMATION])?;
+                let confirmed = server.writer().write_all(&[CONFIRMATION]);
+                confirmed.map_err(|error| self.failed(error))?;
             }
             Connection::Server(server) => server.send_close_notify(),
             Connection::Client(_) if is_ours => self.await_confirmation()?,
             Connection::Client(_) => {}
         }
         self.send()?;
-        if is_ours {
-            Ok(())
-        } else {
-            Err(Fault::OtherProtocol)
+        match is_ours {
+            true => Ok(()),
+            false => Err(self.refuse(TlsError::OtherProtocol { peer: self.peer })),
         }
     }
 
     /// Waits until the server has accepted the client.
-    fn await_confirmation(&mut self) -> Result<(), Fault> {
+    fn await_confirmation(&mut self) -> Result<(), TlsError> {
+        let peer = self.peer;
         let mut confirmation = [0];
         loop {
             match self.connection.reader().read(&mut confirmation) {
-                Ok(0) => return Err(Fault::Closed),
+                Ok(0) => return Err(TlsError::Closed { peer }),
                 Ok(_) if confirmation == [CONFIRMATION] => return Ok(()),
-                Ok(_) => return Err(Fault::OtherProtocol),
+                Ok(_) => return Err(self.refuse(TlsError::OtherProtocol { peer })),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.receive()?,
-                Err(error) => return Err(error.into()),
+                Err(error) => return Err(self.failed(error)),
             }
         }
     }
 
     /// Processes one record. Sends an alert if it is refused.
-    fn receive(&mut self) -> Result<(), Fault> {
+    fn receive(&mut self) -> Result<(), TlsError> {
         self.read_record()?;
         let mut rest = &self.record[..];
         while !rest.is_empty() {
-            if self.connection.read_tls(&mut rest)? == 0 {
-                return Err(Fault::TooLong);
+            let read = self.connection.read_tls(&mut rest);
+            if read.map_err(|error| self.failed(error))? == 0 {
+                return Err(self.too_long());
             }
             if let Err(error) = self.connection.process_new_packets() {
                 // The error matters more than whether the peer can still be told.
                 let _ = self.send();
-                return Err(Fault::Tls(error));
+                return Err(self.refuse((self.explain)(error)));
             }
         }
         Ok(())
     }
 
-    fn read_record(&mut self) -> Result<(), Fault> {
+    fn read_record(&mut self) -> Result<(), TlsError> {
         let mut header = [0; HEADER_LEN];
         self.read_exact(&mut header)?;
         if !is_tls_header(&header) {
-            return Err(Fault::NotTls);
+            return Err(TlsError::NotTls { peer: self.peer });
         }
         let len = usize::from(u16::from_be_bytes([header[3], header[4]]));
         self.received += HEADER_LEN + len;
         if len > MAX_BODY || self.received > MAX_HANDSHAKE {
-            return Err(Fault::TooLong);
+            return Err(self.too_long());
         }
         let mut record = std::mem::take(&mut self.record);
         record.clear();
@@ -200,43 +159,68 @@ impl Handshake<'_> {
         read
     }
 
-    fn read_exact(&mut self, buffer: &mut [u8]) -> Result<(), Fault> {
+    fn read_exact(&mut self, buffer: &mut [u8]) -> Result<(), TlsError> {
         let mut read = 0;
         while read < buffer.len() {
             self.limit(Timeout::Recv)?;
             match (&mut &*self.socket).read(&mut buffer[read..]) {
-                Ok(0) => return Err(Fault::Closed),
+                Ok(0) => return Err(TlsError::Closed { peer: self.peer }),
                 Ok(bytes) => read += bytes,
                 Err(error) if is_transient(&error) => {}
-                Err(error) => return Err(error.into()),
+                Err(error) => return Err(self.failed(error)),
             }
         }
         Ok(())
     }
 
     /// Sends everything rustls has queued.
-    fn send(&mut self) -> Result<(), Fault> {
+    fn send(&mut self) -> Result<(), TlsError> {
         while self.connection.wants_write() {
             self.limit(Timeout::Send)?;
             match self.connection.write_tls(&mut &*self.socket) {
-                Ok(0) => return Err(Fault::Closed),
+                Ok(0) => return Err(TlsError::Closed { peer: self.peer }),
                 Ok(_) => {}
                 Err(error) if is_transient(&error) => {}
-                Err(error) => return Err(error.into()),
+                Err(error) => return Err(self.failed(error)),
             }
         }
         Ok(())
     }
 
     /// Limits the next read or write to the deadline.
-    fn limit(&self, which: Timeout) -> Result<(), Fault> {
+    fn limit(&self, which: Timeout) -> Result<(), TlsError> {
         let rest = left(self.deadline);
         if rest.is_zero() {
-            return Err(Fault::TimedOut);
+            return Err(self.failed(io::ErrorKind::TimedOut.into()));
         }
         let rest = rest.max(Duration::from_millis(1));
-        sockopt::set_socket_timeout(self.socket, which, Some(rest)).map_err(io::Error::from)?;
-        Ok(())
+        sockopt::set_socket_timeout(self.socket, which, Some(rest))
+            .map_err(|error| self.failed(error.into()))
+    }
+
+    /// Gives the refused peer time to read why.
+    fn refuse(&self, reason: TlsError) -> TlsError {
+        self.socket
+            .linger(self.deadline.min(Instant::now() + LINGER));
+        reason
+    }
+
+    fn failed(&self, source: io::Error) -> TlsError {
+        let (peer, timeout) = (self.peer, self.timeout);
+        match source.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                TlsError::TimedOut { peer, timeout }
+            }
+            io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => TlsError::Closed { peer },
+            _ => TlsError::Socket { peer, source },
+        }
+    }
+
+    fn too_long(&self) -> TlsError {
+        TlsError::TooLong {
+            peer: self.peer,
+            limit: MAX_HANDSHAKE,
+        }
     }
 }
 
@@ -279,28 +263,5 @@ impl fmt::Debug for Secured {
             .field("peer", &self.peer)
             .field("cipher", &self.cipher)
             .finish_non_exhaustive()
-    }
-}
-
-/// Timeouts of a socket before the handshake.
-struct SocketTimeouts<'a> {
-    socket: &'a Socket,
-    receive: Option<Duration>,
-    send: Option<Duration>,
-}
-
-impl<'a> SocketTimeouts<'a> {
-    fn save(socket: &'a Socket) -> io::Result<Self> {
-        Ok(Self {
-            socket,
-            receive: sockopt::socket_timeout(socket, Timeout::Recv)?,
-            send: sockopt::socket_timeout(socket, Timeout::Send)?,
-        })
-    }
-
-    fn restore(self) -> io::Result<()> {
-        sockopt::set_socket_timeout(self.socket, Timeout::Recv, self.receive)?;
-        sockopt::set_socket_timeout(self.socket, Timeout::Send, self.send)?;
-        Ok(())
     }
 }

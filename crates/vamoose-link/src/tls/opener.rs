@@ -22,7 +22,7 @@ use super::record::{
     authenticated,
 };
 use super::sealer::{MAX_RECORDS, worn};
-use crate::Socket;
+use crate::{Socket, socket::uninterrupted};
 
 /// The receiving direction of a connection.
 pub(crate) struct Opener {
@@ -237,15 +237,11 @@ impl Opener {
         self.closed = 0..self.closed.len();
         self.opened = 0..0;
         let free = &mut self.received[self.closed.end..];
-        loop {
-            match (&mut &*socket).read(free) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(bytes) => {
-                    self.closed.end += bytes;
-                    return Ok(());
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+        match uninterrupted(|| (&mut &*socket).read(free))? {
+            0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            bytes => {
+                self.closed.end += bytes;
+                Ok(())
             }
         }
     }

@@ -116,19 +116,3 @@ impl Cipher {
 fn unusable() -> rustls::Error {
     rustls::Error::General("the record layer cannot use the secrets of the handshake".to_owned())
 }
-
-/// Any record, of content, type and padding as they are in `inner`.
-#[cfg(any(test, feature = "fuzzing"))]
-pub(super) fn seal_any(key: &mut RecordKey, inner: &[u8]) -> Option<Vec<u8>> {
-    let body = u16::try_from(inner.len() + TAG_LEN).ok()?;
-    let [high, low] = body.to_be_bytes();
-    let header = [DATA, 3, 3, high, low];
-    let mut sealed = inner.to_vec();
-    let aad = authenticated(header);
-    let tag = key
-        .key
-        .seal_in_place_separate_tag(key.nonce(), aad, &mut sealed)
-        .ok()?;
-    key.advance();
-    Some([&header[..], &sealed, tag.as_ref()].concat())
-}

@@ -199,8 +199,9 @@ impl Terms {
         timeout: Duration,
         refusal: &RefusalSlot,
     ) -> Result<Secured, TlsError> {
-        handshake::run(connection, socket, timeout)
-            .map_err(|fault| fault.of(peer, timeout, refusal.get().cloned(), &self.shown))
+        handshake::run(connection, socket, timeout, peer, &|error| {
+            TlsError::of(error, peer, refusal.get().cloned(), &self.shown)
+        })
     }
 }
 

@@ -4,7 +4,7 @@ use std::io;
 
 use super::{
     Cipher, FileFault, Opener, PublicKey, Sealer, keys, names,
-    record::{self, RecordKey, seal_any},
+    record::{self, DATA, RecordKey, TAG_LEN, authenticated},
 };
 use crate::Socket;
 
@@ -98,4 +98,19 @@ fn key(cipher: Cipher) -> Option<RecordKey> {
     let key = [1; 32];
     let len = cipher.algorithm().key_len();
     RecordKey::of(cipher, &key[..len], [2; 12], 0).ok()
+}
+
+/// Seals a record whose content, type and padding are `inner`.
+pub(super) fn seal_any(key: &mut RecordKey, inner: &[u8]) -> Option<Vec<u8>> {
+    let body = u16::try_from(inner.len() + TAG_LEN).ok()?;
+    let [high, low] = body.to_be_bytes();
+    let header = [DATA, 3, 3, high, low];
+    let mut sealed = inner.to_vec();
+    let aad = authenticated(header);
+    let tag = key
+        .key()
+        .seal_in_place_separate_tag(key.nonce(), aad, &mut sealed)
+        .ok()?;
+    key.advance();
+    Some([&header[..], &sealed, tag.as_ref()].concat())
 }

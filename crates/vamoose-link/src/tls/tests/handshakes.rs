@@ -60,18 +60,6 @@ fn both_ends_know_each_other_and_share_a_secret() {
 }
 
 #[test]
-fn a_socket_has_its_own_timeouts_afterwards() {
-    let hosts = Hosts::new();
-    let (connected, accepted) = meet(
-        &hosts.client_terms(Cipher::default()),
-        &hosts.server_terms(),
-        "host1.example.org",
-    );
-    assert_eq!(connected.unwrap().1.stall_timeout(), LIMIT);
-    assert_eq!(accepted.unwrap().1.stall_timeout(), LIMIT);
-}
-
-#[test]
 fn certificates_are_read_anew_for_the_next_session() {
     let hosts = Hosts::new();
     let server = hosts.server_terms();

@@ -13,7 +13,8 @@ use crate::{
     Socket,
     tls::{
         Cipher, Opener, Sealer,
-        record::{ALERT, DATA, HANDSHAKE, HEADER_LEN, MAX_CONTENT, RecordKey, TAG_LEN, seal_any},
+        record::{ALERT, DATA, HANDSHAKE, HEADER_LEN, MAX_CONTENT, RecordKey, TAG_LEN},
+        testing::seal_any,
     },
 };
 

@@ -11,7 +11,7 @@ use super::{
     meet, message, sockets,
 };
 use crate::tls::{
-    Cipher, End,
+    Cipher, End, TlsError,
     error::Shown,
     handshake::{self, ALPN},
 };
@@ -415,13 +415,14 @@ fn a_client_without_certificate() {
     let server = hosts.server_terms();
     std::thread::scope(|scope| {
         let accepted = scope.spawn(move || server.accept(&far, LIMIT));
-        let fault = handshake::run(Connection::Client(client), &near, LIMIT).unwrap_err();
         let shown = Shown::Certificate {
             path: "none".into(),
             names: Vec::new(),
         };
+        let explain = |error| TlsError::of(error, End::Server, None, &shown);
+        let client = Connection::Client(client);
         assert_eq!(
-            message::<()>(Err(fault.of(End::Server, LIMIT, None, &shown))),
+            message(handshake::run(client, &near, LIMIT, End::Server, &explain)),
             "the server refuses this client: it requires a certificate"
         );
         assert_eq!(
