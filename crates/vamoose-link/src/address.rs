@@ -18,7 +18,7 @@ pub enum Address {
     Unix(PathBuf),
 }
 
-/// A text that is no address.
+/// A text is not an address.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("`{text}` is not an address: {problem} (write tcp:HOST:PORT or unix:PATH)")]
 pub struct AddressError {
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn errors_name_the_problem() {
         for (text, problem) in [
             ("", "neither"),
             ("exec:cat", "neither"),

@@ -144,12 +144,12 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_holds_no_more_than_it_may() {
+    fn send_buffer_is_bounded() {
         let bounded = fill(|socket| Backlog::new().bound(socket));
-        // And a started segment.
+        // Plus a started segment.
         let most = FIRST as usize + (128 << 10);
         assert!(bounded <= most, "{bounded}");
-        assert!(fill(|_| ()) > most, "the test shows nothing");
+        assert!(fill(|_| ()) > most, "unbounded sockets hold no more");
     }
 
     /// A link of a rate in bytes per second, and a sender that fills the bound.

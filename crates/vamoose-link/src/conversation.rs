@@ -1,4 +1,4 @@
-//! A conversation of two processes: messages as lines of JSON over a stream.
+//! Messages between two processes: lines of JSON over a stream.
 
 use std::{
     io::{self, Read as _},
@@ -52,15 +52,15 @@ impl ConversationError {
 /// How long to wait for a message.
 #[derive(Clone, Copy)]
 enum Patience {
-    /// As long as it takes to begin. One that has begun has to go on within the stall timeout.
+    /// No limit for its beginning; the stall timeout from then on.
     Endless,
-    /// The stall timeout, also for its beginning.
+    /// The stall timeout, from the beginning.
     Stall,
     Until(Instant),
 }
 
 impl Conversation {
-    /// Over `stream`, of which nothing else may be read from here on.
+    /// A conversation over `stream`. Nothing else may read from the stream.
     pub fn new(stream: Arc<Stream>) -> Self {
         let lines = Lines::default();
         Self { stream, lines }
@@ -79,28 +79,28 @@ impl Conversation {
         send_message(&self.stream, message)
     }
 
-    /// Waits for a message, however long it takes to begin.
+    /// Waits for a message, without limit for its beginning.
     ///
     /// # Errors
-    /// When the stream breaks or ends, or what comes is no message.
+    /// When the stream breaks or ends, or the received bytes are not a message.
     pub fn receive<T: DeserializeOwned>(&mut self) -> Result<T, ConversationError> {
         let received = self.next(Patience::Endless)?;
         received.ok_or_else(|| self.silent(self.stream.stall_timeout()))
     }
 
-    /// Waits for a message, which has to begin within the stream's stall timeout.
+    /// Waits for a message, which must begin within the stream's stall timeout.
     ///
     /// # Errors
-    /// As [`receive`](Self::receive), and when none came in time.
+    /// As [`receive`](Self::receive), and when no message arrives in time.
     pub fn receive_soon<T: DeserializeOwned>(&mut self) -> Result<T, ConversationError> {
         let received = self.next(Patience::Stall)?;
         received.ok_or_else(|| self.silent(self.stream.stall_timeout()))
     }
 
-    /// Waits for a message that is complete `within` this time.
+    /// Waits for a message, which must be complete `within` this time.
     ///
     /// # Errors
-    /// As [`receive`](Self::receive), and when none came in time.
+    /// As [`receive`](Self::receive), and when no message arrives in time.
     pub fn receive_within<T: DeserializeOwned>(
         &mut self,
         within: Duration,
@@ -109,7 +109,7 @@ impl Conversation {
         received.ok_or_else(|| self.silent(within))
     }
 
-    /// The next message; `None` if it has not come by `deadline`.
+    /// The next message; `None` if it is not complete by `deadline`.
     ///
     /// # Errors
     /// As [`receive`](Self::receive).
@@ -120,8 +120,8 @@ impl Conversation {
         self.next(Patience::Until(deadline))
     }
 
-    /// Receives the `len` bytes that follow the last message, or begin the conversation. The length is not trusted: memory
-    /// grows with the bytes received.
+    /// Receives the `len` bytes after the last message, or at the beginning of the conversation. The length is not trusted: memory
+    /// grows with the received bytes.
     ///
     /// # Errors
     /// When the stream breaks, stalls or ends before.
@@ -172,7 +172,7 @@ impl Conversation {
         }
     }
 
-    /// Why no message has come in this time.
+    /// Error for a message that has not arrived in this time.
     fn silent(&self, time: Duration) -> ConversationError {
         match self.lines.is_in_message() {
             true => ConversationError::Stalled(time),
@@ -181,7 +181,7 @@ impl Conversation {
     }
 }
 
-/// Sends a message on a stream of which another thread may be receiving.
+/// Sends a message. Another thread may receive from the stream meanwhile.
 ///
 /// # Errors
 /// When the stream breaks, or the message is too long.
@@ -189,7 +189,7 @@ pub fn send_message(stream: &Stream, message: &impl Serialize) -> Result<(), Con
     Ok(stream.write_both(&encode(message)?, &[])?)
 }
 
-/// An id that no other attempt or process has, and that cannot be guessed.
+/// A unique id that cannot be guessed.
 ///
 /// # Errors
 /// When the system has no random bytes.
@@ -216,7 +216,7 @@ mod tests {
         [near, far].map(|end| Arc::new(Stream::from(end)))
     }
 
-    /// What a peer that sends `bytes` and closes is understood as.
+    /// Reads from a peer that sends `bytes` and closes.
     fn received<T>(bytes: &[u8], read: impl FnOnce(&mut Conversation) -> T) -> T {
         let [ours, theirs] = pair();
         theirs.write_both(bytes, &[]).unwrap();
@@ -226,7 +226,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn bytes_behind_a_message_and_what_follows_arrive(state in vec(any::<u8>(), 0..10_000)) {
+        fn bytes_after_a_message_and_the_next_message_arrive(state in vec(any::<u8>(), 0..10_000)) {
             let len = state.len() as u64;
             let mut bytes = encode(&SourceMessage::State { len }).unwrap();
             bytes.extend(&state);
@@ -250,11 +250,11 @@ mod tests {
     }
 
     #[test]
-    fn lengths_are_believed_only_within_bounds() {
+    fn lengths_are_limited() {
         let long = vec![b' '; MAX_LINE + 1];
         let [ours, theirs] = pair();
         thread::scope(|scope| {
-            // More than the socket takes in one go.
+            // More than the socket buffers.
             scope.spawn(|| theirs.write_both(&long, &[]));
             let long = Conversation::new(ours).receive::<SourceMessage>();
             let too_long = ConversationError::Frame(FrameError::TooLong);
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_is_silent_or_stops_is_not_waited_for() {
+    fn silent_peer_times_out() {
         let [ours, theirs] = pair();
         ours.set_stall_timeout(SHORT).unwrap();
         let mut peer = Conversation::new(ours);

@@ -1,4 +1,4 @@
-//! Connecting, by one deadline for all that it takes: a name is looked up, and its addresses are tried in turn.
+//! Connects to an address: looks its name up and tries its addresses in turn, all within one deadline.
 
 use std::{
     fmt, io,
@@ -20,15 +20,15 @@ use rustix::{
 
 use crate::{Address, Socket, SocketError, left, lock, wait_until};
 
-/// Connects to `address` within `timeout`; the same time is the connection's stall timeout.
+/// Connects to `address` within `timeout`, which is also the connection's stall timeout.
 ///
 /// # Errors
-/// When there is no listener, or no answer comes in time: a unix socket's listener answers when its queue is not full.
+/// When there is no listener, or no answer in time. The listener of a unix socket answers unless its queue is full.
 pub fn dial(address: &Address, timeout: Duration) -> Result<Socket, SocketError> {
     Destination::new(address.clone()).dial(None, timeout)
 }
 
-/// An address that is dialled again and again. Its name is looked up once.
+/// An address to dial repeatedly. Its name is looked up once.
 #[derive(Debug)]
 pub(crate) struct Destination {
     address: Address,
@@ -42,7 +42,7 @@ impl Destination {
         })
     }
 
-    /// One whose name `resolve` looks up.
+    /// A destination whose name is looked up by `resolve`.
     pub(crate) fn by(
         address: Address,
         resolve: impl Fn(&str, u16) -> io::Result<Vec<SocketAddr>> + Send + Sync + 'static,
@@ -108,8 +108,8 @@ enum State {
 }
 
 impl Lookup {
-    /// What is known, or becomes known by `deadline`. The system's resolver cannot be interrupted, so that a thread of its own
-    /// waits for it: one, whoever asks meanwhile. A failure is told once; then the name is looked up again.
+    /// The addresses, once they are known. The system's resolver cannot be interrupted, so one thread waits for it on behalf of all
+    /// callers. A failure is reported once; the next call looks the name up again.
     fn addresses(
         this: &Arc<Self>,
         host: &str,
@@ -156,7 +156,7 @@ impl Lookup {
         self.changed.notify_all();
     }
 
-    /// The address that has answered is the first to be tried from now on.
+    /// Makes `address`, which has answered, the first to be tried.
     fn prefer(&self, address: SocketAddr) {
         if let State::Known(addresses) = &mut *lock(&self.state) {
             addresses.sort_by_key(|it| *it != address);
@@ -170,8 +170,8 @@ impl fmt::Debug for Lookup {
     }
 }
 
-/// Tries `addresses` until one answers. Each may take its part of the time that is `left` for it and those behind it, so that one that
-/// says nothing leaves the others as much as itself.
+/// Tries `addresses` until one answers. The time `left` is divided equally among an address and those after it, so that a silent
+/// address leaves time for the others.
 fn in_turn<A: Copy, T>(
     addresses: &[A],
     mut left: impl FnMut() -> Duration,
@@ -185,7 +185,7 @@ fn in_turn<A: Copy, T>(
     for (address, part) in addresses.iter().zip(parts) {
         match attempt(*address, left() / part) {
             Ok(connected) => return Ok(connected),
-            // That nobody listens is only certain if every address says so.
+            // A timeout is kept: a refusal by another address does not show that there is no listener.
             Err(_) if failure.kind() == io::ErrorKind::TimedOut => {}
             Err(error) => failure = error,
         }
@@ -215,7 +215,7 @@ fn connect_tcp(to: SocketAddr, from: Option<IpAddr>, timeout: Duration) -> io::R
     Ok(socket)
 }
 
-/// Where the listener's queue is full, connecting waits for room, and for as long as a write may take.
+/// If the listener's queue is full, connect(2) waits for the socket's send timeout.
 fn connect_unix(path: &Path, timeout: Duration) -> io::Result<OwnedFd> {
     let socket = socket_with(
         AddressFamily::UNIX,
@@ -227,7 +227,7 @@ fn connect_unix(path: &Path, timeout: Duration) -> io::Result<OwnedFd> {
     let start = Instant::now();
     loop {
         let left = timeout.saturating_sub(start.elapsed());
-        // 0 would be for ever.
+        // 0 would mean no timeout.
         let left = left.max(Duration::from_millis(1));
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(left))?;
         match connect(&socket, &address) {
@@ -257,11 +257,11 @@ mod tests {
 
     use super::*;
 
-    /// Longer than anything may take on a machine that is very busy.
+    /// Longer than anything takes on a busy machine.
     const LIMIT: Duration = Duration::from_secs(60);
     const SHORT: Duration = Duration::from_millis(300);
 
-    /// What an address does: it answers after so many seconds, refuses after so many, or says nothing.
+    /// Behaviour of an address: it answers or refuses after some seconds, or stays silent.
     #[derive(Clone, Copy)]
     enum Host {
         Answers(u64),
@@ -269,11 +269,11 @@ mod tests {
         Silent,
     }
 
-    /// Which address answers and when, or what is said.
+    /// The address that answers and the time, or the error.
     type Reached = Result<(usize, u64), ErrorKind>;
 
     #[test]
-    fn the_time_is_divided_among_those_that_are_left() {
+    fn remaining_time_is_divided_among_remaining_addresses() {
         use Host::{Answers, Refuses, Silent};
         const TIME: u64 = 12;
         let cases: &[(&[Host], Reached)] = &[
@@ -285,7 +285,7 @@ mod tests {
             (&[Silent, Answers(7)], Err(ErrorKind::TimedOut)),
             (&[Silent, Silent, Answers(1)], Ok((2, 9))),
             (&[Silent, Silent, Silent, Answers(3)], Ok((3, 12))),
-            // What one does not need is the others'.
+            // Unused time is left for the others.
             (&[Refuses(0), Silent, Answers(6)], Ok((2, 12))),
             (&[Refuses(1), Refuses(1)], Err(ErrorKind::ConnectionRefused)),
             (&[Silent, Refuses(1)], Err(ErrorKind::TimedOut)),
@@ -318,7 +318,7 @@ mod tests {
         }
     }
 
-    /// A listener whose queue is full: connections to it get no answer.
+    /// A listener with a full queue: connections get no answer.
     fn dead() -> (TcpListener, Vec<OwnedFd>, SocketAddr) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         listen(&listener, 0).unwrap();
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_behind_one_that_is_dead_is_reached() {
+    fn address_after_a_dead_one_is_reached() {
         let (_listener, _queue, first) = dead();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let second = listener.local_addr().unwrap();
@@ -347,7 +347,7 @@ mod tests {
         });
         let deadline = Instant::now() + SHORT;
         destination.connect("somewhere", 1, None, deadline).unwrap();
-        // From now on it is the first, and can have all of the time.
+        // It is tried first from now on, and gets all of the time.
         let is_first = matches!(
             &*lock(&destination.lookup.state),
             State::Known(order) if *order == [second, first]
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_resolver_that_hangs_has_one_thread_and_is_waited_for_in_time() {
+    fn hanging_resolver_has_one_thread_and_a_deadline() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let (go_on, wait) = mpsc::channel::<()>();
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_was_not_found_is_looked_up_again() {
+    fn name_that_was_not_found_is_looked_up_again() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let lookups = AtomicUsize::new(0);
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn who_dials_from_an_address_reaches_those_of_its_family() {
+    fn source_address_limits_the_family() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let destination = Destination::by(name(), move |_, port| {

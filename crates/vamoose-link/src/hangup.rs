@@ -1,4 +1,4 @@
-//! One switch that ends everything that blocks in one migration.
+//! Ends all blocking calls of a migration at once.
 
 use std::{
     io,
@@ -13,15 +13,15 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::{Pacer, Stream, lock};
 
-/// Shuts every socket of a migration down at once and wakes the threads that poll [`Hangup::as_fd`].
+/// Shuts down all streams of a migration, and wakes the threads that poll [`Hangup::as_fd`].
 ///
-/// A broken migration must end on all its connections: a QEMU that keeps one open waits forever.
+/// A failed migration must end on all its connections: a QEMU with one still open would wait forever.
 ///
 /// ```
 /// # fn main() -> std::io::Result<()> {
 /// let hangup = vamoose_link::Hangup::new()?;
 /// std::thread::scope(|scope| {
-///     let _guard = hangup.guard(); // However this closure is left, its threads come to an end.
+///     let _guard = hangup.guard(); // Ends the threads, however this closure is left.
 ///     // scope.spawn(...)
 /// });
 /// assert!(hangup.is_hung_up());
@@ -36,7 +36,7 @@ pub struct Hangup {
 }
 
 impl Hangup {
-    /// A switch without sockets.
+    /// A switch without streams.
     ///
     /// # Errors
     /// When the system is out of file descriptors.
@@ -49,29 +49,29 @@ impl Hangup {
         })
     }
 
-    /// Closes the migration's pacer too, which threads may wait for. Once, before they do.
+    /// Makes the switch close the migration's pacer too, so that no thread waits for it. Call once, before threads use it.
     pub fn set_pacer(&self, pacer: Arc<Pacer>) {
         let _ = self.pacer.set(pacer);
     }
 
-    /// Adds a socket, which is shut down at once if the switch has been thrown already.
+    /// Adds a stream, which is shut down immediately if the switch has been thrown already.
     pub fn register(&self, stream: &Arc<Stream>) {
         let mut streams = lock(&self.streams);
         streams.retain(|known| known.strong_count() > 0);
         streams.push(Arc::downgrade(stream));
-        // Under the lock, so that a socket is either seen by `hang_up` or sees the flag.
+        // Under the lock: either `hang_up` sees the stream, or this call sees the flag.
         if self.is_hung_up() {
             stream.shut_down();
         }
     }
 
-    /// Leaves `stream` out from now on: its owner ends it.
+    /// Removes `stream`: its owner ends it.
     pub fn spare(&self, stream: &Arc<Stream>) {
         let spared = Arc::downgrade(stream);
         lock(&self.streams).retain(|known| !known.ptr_eq(&spared));
     }
 
-    /// Throws the switch. More than once is as good as once.
+    /// Throws the switch. Further calls have no effect.
     pub fn hang_up(&self) {
         let streams = lock(&self.streams);
         self.hung_up.store(true, Ordering::Release);
@@ -81,7 +81,7 @@ impl Hangup {
         if let Some(pacer) = self.pacer.get() {
             pacer.close();
         }
-        // Can only fail when the counter is full, and then all are awake.
+        // Fails only if the counter is full; then all threads are awake.
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
 
@@ -97,7 +97,7 @@ impl Hangup {
 }
 
 impl AsFd for Hangup {
-    /// Readable from the moment on that the switch is thrown.
+    /// Readable once the switch has been thrown.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }

@@ -1,7 +1,7 @@
-//! Who is at the other end of a connection, where that is a process on this host.
+//! Identifies the user at the other end of a connection from this host.
 //!
-//! That an address is a loopback address, or a path, does not make its peers trustworthy: every local user
-//! can connect, and so can a guest behind QEMU's user-mode network.
+//! Peers on a loopback address or a unix socket are not trustworthy by themselves: every local user can connect, and so can a
+//! guest behind QEMU's user-mode network.
 
 mod owner;
 
@@ -24,15 +24,14 @@ pub enum Peer {
     Uid(u32),
     /// Another host.
     Remote,
-    /// A process on this host that nothing is known about: it may have closed the connection already, or be in
-    /// another network namespace.
+    /// An unknown process on this host: it may have closed the connection already, or be in another network namespace.
     Unknown,
 }
 
-/// The process that opened `stream`, which has been accepted.
+/// The peer that opened the accepted connection `stream`.
 ///
 /// # Errors
-/// When the kernel does not tell.
+/// When the kernel does not report it.
 pub fn peer_of(stream: &Socket) -> io::Result<Peer> {
     let stream = match stream {
         Socket::Unix(stream) => {
@@ -42,17 +41,16 @@ pub fn peer_of(stream: &Socket) -> io::Result<Peer> {
         Socket::Tcp(stream) => stream,
     };
     let Ok(ends) = Ends::of(stream) else {
-        // One that has gone again has no peer any more.
+        // The connection has been reset already.
         return Ok(Peer::Unknown);
     };
     ends.judge(ends.peer())
 }
 
-/// Which users on this host may connect. Other hosts are not judged here: that is for the address to decide on which
-/// one listens.
+/// Users of this host that may connect. Other hosts are always allowed: the address of the listener decides which hosts reach it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peers {
-    /// All, if `None`.
+    /// `None` allows all users.
     uids: Option<BTreeSet<u32>>,
 }
 
@@ -80,14 +78,14 @@ impl Peers {
         }
     }
 
-    /// Users to whom a socket's file must be opened besides root and our own.
+    /// The allowed users except root and the user of this process.
     pub(crate) fn others(&self) -> Vec<u32> {
         let own = geteuid().as_raw();
         let uids = self.uids.iter().flatten().copied();
         uids.filter(|uid| *uid != ROOT && *uid != own).collect()
     }
 
-    /// Whether anything about a peer could matter.
+    /// Whether all users are allowed.
     pub(crate) fn is_anyone(&self) -> bool {
         self.uids.is_none()
     }
@@ -95,7 +93,7 @@ impl Peers {
 
 const ROOT: u32 = 0;
 
-/// The inode of the other end's socket, if that is a TCP socket on this host: what /proc/PID/fd names it by.
+/// The inode of the peer's socket, as in /proc/PID/fd, if it is a TCP socket on this host.
 ///
 /// # Errors
 /// As [`peer_of`].
@@ -109,7 +107,7 @@ pub fn peer_inode(stream: &Socket) -> io::Result<Option<u32>> {
     }
 }
 
-/// Whether the other end is on this host, and all that it has sent so far has come, although it may not have been read yet.
+/// Whether the peer is on this host and all bytes it has sent have arrived, even if they have not been read.
 ///
 /// # Errors
 /// As [`peer_of`].
@@ -137,12 +135,13 @@ impl Ends {
         })
     }
 
-    /// Who has the other end open, if that is a process on this host.
+    /// Owner of the other end, if it is a process on this host.
     fn peer(&self) -> io::Result<Option<Owner>> {
         owner(self.far, self.near)
     }
 
-    /// Who that is. Connections of other hosts are taken although the kernel does not tell: no process here has their address.
+    /// The peer, by the owner of the other end. If the kernel does not report owners, an address that no process here can have is
+    /// another host's.
     fn judge(&self, owner: io::Result<Option<Owner>>) -> io::Result<Peer> {
         match owner {
             Ok(Some(owner)) => Ok(Peer::Uid(owner.uid)),
@@ -152,21 +151,21 @@ impl Ends {
         }
     }
 
-    /// Whether no other host can have them.
+    /// Whether both addresses can only be on this host.
     fn are_on_this_host(&self) -> bool {
         let (near, far) = (self.near.ip(), self.far.ip());
         near.is_loopback() || far.is_loopback() || near == far
     }
 }
 
-/// Whether a process of this host can have this address. Where net.ipv4.ip_nonlocal_bind is set, it can have any.
+/// Whether a process of this host can have this address: any address if net.ipv4.ip_nonlocal_bind is set.
 fn is_of_this_host(mut address: SocketAddr) -> bool {
     address.set_port(0);
     let bound = UdpSocket::bind(address);
     !bound.is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable)
 }
 
-/// As the kernel knows a connection over IPv4, whichever family its sockets are of (::ffff:127.0.0.1).
+/// Converts ::ffff:127.0.0.1 to 127.0.0.1, as the kernel lists connections over IPv4.
 fn canonical(address: SocketAddr) -> SocketAddr {
     match address.ip().to_canonical() {
         ip if ip == address.ip() => address,
@@ -186,7 +185,7 @@ mod tests {
 
     use super::*;
 
-    /// Who the listener on `listen` takes the peer for that dials `dial`.
+    /// The peer that dials `dial`, as the listener on `listen` sees it.
     fn peer(listen: &str, dial: &str) -> Peer {
         let listener = TcpListener::bind((listen, 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -196,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_on_this_host_is_known_by_its_uid() {
+    fn local_peer_is_identified_by_uid() {
         let own = Peer::Uid(geteuid().as_raw());
         assert_eq!(peer("127.0.0.1", "127.0.0.1"), own);
         let folder = tempfile::tempdir().unwrap();
@@ -207,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peers_socket_is_known_by_its_inode() {
+    fn socket_of_local_peer_is_identified_by_inode() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (far, _) = listener.accept().unwrap();
@@ -219,24 +218,24 @@ mod tests {
     }
 
     #[test]
-    fn what_has_come_is_told_from_what_is_under_way() {
+    fn bytes_in_flight_have_not_come() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let far = Socket::Tcp(listener.accept().unwrap().0);
         assert!(all_has_come(&far).unwrap());
-        // More than the far end takes without being read.
+        // More than the far end buffers.
         near.set_nonblocking(true).unwrap();
         while near.write(&[0; 1 << 20]).is_ok() {}
         assert!(!all_has_come(&far).unwrap());
         drop(near);
-        // Nobody is there any more.
+        // The peer has closed.
         assert!(!all_has_come(&far).unwrap());
         let far = Socket::Unix(UnixStream::pair().unwrap().0);
         assert!(all_has_come(&far).unwrap());
     }
 
     #[test]
-    fn a_peer_of_either_family_is_known() {
+    fn local_peer_of_either_family_is_identified() {
         // Some machines have no IPv6.
         if TcpListener::bind("[::1]:0").is_err() {
             return;
@@ -249,9 +248,9 @@ mod tests {
         assert_eq!(peer("::", "::ffff:127.0.0.1"), own);
     }
 
-    /// Whatever address of this host it has chosen for itself.
+    /// Whichever address of this host it uses.
     #[test]
-    fn a_peer_on_this_host_cannot_pass_for_another_host() {
+    fn local_peer_is_never_taken_for_another_host() {
         let Some(other) = own_address() else {
             return lab::skipped("this machine has no address but loopback").unwrap();
         };
@@ -265,7 +264,7 @@ mod tests {
         assert_eq!(peer_of(&Socket::Tcp(far)).unwrap(), own);
     }
 
-    /// An address of this machine at which others reach it.
+    /// An address of this machine that other hosts can reach.
     fn own_address() -> Option<IpAddr> {
         // Nothing is sent.
         let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
@@ -273,9 +272,9 @@ mod tests {
         Some(socket.local_addr().unwrap().ip())
     }
 
-    /// Other hosts still reach this one, and its own users do not pass for them.
+    /// Other hosts are still accepted, and local users are not taken for them.
     #[test]
-    fn where_the_kernel_does_not_tell_only_other_hosts_are_known() {
+    fn kernel_without_owners_leaves_only_other_hosts() {
         let port = |ip: IpAddr| SocketAddr::new(ip, 4440);
         let parsed = |text: &str| text.parse::<IpAddr>().unwrap();
         let own = own_address();
@@ -299,9 +298,9 @@ mod tests {
         }
     }
 
-    /// The system lists it as root's.
+    /// The kernel lists its socket as root's.
     #[test]
-    fn a_peer_that_has_closed_is_not_taken_for_root() {
+    fn closed_peer_is_not_taken_for_root() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         drop(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
         let (far, _) = listener.accept().unwrap();
@@ -309,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn only_those_who_are_named_may_connect() {
+    fn only_named_users_may_connect() {
         let own = geteuid().as_raw();
         let stranger = Peer::Uid(own.wrapping_add(4711));
         let peers = Peers::own_and([]);

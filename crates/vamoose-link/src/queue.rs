@@ -1,4 +1,4 @@
-//! A queue between threads whose reader polls other things, too.
+//! A queue between threads whose reader can poll it.
 
 use std::{
     collections::VecDeque,
@@ -11,7 +11,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::lock;
 
-/// Items for a thread that polls: the file descriptor is readable while there is one.
+/// A queue whose file descriptor is readable while it has items.
 #[derive(Debug)]
 pub struct PollQueue<T> {
     waiting: Mutex<VecDeque<T>>,
@@ -34,8 +34,8 @@ impl<T> PollQueue<T> {
     pub fn push(&self, item: T) {
         let mut waiting = lock(&self.waiting);
         waiting.push_back(item);
-        // Under the lock: an event that is written after its item was taken would wake the reader for nothing. It fails only when the
-        // counter is full, and then it is readable anyway.
+        // Under the lock: an event written after its item was taken would wake the reader for nothing. The write fails only if the
+        // counter is full; then the descriptor is readable anyway.
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
 
@@ -44,7 +44,7 @@ impl<T> PollQueue<T> {
         let mut waiting = lock(&self.waiting);
         let item = waiting.pop_front();
         if waiting.is_empty() {
-            // Resets the counter, so that polling waits again. Nothing to read is just as well.
+            // Resets the counter, so that poll waits again. Fails only if the counter is zero already.
             let _ = rustix::io::read(&self.event, &mut [0u8; 8]);
         }
         item
@@ -71,7 +71,7 @@ mod tests {
     use crate::wait_for;
 
     #[test]
-    fn queue_whose_items_are_taken_is_not_readable() {
+    fn empty_queue_is_not_readable() {
         const ITEMS: usize = 1_000;
         let queue = PollQueue::new().unwrap();
         let (pushed, taken) = (AtomicUsize::new(0), AtomicUsize::new(0));
@@ -87,7 +87,7 @@ mod tests {
             });
             let mut readable = 0;
             for item in 1..=ITEMS {
-                // Taken as soon as it is there, which may be before the call that pushes it returns.
+                // May take the item before the call that pushes it returns.
                 while queue.pop().is_none() {}
                 while pushed.load(SeqCst) < item {
                     thread::yield_now();

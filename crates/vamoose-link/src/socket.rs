@@ -1,4 +1,4 @@
-//! Sockets as a migration needs them: unix or TCP, with a stall timeout, shut down from outside.
+//! Unix and TCP sockets with a stall timeout, which another thread can shut down.
 
 use std::{
     fs,
@@ -52,9 +52,9 @@ pub enum Socket {
 #[error("cannot {action} {address}")]
 pub struct SocketError {
     action: &'static str,
-    /// Where.
+    /// The address.
     pub address: Address,
-    /// Why not.
+    /// The system's error.
     pub source: io::Error,
 }
 
@@ -83,8 +83,8 @@ impl SocketError {
 }
 
 impl Socket {
-    /// Whether the peer's process has read everything that was written; `None` where that cannot be seen: not over a unix
-    /// socket. True also when it has closed the connection.
+    /// Whether the peer's process has read everything that was written, or has closed the connection; `None` for TCP, which does
+    /// not tell.
     pub(crate) fn is_read(&self) -> Option<bool> {
         match self {
             Self::Tcp(_) => None,
@@ -92,7 +92,7 @@ impl Socket {
         }
     }
 
-    /// From a byte's departure to its acknowledgement, where that is known.
+    /// Round-trip time of a TCP connection, if known.
     pub(crate) fn round_trip(&self) -> Option<Duration> {
         match self {
             Self::Tcp(stream) => {
@@ -110,8 +110,8 @@ impl Socket {
         }
     }
 
-    /// The process at the other end of a unix socket: the one that called `connect` or `listen`. `None` where that is not
-    /// known, or is in another pid namespace.
+    /// The process at the other end of a unix socket: the one that called `connect` or `listen`. `None` if it is unknown or in
+    /// another pid namespace.
     pub fn peer_pid(&self) -> Option<u32> {
         match self {
             Self::Tcp(_) => None,
@@ -132,15 +132,15 @@ impl Socket {
         self.shut(net::Shutdown::Write);
     }
 
-    /// Ends the direction from the peer, where that can be done without telling it: else nothing happens.
+    /// Ends the direction from the peer without its notice. Does nothing for a unix socket, where the peer would notice.
     pub(crate) fn stop_reading(&self) {
         if let Self::Tcp(_) = self {
             self.shut(net::Shutdown::Read);
         }
     }
 
-    /// Ends the direction to the peer, and waits until the peer has closed the connection, or until `deadline`: closing a socket with
-    /// unread bytes would destroy what was written last.
+    /// Ends the direction to the peer, and waits until the peer has closed the connection, or until `deadline`. Closing a socket
+    /// with unread bytes would discard the bytes written last.
     pub(crate) fn linger(&self, deadline: Instant) {
         self.finish();
         let mut unread = [0; 4096];
@@ -164,8 +164,8 @@ impl Socket {
         Ok(read)
     }
 
-    /// Reads what has come, at least a byte, or none when the peer has closed the connection. `None` when nothing has
-    /// come by `deadline`.
+    /// Reads available bytes: at least one, or 0 if the peer has closed the connection. `None` if nothing arrives by
+    /// `deadline`.
     ///
     /// # Errors
     /// The system's.
@@ -175,7 +175,6 @@ impl Socket {
         deadline: Option<Instant>,
     ) -> io::Result<Option<usize>> {
         loop {
-            // Until something can be read, or the connection has ended.
             if !wait_until(&mut [PollFd::new(self, PollFlags::IN)], deadline)? {
                 return Ok(None);
             }
@@ -186,7 +185,7 @@ impl Socket {
         }
     }
 
-    /// Writes `head` and then `tail`, in one system call where the socket takes it.
+    /// Writes `head` and then `tail`, in one system call if the socket takes all of it.
     ///
     /// # Errors
     /// The system's; see [`is_stall`] for a peer that took nothing for the stall timeout.
@@ -198,8 +197,8 @@ impl Socket {
         })
     }
 
-    /// Writes `header` and then `pages`, straight from guest memory, in one system call where the socket
-    /// takes it. The guest may keep writing them: what arrives is then a mixture of old and new.
+    /// Writes `header` and then `pages`, straight from guest memory, in one system call if the socket takes all of it. If the
+    /// guest writes meanwhile, the peer receives a mixture of old and new bytes.
     ///
     /// # Errors
     /// As [`Socket::write_both`].
@@ -231,7 +230,7 @@ impl Socket {
         Ok(wanted - left.bytes())
     }
 
-    /// Writes all of `slices`. `stalled` is asked, with the number of bytes taken, whenever the kernel has not taken everything
+    /// Writes all of `slices`. `stalled` is called with the number of bytes taken whenever the kernel has not taken everything
     /// within the stall timeout; its error ends the write.
     pub(crate) fn write_all(
         &self,
@@ -256,8 +255,8 @@ impl Socket {
         Ok(())
     }
 
-    /// Lets reads and writes come back after `patience` without progress. A connection of a session is judged by what
-    /// comes on it, not by what its kernel acknowledges: a peer may be alive and not reading.
+    /// Lets reads and writes return after `patience` without progress. A session judges a connection by the bytes it receives,
+    /// not by TCP acknowledgements: a live peer may have stopped reading.
     pub(crate) fn set_patience(&self, patience: Duration) -> io::Result<()> {
         self.set_stall_timeout(patience)?;
         if let Self::Tcp(stream) = self {
@@ -266,7 +265,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Sets the stall timeout: how long a read or write waits for progress of the peer.
+    /// Sets the stall timeout: how long a read or write waits for the peer.
     ///
     /// # Errors
     /// When `timeout` is zero.
@@ -274,7 +273,7 @@ impl Socket {
         sockopt::set_socket_timeout(self, sockopt::Timeout::Recv, Some(timeout))?;
         sockopt::set_socket_timeout(self, sockopt::Timeout::Send, Some(timeout))?;
         if let Self::Tcp(stream) = self {
-            // Bytes that the peer's kernel never acknowledges end the connection too.
+            // Unacknowledged bytes end the connection after the same time.
             let millis = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
             sockopt::set_tcp_user_timeout(stream, millis)?;
         }
@@ -288,14 +287,14 @@ impl Socket {
     }
 
     fn shut(&self, how: net::Shutdown) {
-        // Fails only when the peer has gone already, and then there is nothing left to end.
+        // Fails only if the peer has closed the connection already.
         let _ = match self {
             Self::Tcp(stream) => stream.shutdown(how),
             Self::Unix(stream) => stream.shutdown(how),
         };
     }
 
-    /// Sets a new connection up.
+    /// Configures a new connection.
     pub(crate) fn made_ready(self, timeout: Duration) -> io::Result<Self> {
         match &self {
             Self::Tcp(stream) => {
@@ -322,7 +321,7 @@ impl Read for &Socket {
     }
 }
 
-/// A peer that is gone is an error and no SIGPIPE, which would kill a process that has not chosen otherwise: a VMM.
+/// Writing to a closed connection is an error without SIGPIPE, which would kill a VMM that does not ignore it.
 impl Write for &Socket {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         Ok(send(*self, buffer, SendFlags::NOSIGNAL)?)
@@ -347,8 +346,8 @@ impl AsFd for Socket {
     }
 }
 
-/// Whether `error` of a read or write means that the peer neither sent nor took a byte for the stall
-/// timeout: by its process (`WouldBlock`), or by its host (`TimedOut`).
+/// Whether `error` of a read or write means that the peer made no progress for the stall timeout: its process (`WouldBlock`) or
+/// its host (`TimedOut`).
 pub fn is_stall(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -389,19 +388,19 @@ enum Kind {
 }
 
 impl Listener {
-    /// Listens on `address`, for any peer. A unix socket left behind by a process that is gone is replaced;
-    /// one in use is not, and is not disturbed either. Connections get `stall_timeout`.
+    /// Listens on `address` for any peer. The file of a unix socket that is no longer in use is replaced. Accepted connections
+    /// have `stall_timeout`.
     ///
-    /// A unix socket's file is for our own user and root.
+    /// Only root and the user of this process can connect to a unix socket.
     ///
     /// # Errors
-    /// When the address is taken or not this host's.
+    /// When the address is in use, or is not an address of this host.
     pub fn bind(address: &Address, stall_timeout: Duration) -> Result<Self, SocketError> {
         Self::bind_for(address, stall_timeout, Peers::anyone())
     }
 
-    /// As [`Listener::bind`], for `peers` only: other users of this host are turned away. A unix socket's
-    /// file is opened to them: made theirs, where we are root and there is one of them, else open to all users.
+    /// As [`Listener::bind`], but rejects users of this host that are not in `peers`. If this process is root and `peers` has one
+    /// other user, the file of a unix socket is given to that user; if there are more, the file is open to all users.
     ///
     /// # Errors
     /// As [`Listener::bind`].
@@ -425,11 +424,11 @@ impl Listener {
         })
     }
 
-    /// Listens on a TCP socket that whoever started this process has passed to it, for `peers` only. The descriptor itself
-    /// stays open, so that the socket does when the listener is dropped.
+    /// Listens for `peers` on a TCP socket passed by the parent process. The passed descriptor stays open when the listener is
+    /// dropped.
     ///
     /// # Errors
-    /// When the number is not that of a listening TCP socket.
+    /// When `number` is not a listening TCP socket.
     pub fn passed(number: RawFd, stall_timeout: Duration, peers: Peers) -> io::Result<Self> {
         let socket = memory::passed(number)?;
         if !sockopt::socket_acceptconn(&socket)? {
@@ -450,13 +449,12 @@ impl Listener {
         })
     }
 
-    /// Where this listens, with the port that the system chose.
+    /// Address of the listener, with the port that the system chose.
     pub fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Takes a connection that is waiting; `None` when there is none. Poll the listener's file
-    /// descriptor to wait for one.
+    /// Accepts a waiting connection, if there is one. Poll the listener's file descriptor to wait for connections.
     ///
     /// # Errors
     /// The system's, for example when out of file descriptors ([`SocketError::is_exhaustion`]).
@@ -496,7 +494,7 @@ impl Listener {
         match peer_of(stream) {
             Ok(peer) if self.peers.allow(peer) => return true,
             Ok(Peer::Uid(uid)) => warn!("turning away user {uid} on {address}"),
-            // Mostly one that has been closed already.
+            // Usually a connection that has been closed already.
             Ok(peer) => debug!("turning away a connection on {address}: {peer:?}"),
             Err(error) if is_time_to_warn() => {
                 warn!("turning away a connection on {address}: cannot tell whose it is: {error}");
@@ -507,7 +505,7 @@ impl Listener {
     }
 }
 
-/// Whether nothing has been said for a while of a kernel that does not tell whose connections are.
+/// Whether the last warning about a kernel that does not report connection owners is a while ago.
 fn is_time_to_warn() -> bool {
     const PAUSE: Duration = Duration::from_secs(60);
     static LAST: Mutex<Option<Instant>> = Mutex::new(None);
@@ -519,8 +517,7 @@ fn is_time_to_warn() -> bool {
     is_time
 }
 
-/// Whether accepting failed for the connection that was waiting, and others may follow. Network errors of a connection
-/// that has failed since are reported here, see accept(2).
+/// Whether accept(2) reports an error of the waiting connection rather than of the listener, so that others may follow.
 fn is_of_connection(error: &io::Error) -> bool {
     matches!(
         Errno::from_io_error(error),
@@ -550,7 +547,7 @@ impl AsFd for Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         if let Kind::Unix(_, path) = &self.kind {
-            // It may have been removed already.
+            // The file may have been removed already.
             let _ = fs::remove_file(path);
         }
     }
@@ -559,7 +556,7 @@ impl Drop for Listener {
 fn listen_tcp(host: &str, port: u16) -> io::Result<(Kind, Address)> {
     let host = if host.is_empty() { "::" } else { host };
     let listener = TcpListener::bind((host, port))?;
-    // The standard library has a queue of 128: behind a burst of others, clients would wait for seconds to be let in.
+    // The standard library's queue of 128 is too short: clients behind a burst would wait for seconds.
     listen(&listener, BACKLOG)?;
     listener.set_nonblocking(true)?;
     let address = Address::Tcp {
@@ -572,7 +569,7 @@ fn listen_tcp(host: &str, port: u16) -> io::Result<(Kind, Address)> {
 fn listen_unix(path: &Path, peers: &Peers) -> io::Result<UnixListener> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    // Of the file that bind makes, so it is never there with another mode.
+    // Sets the mode of the file that bind creates, so that the file never has another mode.
     fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     let address = SocketAddrUnix::new(path)?;
     match bind(&socket, &address) {
@@ -593,10 +590,9 @@ fn listen_unix(path: &Path, peers: &Peers) -> io::Result<UnixListener> {
 /// More than the channels of a migration. The system's own limit comes on top.
 const BACKLOG: i32 = 4096;
 
-/// Whether `path` is a socket file that no process has bound any more.
+/// Whether `path` is a socket file that is not bound to a socket any more.
 ///
-/// A datagram socket probes it: a file without a socket behind it refuses, and a listener for streams does not notice.
-/// (It would take a stream for its first connection.)
+/// The probe is a datagram socket: the connection is refused if there is no socket, and a stream listener never notices it.
 fn is_stale(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
     if !fs::symlink_metadata(path)?.file_type().is_socket() {
         return Ok(false);
@@ -610,12 +606,12 @@ fn is_stale(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
     Ok(connect_to(&probe, address) == Err(Errno::CONNREFUSED))
 }
 
-/// Lets these users connect to our new socket at `path`, beside our own and root.
+/// Allows `uids` to connect to the new socket at `path`.
 fn open_to(path: &Path, uids: &[u32]) -> io::Result<()> {
     if uids.is_empty() {
         return Ok(());
     }
-    // Who may write to the folder could have put something else there, which must not become theirs.
+    // A user with write access to the directory may have replaced the file: another file must not be given away.
     let file = open(
         path,
         OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC,
@@ -647,7 +643,7 @@ mod tests {
     use crate::wait_for;
 
     #[test]
-    fn a_socket_that_was_passed_is_listened_on() {
+    fn passed_socket_accepts_connections() {
         let made = TcpListener::bind("127.0.0.1:0").unwrap();
         let number = made.as_raw_fd();
         let listener = Listener::passed(number, Duration::from_secs(1), Peers::anyone()).unwrap();
@@ -667,7 +663,7 @@ mod tests {
         }
     }
 
-    /// The peer reads slowly, but reads: the caller is asked all the same, so that it can give a slow connection up.
+    /// `stalled` is also called when the peer reads slowly, so that a slow connection can be given up.
     #[test]
     fn slow_write_can_be_ended() {
         let (near, far) = UnixStream::pair().unwrap();
@@ -689,7 +685,7 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_of_connections_waits_in_the_queue() {
+    fn burst_of_connections_is_queued() {
         let address = Address::Tcp {
             host: "127.0.0.1".to_owned(),
             port: 0,
@@ -712,7 +708,7 @@ mod tests {
         let near = Socket::Tcp(near);
         let queued = || memory::queued(near.as_fd()).unwrap();
         assert_eq!(queued(), 0);
-        // Nothing is read, so both buffers fill.
+        // The peer does not read, so both buffers fill.
         let bytes = vec![7; 1 << 20];
         let mut written = 0;
         while let Ok(count) = (&near).write(&bytes) {
@@ -723,7 +719,7 @@ mod tests {
 
         let mut rest = vec![0; written];
         far.read_exact(&mut rest).unwrap();
-        // The last acknowledgement may be on its way.
+        // The last acknowledgement may still be in flight.
         while queued() != 0 {
             thread::yield_now();
         }

@@ -1,4 +1,4 @@
-//! A stream of bytes, whatever carries it: what readers and writers of packets and messages use.
+//! A stream of bytes over a connection or a session, for readers and writers of packets and messages.
 
 use std::{
     io::{self, IoSlice, Read, Write},
@@ -15,7 +15,7 @@ use crate::{Resumable, Session, Socket, StreamError};
 /// another writes and a third one ends the stream.
 #[derive(Debug)]
 pub enum Stream {
-    /// One connection: of a QEMU, or of a tool on this host.
+    /// One connection: of a QEMU, or of a program on this host.
     Socket(Socket),
     /// A stream of a session.
     Resumable(Resumable),
@@ -53,8 +53,8 @@ impl Stream {
         }
     }
 
-    /// Waits until the peer has all that was written, where the end of the stream here would lose it: in a session. False if
-    /// that takes too long.
+    /// In a session, waits until the peer has received all written bytes: ending the stream before would lose them. False after
+    /// `timeout`.
     pub fn drain(&self, timeout: Duration) -> bool {
         match self {
             Self::Socket(_) => true,
@@ -73,8 +73,7 @@ impl Stream {
         }
     }
 
-    /// Reads what has come, at least a byte, or none when the peer has ended the stream. `None` when nothing has come
-    /// by `deadline`.
+    /// Reads available bytes: at least one, or 0 if the peer has ended the stream. `None` if nothing arrives by `deadline`.
     ///
     /// # Errors
     /// The system's, or why the stream is lost.
@@ -127,7 +126,7 @@ impl Stream {
         }
     }
 
-    /// The checksum of pages that came with the bytes which were read last.
+    /// The checksum of pages that came with the bytes read last.
     pub(crate) fn pages_sum(&self) -> Option<u32> {
         match self {
             Self::Socket(_) => None,
@@ -135,7 +134,7 @@ impl Stream {
         }
     }
 
-    /// What carries the stream, for messages.
+    /// Name of the connection, for messages.
     pub(crate) fn carrier(&self) -> String {
         match self {
             Self::Socket(_) => "a connection".to_owned(),
@@ -143,8 +142,8 @@ impl Stream {
         }
     }
 
-    /// Writes `header` and then `pages`, straight from guest memory. The guest may keep writing them: what
-    /// arrives is then a mixture of old and new.
+    /// Writes `header` and then `pages`, straight from guest memory. If the guest writes meanwhile, the peer
+    /// receives a mixture of old and new bytes.
     ///
     /// # Errors
     /// As [`Stream::write_both`].
@@ -167,7 +166,7 @@ impl Stream {
         }
     }
 
-    /// Sets the stall timeout: how long a read or write waits for progress of the peer.
+    /// Sets the stall timeout: how long a read or write waits for the peer.
     ///
     /// # Errors
     /// When `timeout` is zero.
@@ -189,7 +188,7 @@ impl Stream {
         }
     }
 
-    /// The session that the stream is one of.
+    /// The session this stream belongs to.
     pub fn session(&self) -> Option<Session> {
         match self {
             Self::Socket(_) => None,

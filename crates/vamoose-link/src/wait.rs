@@ -20,7 +20,7 @@ use rustix::{
 /// The system's.
 pub fn wait_until(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
     loop {
-        // A time that the system cannot count is for ever.
+        // A time too long for the system means no deadline.
         let left = deadline.and_then(|deadline| Timespec::try_from(left(deadline)).ok());
         match poll(fds, left.as_ref()) {
             Ok(ready) => return Ok(ready > 0),
@@ -38,7 +38,7 @@ pub fn wait_for(fds: &mut [PollFd<'_>], timeout: Duration) -> io::Result<bool> {
     wait_until(fds, Some(Instant::now() + timeout))
 }
 
-/// The next message, unless it has not come by `deadline`.
+/// Waits for the next message until `deadline`.
 ///
 /// # Errors
 /// When the deadline has passed, or all senders are gone.
@@ -57,7 +57,7 @@ pub fn left(deadline: Instant) -> Duration {
     deadline.saturating_duration_since(Instant::now())
 }
 
-/// Locks `mutex`, also after a thread has panicked with it: what it protects is whole whenever it is locked.
+/// Locks `mutex`, even if a thread panicked while holding it: the protected data is consistent at all times.
 pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,5 +1,5 @@
-//! Who has a TCP connection open, by its addresses. The kernel finds it in its hash table (sock_diag(7)), so what that takes does not
-//! depend on how many connections there are.
+//! Finds the owner of a TCP connection by its addresses. The kernel looks the connection up in a hash table (sock_diag(7)), so the
+//! cost does not depend on the number of connections.
 
 use std::{
     io,
@@ -23,16 +23,16 @@ use rustix::{
     },
 };
 
-/// A socket, as the kernel has it.
+/// A socket, as the kernel reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Owner {
     pub(super) uid: u32,
     pub(super) inode: u32,
-    /// Bytes that it has sent and the other end has not acknowledged.
+    /// Sent bytes that the other end has not acknowledged.
     pub(super) under_way: u32,
 }
 
-/// Of the socket of this network namespace that is connected from `near` to `far`, if there is one.
+/// Owner of the socket in this network namespace that is connected from `near` to `far`, if there is one.
 pub(super) fn owner(near: SocketAddr, far: SocketAddr) -> io::Result<Option<Owner>> {
     let found = match ask(NLM_F_REQUEST, StateFlags::all(), id(near, far))? {
         NetlinkPayload::InnerMessage(SockDiagMessage::InetResponse(found)) => found.header,
@@ -42,8 +42,8 @@ pub(super) fn owner(near: SocketAddr, far: SocketAddr) -> io::Result<Option<Owne
         NetlinkPayload::Error(error) => return Err(error.to_io()),
         _ => return Err(io::Error::other("the kernel answers something else")),
     };
-    // Where nobody is connected, the kernel names who listens. A connection that its process has closed, or not accepted yet, is
-    // nobody's, and listed as root's.
+    // Without a connection, the kernel returns the listener. A connection that its process has closed, or not accepted yet, has no
+    // owner and is listed as root's.
     let is_owned = found.state == TCP_ESTABLISHED && found.inode != 0;
     Ok(is_owned.then_some(Owner {
         uid: found.uid,
@@ -52,13 +52,13 @@ pub(super) fn owner(near: SocketAddr, far: SocketAddr) -> io::Result<Option<Owne
     }))
 }
 
-/// A kernel without tcp_diag finds nothing either.
+/// Checks that the kernel has tcp_diag: without it, nothing is ever found.
 fn is_available() -> io::Result<()> {
     static IS_AVAILABLE: OnceLock<()> = OnceLock::new();
     if IS_AVAILABLE.get().is_some() {
         return Ok(());
     }
-    // All sockets in none of the states.
+    // Asks for sockets in no state: the answer is empty.
     let nothing = ask(
         NLM_F_REQUEST | NLM_F_DUMP,
         StateFlags::empty(),
@@ -69,7 +69,7 @@ fn is_available() -> io::Result<()> {
     Ok(())
 }
 
-/// A dump that fails may end with its error.
+/// Checks the end of a dump, which may be an error.
 fn judge_dump(answer: &NetlinkPayload<SockDiagMessage>) -> io::Result<()> {
     let error = match answer {
         NetlinkPayload::Error(error) => error.to_io(),

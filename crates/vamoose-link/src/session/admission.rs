@@ -74,7 +74,7 @@ pub(crate) struct Admitted<T> {
 }
 
 impl<T> Admission<T> {
-    /// So many places.
+    /// With `limit` places.
     pub(crate) fn new(limit: usize) -> Self {
         Self {
             limit,
@@ -146,7 +146,7 @@ impl<T> Admission<T> {
         }
     }
 
-    /// How much is kept: places, and networks.
+    /// Number of places and networks in memory.
     #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn kept(&self) -> (usize, usize) {
         (self.places.len(), self.networks.len())
@@ -232,14 +232,14 @@ mod tests {
 
     const LIMIT: usize = 6;
 
-    /// What a connection has sent is kept of it.
+    /// Keeps for each connection whether it has sent something.
     type Places = Admission<bool>;
 
     fn host(last: u8) -> Network {
         network(Some(IpAddr::from([192, 0, 2, last])))
     }
 
-    /// Connections from these hosts, in this order, and what each has sent: `-` nothing, `+` something, `!` a proof of who it is.
+    /// Connections from these hosts, in this order, by what each has sent: `-` nothing, `+` something, `!` proof of its identity.
     fn filled(hosts: &[(u8, char)], began: Instant) -> Places {
         let mut places = Places::new(LIMIT);
         for (number, (from, sent)) in (0..).zip(hosts) {
@@ -252,18 +252,18 @@ mod tests {
         places
     }
 
-    /// Which connection gives its place up.
+    /// The connection that is evicted.
     fn evicted_by(places: &mut Places, newcomer: u8, now: Instant) -> Option<u64> {
         let before: Vec<_> = places.places.keys().copied().collect();
         places.admit(host(newcomer), false, now, |sent| *sent)?;
         before.into_iter().find(|number| places.is_evicted(*number))
     }
 
-    /// A name, who is there, who comes, and who gives his place up.
+    /// A name, the connections, the newcomer, and the evicted connection.
     type Case = (&'static str, &'static [(u8, char)], u8, Option<u64>);
 
     #[test]
-    fn who_gives_his_place_up() {
+    fn evicted_connection_by_case() {
         let cases: &[Case] = &[
             (
                 "the oldest silent one",
@@ -333,9 +333,9 @@ mod tests {
         }
     }
 
-    /// Who comes, and who gives his place up: at once, and later.
+    /// The newcomer, and the connection evicted immediately and later.
     #[test]
-    fn who_has_just_come_may_be_about_to_speak() {
+    fn young_silent_connections_are_spared() {
         let two = [(2, '+'), (2, '+'), (2, '+'), (2, '+'), (2, '+'), (1, '-')];
         let three = [(1, '-'), (2, '+'), (2, '+'), (2, '+'), (3, '-'), (4, '-')];
         let own = [(1, '-'), (2, '-'), (3, '+'), (3, '+'), (3, '+'), (2, '+')];
@@ -370,9 +370,9 @@ mod tests {
         assert_ne!(of("127.0.0.1"), network(None));
     }
 
-    /// Whatever happens, in whatever order.
+    /// Random events in random order.
     #[test]
-    fn what_is_kept_is_bounded() {
+    fn memory_is_bounded() {
         let mut random = fastrand::Rng::with_seed(3);
         let mut places = Admission::new(LIMIT);
         let mut alive: Vec<u64> = Vec::new();

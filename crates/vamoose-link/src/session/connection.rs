@@ -1,4 +1,4 @@
-//! One connection of a session: a socket, in TLS or not, whose two directions are used by different threads.
+//! One connection of a session: a socket, with or without TLS, whose two directions are used by different threads.
 
 use std::{
     io::{self, IoSlice, Read as _},
@@ -29,29 +29,29 @@ use crate::{
     wait_for,
 };
 
-/// What both directions share.
+/// State shared by both directions.
 #[derive(Debug)]
 pub(crate) struct Connection {
     socket: Arc<Socket>,
-    /// Which of the client's paths it takes; 0 at the server.
+    /// Number of the client's path; 0 at the server.
     pub(crate) path: usize,
-    /// For messages: both addresses.
+    /// Name for messages.
     pub(crate) name: String,
     since: Instant,
-    /// When something came last and went last, in milliseconds from `since`.
+    /// Time of the last receive and the last send, in milliseconds from `since`.
     heard: AtomicU64,
     sent: AtomicU64,
-    /// A key has protected most of the records that it may.
+    /// A key has been used for most of its records.
     is_worn: AtomicBool,
 }
 
-/// A connection on which the session's handshake is under way.
+/// A connection in the session's handshake.
 pub(crate) struct NewConnection {
     socket: Arc<Socket>,
     tls: Option<(Sealer, Opener)>,
-    /// What the handshake is bound to.
+    /// Channel binding of the handshake.
     pub(crate) binding: Binding,
-    /// Who the peer is, where it has proved that.
+    /// The authenticated peer.
     pub(crate) peer: Option<String>,
     pub(crate) cipher: Option<&'static str>,
     deadline: Instant,
@@ -69,7 +69,7 @@ pub(crate) struct Sender {
 pub(crate) struct Receiver {
     connection: Arc<Connection>,
     opener: Option<Opener>,
-    /// Read already: a frame's header and what follows it come in one system call.
+    /// Bytes read ahead, so that a frame's header and the bytes after it take one system call.
     ahead: Box<[u8; AHEAD]>,
     from: usize,
     to: usize,
@@ -84,17 +84,17 @@ impl Connection {
         self.socket.shut_down();
     }
 
-    /// From a byte's departure to its acknowledgement.
+    /// Round-trip time of a TCP connection, if known.
     pub(crate) fn round_trip(&self) -> Option<Duration> {
         self.socket.round_trip()
     }
 
-    /// Ends the direction from the peer, without telling it.
+    /// Ends the direction from the peer without its notice.
     pub(crate) fn stop_reading(&self) {
         self.socket.stop_reading();
     }
 
-    /// What it has seen so far, as the stream's connection of this number.
+    /// State of the connection, for the stream that knows it as `connection`.
     pub(crate) fn seen(&self, connection: ConnectionId) -> Seen {
         let silent_for = self.passed_since(&self.heard);
         Seen {
@@ -136,7 +136,7 @@ impl Connection {
 }
 
 impl NewConnection {
-    /// A connection whose handshake has to be over by `deadline`; `secured` with TLS.
+    /// A connection whose handshake must end by `deadline`; `secured` with TLS.
     pub(crate) fn new(
         socket: impl Into<Arc<Socket>>,
         secured: Option<Secured>,
@@ -184,7 +184,7 @@ impl NewConnection {
             match read {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(read) => filled += read,
-                // The deadline decides.
+                // Only the deadline ends the wait.
                 Err(error) if is_transient(&error) => {}
                 Err(error) => return Err(error),
             }
@@ -220,7 +220,7 @@ impl NewConnection {
         Ok((receiver, sender))
     }
 
-    /// Lets no system call take longer than the handshake may.
+    /// Limits the next system call to the deadline.
     fn limit(&self) -> io::Result<()> {
         match left(self.deadline) {
             Duration::ZERO => Err(io::ErrorKind::TimedOut.into()),
@@ -234,8 +234,8 @@ impl Sender {
         &self.connection
     }
 
-    /// Sends one or two frames in as few system calls as it takes. `stalled` is asked each time that the kernel has not
-    /// taken everything for a while.
+    /// Sends one or two frames in as few system calls as possible. `stalled` is called each time the kernel has not taken
+    /// everything for a while.
     pub(crate) fn send(
         &mut self,
         transmit: &Transmit,
@@ -252,7 +252,7 @@ impl Sender {
         self.send_pieces(&pieces[..count * 2], stalled)
     }
 
-    /// Ends the direction to the peer, behind what has been sent.
+    /// Ends the direction to the peer after the sent bytes.
     pub(crate) fn finish(&mut self) -> io::Result<()> {
         let socket = &*self.connection.socket;
         if let Some(sealer) = &mut self.sealer {
@@ -262,7 +262,7 @@ impl Sender {
         Ok(())
     }
 
-    /// Lets the key protect fewer records than it may.
+    /// Lowers the key's limit of records.
     #[cfg(test)]
     pub(crate) fn limit_records(&mut self, max_records: u64) {
         if let Some(sealer) = &mut self.sealer {
@@ -304,14 +304,14 @@ impl Receiver {
         &self.connection
     }
 
-    /// Whether bytes come within `timeout`, as far as can be told without reading.
+    /// Whether there are bytes within `timeout`, without reading them.
     pub(crate) fn has_bytes(&self, timeout: Duration) -> bool {
         self.from < self.to
             || self.opener.as_ref().is_some_and(Opener::buffered)
             || self.connection.is_readable(timeout)
     }
 
-    /// Reads what has come, at least a byte; 0 when the peer has closed the connection.
+    /// Reads available bytes: at least one, or 0 if the peer has closed the connection.
     pub(crate) fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         if self.from == self.to && out.len() < AHEAD {
             self.to = read(&self.connection, self.opener.as_mut(), &mut self.ahead[..])?;
@@ -326,12 +326,12 @@ impl Receiver {
         Ok(len)
     }
 
-    /// Whether bytes can go from the kernel to a guest's memory, with nobody in between.
+    /// Whether the connection is without TLS, so that the kernel can write to guest memory.
     pub(crate) fn is_plain(&self) -> bool {
         self.opener.is_none()
     }
 
-    /// As [`Receiver::read`], into a guest's memory, of a plain connection.
+    /// As [`Receiver::read`], into guest memory, on a plain connection.
     pub(crate) fn read_memory(&mut self, left: &Left<'_>) -> io::Result<usize> {
         if self.from < self.to {
             let copied = left.fill(&self.ahead[self.from..self.to]);

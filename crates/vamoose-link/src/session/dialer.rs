@@ -79,7 +79,7 @@ pub enum DialError {
 }
 
 impl DialError {
-    /// Whether the peer's host is there, and nobody listens.
+    /// Whether the peer's host refused the connection: there is no listener.
     pub fn is_connection_refused(&self) -> bool {
         matches!(self, Self::Socket(error) if error.source.kind() == io::ErrorKind::ConnectionRefused)
     }
@@ -100,7 +100,7 @@ impl DialError {
         }
     }
 
-    /// Whether the peer closed the connection before it sent anything: its place may have gone to another connection.
+    /// Whether the peer closed the connection before sending anything: it may have been evicted for another connection.
     fn is_closed(&self) -> bool {
         let is_closed = |error: &io::Error| {
             matches!(
@@ -206,7 +206,7 @@ impl Paths {
         }
         if let Some(shunned) = lock(&self.shunned).get_mut(path) {
             let time = match *shunned {
-                // One failure, of several streams.
+                // The same failure, seen by another stream.
                 Some(before) if !before.is_over() => return,
                 // Failed again soon: a path that accepts connections and carries nothing must not stop streams often.
                 Some(before) if before.since.elapsed() < 3 * before.time => 2 * before.time,
@@ -273,7 +273,7 @@ pub(crate) fn begin(
             Err(error) => {
                 debug!("{}", chain(&error));
                 paths.failed(path);
-                // Nobody listens only if all paths say so.
+                // There is no listener only if all paths refuse.
                 may_pass |= error.is_timeout() || error.is_closed();
                 if matches!(last, DialError::NoPath) || last.is_connection_refused() {
                     last = error;
@@ -557,7 +557,7 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(60);
 
     #[test]
-    fn a_connection_that_is_closed_before_its_handshake_is_tried_again() {
+    fn connection_closed_before_its_handshake_is_tried_again() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let path = Path {
             to: format!("tcp:{}", listener.local_addr().unwrap())
@@ -575,9 +575,9 @@ mod tests {
         closing.join().unwrap();
     }
 
-    /// Where nothing answers, beside an address where a server does.
+    /// The name has a dead address and one with a server.
     #[test]
-    fn there_is_time_for_a_handshake_behind_an_address_that_is_dead() {
+    fn handshake_has_time_after_a_dead_address() {
         let config = SessionConfig::new(Security::Insecure);
         let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), LIMIT).unwrap();
         let Address::Tcp { port, .. } = *listener.address() else {

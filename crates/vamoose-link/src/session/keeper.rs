@@ -1,11 +1,11 @@
-//! Which path carries which stream, at the client: back to a path that has returned, and from slow paths to fast ones.
+//! Moves streams between paths, at the client: back to a path that works again, and from slow paths to fast ones.
 //!
 //! ```text
 //!  a path fails ──> its streams go on over the others (dialer) ──> it is tried again after a while ──> they come back
 //!  a stream would get more on another path ──> it moves there, and tries its own again after [`STAY`]
 //! ```
-//! A stream's own path is the one of its number, so that streams are spread evenly to begin with. How much a path delivers is
-//! known from what the peer acknowledges, for streams that are busy.
+//! A stream's own path follows from its number, so that streams are spread evenly at first. The throughput of a path is measured
+//! by the acknowledged bytes of busy streams.
 
 use std::{
     collections::HashMap,
@@ -17,7 +17,7 @@ use std::{
 use super::{Role, Shared, dialer};
 use crate::timeouts::{COMPARE, LOOK, STAY};
 
-/// Looks after the paths of a session until it is gone.
+/// Distributes the streams of a session until it ends.
 pub(super) fn keep(session: &Weak<Shared>) {
     let mut keeper = Keeper::new();
     loop {
@@ -53,30 +53,30 @@ pub(super) fn keep(session: &Weak<Shared>) {
     }
 }
 
-/// Where a stream is.
+/// Position of a stream.
 #[derive(Clone, Copy, Debug)]
 struct Carriage {
     stream: u32,
     path: usize,
-    /// Bytes that the peer has, of all times.
+    /// Bytes that the peer has acknowledged since the stream began.
     delivered: u64,
 }
 
 struct Keeper {
-    /// When the current interval began, and what the peer had of each stream then.
+    /// Start of the current interval, and the delivered bytes of each stream at that time.
     since: Option<Instant>,
     before: HashMap<u32, u64>,
-    /// Streams that are not on their own path because another one is faster, and since when.
+    /// Streams moved to a faster path, and the time of the move.
     moved: HashMap<u32, Instant>,
 }
 
-/// What a stream must have delivered in that time to be counted as busy.
+/// Bytes that a busy stream delivers in an interval.
 const BUSY: u64 = 1 << 20;
 
-/// By which factor a stream must get more on another path.
+/// Factor by which a stream must be faster on another path.
 const BETTER: f64 = 1.25;
 
-/// A path that gives a stream so much less than another loses its last one: a SYNC waits for the slowest stream.
+/// Factor by which another path must be faster to take a path's last stream: a SYNC waits for the slowest stream.
 const USELESS: f64 = 8.0;
 
 impl Keeper {
@@ -88,7 +88,7 @@ impl Keeper {
         }
     }
 
-    /// The stream that should be carried by another path, and which.
+    /// The stream to be moved, and its new path.
     fn next_move(
         &mut self,
         now: Instant,
@@ -103,7 +103,7 @@ impl Keeper {
             (is_away && usable.get(own) == Some(&true)).then_some((it.stream, own))
         });
         if returned.is_some() {
-            // What is counted over a move says nothing.
+            // Bytes counted across a move are meaningless.
             self.since = None;
             return returned;
         }
@@ -132,7 +132,7 @@ impl Keeper {
     }
 }
 
-/// The stream that would get the most more on another path, if any would get enough more.
+/// The stream that would gain the most on another path, if the gain is large enough.
 fn faster(gained: &[(Carriage, u64)], usable: &[bool]) -> Option<(u32, usize)> {
     let mut paths = vec![(0_u64, 0_u32); usable.len()];
     for (it, bytes) in gained {
@@ -140,7 +140,7 @@ fn faster(gained: &[(Carriage, u64)], usable: &[bool]) -> Option<(u32, usize)> {
         *sum += bytes;
         *streams += 1;
     }
-    // What a stream gets, and what one more would get.
+    // The share of each stream on a path.
     let busy = || (0..).zip(&paths).filter(|(_, (_, streams))| *streams > 0);
     #[allow(clippy::cast_precision_loss, reason = "rates")]
     let share = |sum: u64, streams: u32| sum as f64 / f64::from(streams);
@@ -160,7 +160,7 @@ fn faster(gained: &[(Carriage, u64)], usable: &[bool]) -> Option<(u32, usize)> {
     Some((moved.0.stream, to))
 }
 
-/// The path on which a stream begins, of so many.
+/// The path on which a stream begins.
 pub(super) fn own_path(stream: u32, paths: usize) -> usize {
     usize::try_from(stream).unwrap_or_default() % paths.max(1)
 }
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_leave_a_slow_path_until_it_has_what_it_can_carry() {
+    fn streams_leave_a_slow_path_until_shares_are_equal() {
         // 200 and 40: another one gets 66 on the first instead of 20.
         assert_eq!(
             moved(&[(0, 100), (1, 20), (0, 100), (1, 20)], &[true, true]),

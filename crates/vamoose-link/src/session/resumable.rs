@@ -1106,7 +1106,7 @@ mod tests {
 
     /// The peer's window is much smaller than this end's: it waits for no heartbeat.
     #[test]
-    fn writer_whose_window_is_small_gets_on() {
+    fn writer_with_a_small_window_makes_progress() {
         const LEN: usize = 8 << 20;
         let far = SessionConfig::new(Security::Insecure);
         let near = SessionConfig {

@@ -69,7 +69,7 @@ struct Server {
     addresses: Vec<Address>,
     config: SessionConfig,
     limits: Limits,
-    /// Of the next connections.
+    /// Certificates or keys for the next connections.
     security: Mutex<Security>,
     sessions: Mutex<HashMap<SessionId, Weak<Shared>>>,
     strangers: Mutex<Admission<Arc<Socket>>>,
@@ -92,7 +92,7 @@ const BURST: u32 = 128;
 /// Limit for the streams of a session.
 const STREAMS: u32 = 512;
 
-/// How many sessions there may be, and streams of all of them. [`has_share`] says how many of them one peer may have.
+/// Limits of sessions and of streams in all sessions. [`has_share`] limits the share of one peer.
 #[derive(Clone, Copy)]
 struct Limits {
     sessions: usize,
@@ -135,7 +135,7 @@ impl Sessions {
             end: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
                 .map_err(io::Error::from)?,
         });
-        // Better now than when the first client comes.
+        // Reports errors now rather than at the first connection.
         server.terms()?;
         let acceptor = thread::Builder::new().spawn({
             let server = server.clone();
@@ -210,7 +210,7 @@ impl AsFd for Sessions {
 
 impl Drop for Sessions {
     fn drop(&mut self) {
-        // Can only fail when the counter is full, and then it is awake.
+        // Fails only if the counter is full; then the thread is awake.
         let _ = rustix::io::write(&self.server.end, &1u64.to_ne_bytes());
         let _ = self.acceptor.take().map(JoinHandle::join);
     }
@@ -298,7 +298,7 @@ impl Server {
         let mut bytes = [0; HELLO_LEN];
         connection.read_exactly(&mut bytes)?;
         let hello = Hello::decode(&bytes)?;
-        // Given back at the end unless this connection begins a session.
+        // Returned at the end unless this connection begins a session.
         let share = self.config.page_caches.take(self.config.page_cache);
         let answer = Answer::to(&hello, nonce()?).with_page_cache(mebibytes(&share));
         connection.send(&answer.encode())?;
@@ -370,7 +370,7 @@ impl Server {
                 Err(Refusal::Ended)
             }
             (None, Intent::Open) => {
-                // Numbers go up, so that one which has ended is not opened again.
+                // Numbers increase, so that a stream that has ended is not opened again.
                 let next = session.next.load(Ordering::Relaxed);
                 if !(next..STREAMS).contains(&attach.stream) {
                     return Err(Refusal::Ended);
@@ -383,7 +383,7 @@ impl Server {
         }
     }
 
-    /// Adds a stream to `session` unless its peer has its share.
+    /// Adds a stream to `session` unless the peer has used its share.
     fn add(&self, session: &Arc<Shared>, number: u32) -> Result<Arc<ResumableStream>, Refusal> {
         let sessions = lock(&self.sessions);
         let (mut all, mut of_peer) = (0, 0);
@@ -427,7 +427,7 @@ impl Server {
             cipher,
             (Role::Server(share), None),
         );
-        // There is no thread for it.
+        // The system has no thread for the session.
         let session = session.map_err(|_| Refusal::Busy)?;
         sessions.insert(session.id(), Arc::downgrade(&session));
         Ok(session)
@@ -471,8 +471,8 @@ impl Server {
     }
 }
 
-/// Whether a peer with `of_peer` of `all` may have one more: at most as many as it leaves free. So no peer gets more than half, and
-/// something is always left for the next one.
+/// Whether a peer with `of_peer` of `all` may have one more: at most as many as are free. So no peer gets more than half, and some
+/// are always left for the next peer.
 fn has_share(of_peer: usize, all: usize, limit: usize) -> bool {
     of_peer < limit.saturating_sub(all)
 }
@@ -503,7 +503,7 @@ fn refuse(
     refusal: Refusal,
 ) -> TurnedAway {
     let outcome = Err(refusal);
-    // It may have gone already.
+    // The client may have gone already.
     let _ = connection.send(&Welcome { outcome }.encode(transcript, attach, None));
     info!("refused: {refusal}");
     TurnedAway::Refused(refusal)
@@ -512,7 +512,7 @@ fn refuse(
 /// Tells a client without TLS why it is refused, in case it is a Vamoose.
 fn refuse_plain(socket: &Socket) {
     let answer = Answer::refuse(Refusal::Insecure).encode();
-    // It may have gone, or be another program.
+    // The client may have gone, or be another program.
     if socket.set_patience(LINGER).is_ok() && socket.write_both(&answer, &[]).is_ok() {
         socket.linger(Instant::now() + LINGER);
     }
@@ -597,7 +597,7 @@ impl Pace {
     }
 }
 
-/// Why a connection was turned away.
+/// Why a connection was refused.
 #[derive(Debug, Error)]
 enum TurnedAway {
     #[error("it broke off")]
@@ -636,7 +636,7 @@ mod tests {
             (0, 0, 8, true),
             (3, 3, 8, true),
             (4, 4, 8, false),
-            // One that comes later.
+            // A peer that comes later.
             (0, 4, 8, true),
             (1, 5, 8, true),
             (2, 6, 8, false),
@@ -660,7 +660,7 @@ mod tests {
         };
         let config = SessionConfig {
             stall_timeout: LIMIT,
-            // Who is refused once is refused.
+            // A refusal is final.
             reconnect_timeout: Duration::ZERO,
             ..SessionConfig::new(Security::Insecure)
         };
@@ -693,12 +693,12 @@ mod tests {
             }
         );
         assert!(busy, "{error:?}");
-        // Others still have some, each.
+        // Streams are left for other peers.
         assert_eq!(opened(2).unwrap(), 2);
         assert_eq!(opened(3).unwrap(), 1);
     }
 
-    /// The client takes no answer on the connection that opens its stream, and opens it again on the next one.
+    /// The client receives no answer on the connection that opens its stream, and opens the stream again on the next one.
     #[test]
     fn stream_whose_first_connection_is_lost_in_the_handshake_is_introduced() {
         let directory = std::env::temp_dir();
@@ -778,7 +778,7 @@ mod tests {
         let to = listener.address().clone();
         let sessions = Sessions::new(vec![listener], config.clone()).unwrap();
         let (_session, stream) = Session::dial(vec![to.into()], config).unwrap();
-        // Nobody reads it, so that it is not acknowledged.
+        // The server's user does not read it, so it is not acknowledged.
         stream.write_both(b"here", &[]).unwrap();
         let there = sessions.next(LIMIT).unwrap();
         stream.write_both(b"more", &[]).unwrap();

@@ -1,4 +1,4 @@
-//! Doors to the receiving half of a stream and to the admission of strangers, for fuzz targets and benches alone.
+//! Access to the receiving half of a stream and to admission, for fuzz targets and benches only.
 
 use std::{
     io,
@@ -22,12 +22,12 @@ pub struct Receiving {
     state: StreamState,
 }
 
-/// What came.
+/// A received event.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Came {
-    /// So many bytes.
+    /// This many bytes.
     Bytes(usize),
-    /// A header: of a frame without bytes, or of one whose bytes are next.
+    /// A header, of a frame without bytes or before its bytes.
     Header,
     /// The stream's end.
     End,
@@ -35,11 +35,11 @@ pub enum Came {
     Abort,
 }
 
-/// Where bytes are wanted.
+/// Destination of received bytes.
 pub enum Wanted<'a, 'b> {
-    /// Here.
+    /// A buffer.
     Own(&'a mut [u8]),
-    /// In the guest's memory.
+    /// Guest memory.
     Guest(&'a [VolatileSlice<'b>]),
 }
 
@@ -56,7 +56,7 @@ impl Receiving {
         }
     }
 
-    /// Puts another connection in the place of the last. What it carries must end: nothing here notices silence.
+    /// Replaces the connection. The peer must close it: nothing here notices silence.
     ///
     /// # Errors
     /// The system's.
@@ -74,7 +74,7 @@ impl Receiving {
     /// Receives as a reader does.
     ///
     /// # Errors
-    /// Why nothing came, in words.
+    /// Why nothing was received, as text.
     pub fn receive(&mut self, wanted: Wanted<'_, '_>) -> Result<Came, String> {
         let mut left;
         let mut target = match wanted {
@@ -120,7 +120,7 @@ impl Receiving {
         self.state.is_closed()
     }
 
-    /// All before this offset has come, and what of it waits for a reader.
+    /// Offset up to which bytes were received, and the number of those that wait for a reader.
     pub fn received(&self) -> (u64, usize) {
         (self.state.received(), self.incoming.waiting().len())
     }
@@ -134,16 +134,16 @@ fn describe(failure: Failure) -> String {
     }
 }
 
-/// Who is in his handshake, without connections.
+/// Admission without connections.
 pub struct Strangers(Admission<bool>);
 
 impl Strangers {
-    /// Places for so many.
+    /// With `limit` places.
     pub fn new(limit: usize) -> Self {
         Self(Admission::new(limit))
     }
 
-    /// Whether a connection from this address gets in, which has sent something or not. Whose place it gets, leaves at once.
+    /// Whether a connection from this address is admitted. An evicted connection leaves immediately.
     pub fn admit(&mut self, from: IpAddr, has_sent: bool) -> bool {
         let now = Instant::now();
         let admitted = self
@@ -153,13 +153,13 @@ impl Strangers {
             return false;
         };
         if admitted.evicted.is_some() {
-            // Its number is not one of a place any more.
+            // The number of an evicted connection has no place any more.
             self.0.leave(u64::MAX);
         }
         true
     }
 
-    /// How much is kept: places, and networks.
+    /// Number of places and networks in memory.
     pub fn kept(&self) -> (usize, usize) {
         self.0.kept()
     }

@@ -73,7 +73,7 @@ impl Opener {
     ///
     /// # Errors
     /// `WouldBlock` when nothing came for the socket's receive timeout: the call may be repeated. `UnexpectedEof` when the
-    /// connection ended without a word, `InvalidData` when a record has been changed on its way, and the system's. No
+    /// connection ended without a close_notify, `InvalidData` when a record has been changed on its way, and the system's. No
     /// call succeeds after one of these.
     pub(crate) fn read(&mut self, socket: &Socket, out: &mut [u8]) -> io::Result<usize> {
         match self.state {
@@ -103,7 +103,7 @@ impl Opener {
             return Ok(0);
         }
         let mut read = self.hand_out(out);
-        // As many records as there are: a system call less.
+        // All complete records, to save system calls.
         while read < out.len() && self.state == State::Open {
             let Some(body) = self.next_record()? else {
                 if read > 0 {
@@ -126,7 +126,7 @@ impl Opener {
     }
 
     fn has_record(&self) -> bool {
-        // One that is refused is there, too.
+        // An invalid record counts, too.
         !matches!(self.peek(), Ok(None))
     }
 
@@ -149,7 +149,7 @@ impl Opener {
         Ok((body <= rest.len()).then_some(body))
     }
 
-    /// As [`Opener::peek`]; of its body, where it is.
+    /// The position of the next record's body, which counts as taken.
     fn next_record(&mut self) -> io::Result<Option<Range<usize>>> {
         let Some(len) = self.peek()? else {
             return Ok(None);
@@ -230,9 +230,9 @@ impl Opener {
         Ok(())
     }
 
-    /// Receives as much as there is. Everything that had been opened has been handed out.
+    /// Receives available bytes. All opened bytes must have been handed out.
     fn receive(&mut self, socket: &Socket) -> io::Result<()> {
-        // A part of a record moves to the front: at most one, for each read of many.
+        // Moves a partial record to the front: at most one for each read.
         self.received.copy_within(self.closed.clone(), 0);
         self.closed = 0..self.closed.len();
         self.opened = 0..0;

@@ -1,8 +1,8 @@
-//! Records of TLS 1.3 behind the handshake (RFC 8446, 5): what both directions share.
+//! TLS 1.3 records after the handshake (RFC 8446, 5): parts shared by both directions.
 //!
 //! ```text
 //! 23 3 3 len  |  sealed: up to 16 KiB of content, its type, zeros as padding  |  tag
-//! └ header, authenticated with it
+//! └ header, authenticated
 //! ```
 
 use aws_lc_rs::{
@@ -16,9 +16,9 @@ use rustls::ConnectionTrafficSecrets as Secrets;
 use super::Cipher;
 
 pub(super) const HEADER_LEN: usize = 5;
-/// Content of a record.
+/// Limit of a record's content.
 pub(super) const MAX_CONTENT: usize = 1 << 14;
-/// What a record may have behind its header.
+/// Limit of a record's length after the header.
 pub(super) const MAX_BODY: usize = MAX_CONTENT + 256;
 pub(super) const TAG_LEN: usize = 16;
 
@@ -29,19 +29,19 @@ pub(super) const DATA: u8 = 23;
 
 pub(super) const CLOSE_NOTIFY: u8 = 0;
 
-/// Whether bytes look like the header of a record of any TLS.
+/// Whether bytes look like a record header of any TLS version.
 pub(super) fn is_tls_header(header: &[u8; HEADER_LEN]) -> bool {
     matches!(header, [20..=23, 3, 0..=4, ..])
 }
 
-/// The header of a record with so many bytes of content, all of it one type, without padding.
+/// The header of a record with `content` bytes, without padding.
 pub(super) fn header(content: usize) -> Option<[u8; HEADER_LEN]> {
     let body = u16::try_from(content + 1 + TAG_LEN).ok()?;
     let [high, low] = body.to_be_bytes();
     Some([DATA, 3, 3, high, low])
 }
 
-/// The key of one direction, and the number of its next record.
+/// Key of one direction, with the number of the next record.
 pub(super) struct RecordKey {
     key: LessSafeKey,
     iv: [u8; 12],
@@ -74,14 +74,14 @@ impl RecordKey {
         })
     }
 
-    /// How many records there have been.
+    /// Number of records so far.
     pub(super) fn sequence(&self) -> u64 {
         self.sequence
     }
 
     /// Counts a record that has been sealed or opened.
     pub(super) fn advance(&mut self) {
-        // Either end stops long before that.
+        // Both ends stop long before the maximum.
         self.sequence = self.sequence.saturating_add(1);
     }
 

@@ -45,7 +45,7 @@ pub(super) fn worn(max_records: u64) -> u64 {
     max_records / 4 * 3
 }
 
-/// A batch has so many full records: enough to make the system call cheap, few enough for the second-level cache.
+/// Full records in a batch: enough to make the system call cheap, few enough for the second-level cache.
 const RECORDS: usize = 8;
 const FULL_RECORD: usize = HEADER_LEN + MAX_CONTENT + 1 + TAG_LEN;
 
@@ -174,7 +174,7 @@ impl Sealer {
         Ok(())
     }
 
-    /// Seals the record that has been filled, if there is one, where it is.
+    /// Seals the open record in place, if there is one.
     fn close_record(&mut self, kind: u8) -> io::Result<()> {
         if self.open == 0 {
             return Ok(());
@@ -197,7 +197,7 @@ impl Sealer {
         Ok(())
     }
 
-    /// Seals a record straight from `content`. None is being filled.
+    /// Seals a record straight from `content`. There is no open record.
     fn seal_from(&mut self, content: &[u8]) -> io::Result<()> {
         self.check_limit()?;
         let header = header(content.len()).ok_or_else(sealing)?;
@@ -240,7 +240,7 @@ impl Sealer {
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // Its host's silence has ended the connection: only its process's is left to decide on.
+                // A timeout of the peer's host has ended the connection; `stalled` decides about its process only.
                 Err(error) if is_stall(&error) && error.kind() != io::ErrorKind::TimedOut => {
                     (out.stalled)(0)?;
                 }

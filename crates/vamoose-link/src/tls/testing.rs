@@ -1,4 +1,4 @@
-//! Doors to the record layer and the parsers, for fuzz targets and benches alone.
+//! Access to the record layer and the parsers, for fuzz targets, benches and tests only.
 
 use std::io;
 
@@ -11,7 +11,7 @@ use crate::Socket;
 /// Content of a full record.
 pub const MAX_CONTENT: usize = record::MAX_CONTENT;
 
-/// Seals, with a key that everybody knows.
+/// Seals with a fixed key.
 #[derive(Debug)]
 pub struct Sealing(Sealer);
 
@@ -19,7 +19,7 @@ pub struct Sealing(Sealer);
 #[derive(Debug)]
 pub struct Opening(Opener);
 
-/// Seals what no sealer would.
+/// Seals invalid records.
 pub struct Forging(RecordKey);
 
 impl Sealing {

@@ -21,7 +21,7 @@ fn observe(policy: &mut Policy, [source, socket, core, network]: [f64; 4]) {
 }
 
 #[test]
-fn who_waits_tells_the_limit() {
+fn bottleneck_follows_from_who_waits() {
     for (source, socket, core, network, limit) in [
         (0.0, 0.6, 0.0, Some(0.6), Limit::Link),
         (0.1, 0.6, 0.2, Some(0.3), Limit::Link),

@@ -744,7 +744,7 @@ fn another_link_is_followed_within_a_second() {
 
 /// A faster link shows at once where the socket reports what it holds, however much that is.
 #[test]
-fn a_faster_link_is_followed_within_a_second_whatever_the_buffers_hold() {
+fn faster_link_is_followed_within_a_second() {
     for [before, after] in [[0.1, 1.0], [0.1, 10.0], [1.0, 10.0], [1.0, 25.0]] {
         for buffer in [1e6, 2e6, 4e6] {
             let world = World {
@@ -932,7 +932,7 @@ fn table() {
 
 /// Files of all kinds on a slow link, where the thread has all the time: every byte that a denser rung would have saved is lost.
 #[test]
-fn on_a_slow_link_nothing_but_the_best_rung_goes_out_whatever_comes() {
+fn slow_link_uses_only_the_densest_rung() {
     for reports in [true, false] {
         let world = World {
             link: 0.1 * GBIT,
@@ -969,7 +969,7 @@ fn a_short_migration_has_the_right_rung_soon() {
 
 /// What hardly becomes smaller at first is no reason to send all that follows as it is.
 #[test]
-fn data_that_begins_badly_is_encoded_once_it_pays() {
+fn data_that_becomes_compressible_is_encoded() {
     for (link, seconds) in [(0.1, 4.0), (1.0, 2.0), (5.0, 2.0)] {
         for reports in [true, false] {
             let world = World {

@@ -41,7 +41,7 @@ impl Host {
 
 /// As a gateway is, all of whose peers have been taken out of its configuration.
 #[test]
-fn where_nobody_is_trusted_the_list_does_not_count() {
+fn empty_list_of_trusted_keys_overrides_the_file() {
     let (client, server) = (Host::new(), Host::new());
     server.knows(client.public);
     let nobody = Security::Keys(Keys {

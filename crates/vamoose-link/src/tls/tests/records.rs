@@ -456,7 +456,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn whatever_is_sealed_is_opened(
+    fn sealed_bytes_are_opened(
         messages in messages(),
         reads in prop::collection::vec(prop_oneof![1..64_usize, 1000..20_000_usize, 20_000..200_000_usize], 1..8),
         cipher in 0..3_usize,

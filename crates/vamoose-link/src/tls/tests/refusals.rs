@@ -1,4 +1,4 @@
-//! Whom certificates keep out. Each case has its own message, at both ends.
+//! Refusals by certificate. Each case has its own message at both ends.
 
 use std::{fs, path::Path};
 
@@ -16,7 +16,7 @@ use crate::tls::{
     handshake::{self, ALPN},
 };
 
-/// What both ends say, with `CLIENT` and `SERVER` for their directories.
+/// The messages of both ends, with `CLIENT` and `SERVER` for their directories.
 fn refused(hosts: &Hosts, host: &str) -> (String, String) {
     let (connected, accepted) = meet(
         &hosts.client_terms(Cipher::default()),
@@ -265,7 +265,7 @@ fn a_list_of_others_that_are_revoked() {
 
 /// As while one authority takes the place of another: mostly by the same name.
 #[test]
-fn what_either_of_two_authorities_has_revoked() {
+fn certificate_revoked_by_either_of_two_authorities() {
     let another_kind = || KeyPair::generate_for(&PKCS_ED25519).unwrap();
     for (names, authorities) in [
         ("of two names", ["old", "new"].map(Authority::named)),
