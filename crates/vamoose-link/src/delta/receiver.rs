@@ -52,11 +52,11 @@ pub enum DeltaError {
     Unchecked,
     #[error("the peer names slot {slot}, and there are {limit}")]
     Slot { slot: u32, limit: usize },
-    #[error("the peer means version {version} of slot {slot}, which has version {found}")]
+    #[error("the peer uses version {version} of slot {slot}, which has version {found}")]
     Passed { slot: u32, version: u32, found: u32 },
-    #[error("the peer sends a difference to slot {slot}, in which there is nothing")]
+    #[error("the peer sends a difference to slot {slot}, which is empty")]
     Empty { slot: u32 },
-    #[error("version {version} of slot {slot} has not come, and no packet for {seconds} s")]
+    #[error("version {version} of slot {slot} has not arrived, and no packet for {seconds} s")]
     Missing {
         slot: u32,
         version: u32,

@@ -23,14 +23,14 @@ pub struct DeltaSender {
     /// By slot.
     contents: OnceLock<Box<[Mutex<Content>]>>,
     kept: AtomicU64,
-    /// Of the memory of all caches.
+    /// Share of the memory of all caches.
     _share: Option<Share>,
 }
 
 /// The page in a slot. Empty until the first touch.
 type Content = Box<[u8]>;
 
-/// Which version of a page the receiver has.
+/// Where the receiver has earlier versions of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holds {
     /// The one in the same slot of its own cache.

@@ -49,7 +49,7 @@ impl Pair {
     /// were differences.
     ///
     /// # Panics
-    /// When what is received is anything else.
+    /// When the received pages differ.
     pub fn send(&mut self, memory: &[u8]) -> (usize, usize) {
         let page_size = self.layout.page_size();
         let (mut bytes, mut differences, mut offset) = (0, 0, 0);

@@ -364,7 +364,7 @@ impl ResumableStream {
                 return !(has_ended && waits);
             }
             wait = Duration::ZERO;
-            // A partial frame that nobody reads is not kept: the peer sends it again.
+            // Without a reader, a partial frame is not kept: the peer sends it again.
             let mut stalled = || match is_dropped {
                 true => Err(Failure::Connection(io::ErrorKind::TimedOut.into())),
                 false => Err(Failure::Stalled),

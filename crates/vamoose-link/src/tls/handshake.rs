@@ -23,9 +23,9 @@ use crate::{Socket, left, socket::is_transient, timeouts::LINGER};
 
 /// A connection whose ends have authenticated each other.
 pub(crate) struct Secured {
-    /// Seals what is sent.
+    /// Seals sent records.
     pub(crate) sealer: Sealer,
-    /// Opens what is received.
+    /// Opens received records.
     pub(crate) opener: Opener,
     /// Channel binding: a secret of this connection's ends, unique to the connection (RFC 9266).
     pub(crate) binding: [u8; 32],
@@ -43,7 +43,7 @@ pub(super) const MAX_HANDSHAKE: usize = 64 << 10;
 
 const BINDING_LABEL: &[u8] = b"EXPORTER-vamoose";
 
-/// What the server sends when it has accepted the client.
+/// Sent by the server when it has accepted the client.
 const CONFIRMATION: u8 = 1;
 
 /// Runs the handshake of `connection` on `socket`, with a `peer` of the other role. `explain` explains errors of rustls. The

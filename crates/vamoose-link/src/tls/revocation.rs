@@ -4,7 +4,7 @@
 //! revoked if any current list of its authority names it. (QEMU and GnuTLS accept authorities without a list.)
 //!
 //! An authority and its successor often share a name, and an authority may have several lists. webpki uses the first list that has
-//! the name of a certificate's issuer, whoever signed it. Therefore each list is checked alone first, and then the lists signed by
+//! the name of a certificate's issuer, whatever key signed it. Therefore each list is checked alone first, and then the lists signed by
 //! the chain's authorities together.
 
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Both ends, over a socket: what is refused, and that each of them is told why; and records, which only one end may change.
+//! Handshakes of both ends over a socket, refusals with the messages at both ends, and the record layer.
 
 mod authority;
 mod handshakes;
