@@ -36,7 +36,7 @@
 //! |---|---|
 //! | private memory, ROMs, video memory, blocks whose length may change | their packets are sent to QEMU as ever |
 //! | QEMU before 8.0 | does not report addresses: nothing is placed |
-//! | a destination that is not on a unix socket, other numbers of channels in and out, `--streams` | nothing is placed |
+//! | a destination that is not on a unix socket, other numbers of channels in and out, `--encoders` | nothing is placed |
 //! | a monitor whose process is not the one that listens, by the credentials of its socket | nothing is placed |
 //! | guests with smaller pages than the host's | nothing is placed |
 //! | postcopy, COLO, `mapped-ram`, `x-ignore-shared` | nothing is placed: QEMU keeps account of pages there |

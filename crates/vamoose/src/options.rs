@@ -38,8 +38,8 @@ pub struct Encoding {
     pub delta: Option<Switch>,
     #[command(flatten)]
     pub hardware: Hardware,
-    #[arg(long, default_value = "1", value_name = "N", help = streams_help())]
-    pub streams: NonZeroUsize,
+    #[arg(long, default_value = "1", value_name = "N", help = encoders_help())]
+    encoders: NonZeroUsize,
     /// Page size of the guest
     #[arg(long, default_value = "4k", value_name = "SIZE")]
     pub page_size: Size,
@@ -64,16 +64,19 @@ impl Encoding {
             tracing::info!("method {}, as no --method is given", method.name());
         }
         let page_size = u32::try_from(self.page_size.0).unwrap_or(u32::MAX);
-        if self.streams > NonZeroUsize::MIN && method.framing() == Framing::Stream {
+        if self.encoders > NonZeroUsize::MIN && method.framing() == Framing::Stream {
             bail!(
-                "--streams {}: the packets of a {} channel form one stream; methods {} can encode several in parallel",
-                self.streams,
+                "--encoders {}: the packets of a {} channel depend on each other; those of methods {} do not",
+                self.encoders,
                 method.name(),
                 independent_methods()
             );
         }
-        if self.streams.get() > MAX_STREAMS {
-            bail!("--streams {}: the maximum is {MAX_STREAMS}", self.streams);
+        if self.encoders.get() > MAX_ENCODERS {
+            bail!(
+                "--encoders {}: the maximum is {MAX_ENCODERS}",
+                self.encoders
+            );
         }
         if self.delta == Some(Switch::On) && !method.takes_differences() {
             bail!(
@@ -88,7 +91,7 @@ impl Encoding {
         if let Some(delta) = self.delta {
             config.delta = delta == Switch::On;
         }
-        config.streams = self.streams;
+        config.streams = self.encoders;
         config.layout = Layout::new(page_size).context("--page-size")?;
         config.max_bandwidth = self.max_bandwidth.map(Size::rate).transpose()?;
         config.stall_timeout = self.stall_timeout.duration();
@@ -113,9 +116,9 @@ fn level_help() -> String {
     format!("Level of the method: {} [default: 1]", levels.join(", "))
 }
 
-fn streams_help() -> String {
+fn encoders_help() -> String {
     format!(
-        "Packets encoded in parallel per channel, 1 to {MAX_STREAMS}, for methods whose packets are independent ({})",
+        "Encoders per channel, 1 to {MAX_ENCODERS}, for methods whose packets are independent ({})",
         independent_methods()
     )
 }
@@ -130,8 +133,8 @@ fn independent_methods() -> String {
     names.collect::<Vec<_>>().join(", ")
 }
 
-/// Each stream has a thread, and buffers of 1.5 MiB.
-const MAX_STREAMS: usize = 64;
+/// Each encoder has a thread, and buffers of 1.5 MiB.
+const MAX_ENCODERS: usize = 64;
 
 /// Time without progress after which a migration fails.
 #[derive(Args, Clone, Copy, Debug)]

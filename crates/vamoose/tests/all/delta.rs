@@ -120,7 +120,14 @@ fn a_guest_that_writes_more_than_the_link_carries() -> Result<()> {
         &["--method", "lz4", "--delta", "on"][..],
         &["--method", "auto"],
         // Another number of channels, and several writers of each.
-        &["--method", "zstd-frames", "--delta", "on", "--streams", "3"],
+        &[
+            "--method",
+            "zstd-frames",
+            "--delta",
+            "on",
+            "--encoders",
+            "3",
+        ],
     ] {
         let Some((mut source, mut destination)) = guests(&new, &new, FEW)? else {
             return Ok(());

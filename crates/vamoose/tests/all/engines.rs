@@ -271,9 +271,9 @@ fn an_absent_engine_is_an_early_error_when_it_is_named_and_nothing_otherwise() -
         "invalid value 'dsa'",
     )?;
     refused(
-        &["--method", "zstd", "--streams", "2"],
+        &["--method", "zstd", "--encoders", "2"],
         &[],
-        "the packets of a zstd channel form one stream",
+        "the packets of a zstd channel depend on each other",
     )?;
     refused(
         &["--method", "lz4", "--level", "0"],

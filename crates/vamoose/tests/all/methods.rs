@@ -54,7 +54,7 @@ impl Pair {
             &["--json", "-", "--method", "none"],
         )?;
         let listen = listen_address(source, "out", false);
-        let mut options = vec!["--method", method, "--streams", streams, "--json", "-"];
+        let mut options = vec!["--method", method, "--encoders", streams, "--json", "-"];
         if !level.is_empty() {
             options.extend(["--level", level]);
         }
