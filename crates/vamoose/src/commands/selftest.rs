@@ -40,16 +40,13 @@ pub(crate) struct Options {
     /// Check these work queues only
     #[arg(long, value_name = "wqX.Y[,wqX.Y]", requires = "hw", value_parser = queues)]
     path: Option<Queues>,
-    /// With --hw: write the report to this file; - is standard output, instead of the text [default: vamoose-selftest.json]
-    #[arg(long, value_name = "FILE", requires = "hw")]
-    out: Option<String>,
     /// Random seed of the models
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
     /// Milliseconds that a device may take per descriptor
     #[arg(long, default_value_t = 200, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=60_000))]
     patience: u64,
-    /// Write a JSON object to this file; - is standard output, instead of the text
+    /// Write the report as JSON to this file; - is standard output, instead of the text [default with --hw: vamoose-selftest.json]
     #[arg(long, value_name = "FILE")]
     json: Option<String>,
 }
@@ -69,24 +66,21 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         let access = portal.access();
         Ok((Arc::new(portal), access))
     })?;
-    let out = options.out.as_deref().unwrap_or("vamoose-selftest.json");
-    if options.hw {
-        write_json(&report, out)?;
-    }
-    if let Some(target) = &options.json {
+    let default = options.hw.then_some("vamoose-selftest.json");
+    let target = options.json.as_deref().or(default);
+    if let Some(target) = target {
         write_json(&report, target)?;
     }
-    let targets = [&options.json, &options.out];
-    if targets.iter().all(|it| it.as_deref() != Some("-")) {
+    if target != Some("-") {
         match io::stdout().write_all(report.text().as_bytes()) {
             // `| head` has read enough.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
             result => result.context("cannot write to standard output")?,
         }
     }
-    if options.hw {
+    if let Some(target) = target.filter(|_| options.hw) {
         say(format_args!(
-            "the report is in {out}: please attach it to an issue at {}/issues",
+            "the report is in {target}: please attach it to an issue at {}/issues",
             env!("CARGO_PKG_REPOSITORY")
         ));
     }

@@ -80,7 +80,7 @@ fn a_host_without_work_queues_says_what_is_missing() {
     }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("report.json");
-    let output = selftest(&["--hw", "--out", path.to_str().unwrap()]);
+    let output = selftest(&["--hw", "--json", path.to_str().unwrap()]);
     assert!(!output.status.success());
     // There is nothing to be sent.
     assert!(!path.exists());
@@ -102,7 +102,6 @@ fn a_host_without_work_queues_says_what_is_missing() {
 fn wrong_options_are_refused() {
     for arguments in [
         &["--path", "wq0.0"][..],
-        &["--out", "report.json"],
         &["--hw", "--path", "wq"],
         &["--patience", "0"],
     ] {

@@ -35,7 +35,6 @@ fn options(path: Option<&str>) -> Options {
     Options {
         hw: true,
         path: path.map(|names| queues(names).unwrap()),
-        out: None,
         seed: 1,
         patience: 200,
         json: None,
