@@ -4,7 +4,6 @@ pub(crate) mod attempts;
 pub(crate) mod bench;
 pub(crate) mod evacuate;
 pub(crate) mod gateway;
-pub(crate) mod inspect;
 pub(crate) mod keys;
 pub(crate) mod libvirt;
 pub(crate) mod migrate;

@@ -1,49 +1,28 @@
-//! `vamoose probe`: this host's hardware and software for migrations, and the speed of each method.
+//! `vamoose probe`: this host's hardware and software for migrations.
 //!
 //! The system's files are read below a [`Root`], which tests replace. Something absent is not an error: the output states why.
 
 mod engines;
-mod offload;
-mod speeds;
 mod system;
 
 use std::{
+    fmt::Display,
     fs,
     io::{self, Write as _},
     path::{Path, PathBuf},
-    sync::Arc,
 };
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use serde::Serialize;
+use idxd::discovery;
 use vamoose_codec::Registry;
 
-use self::{
-    engines::{Device, Engine},
-    offload::Offload,
-    speeds::Speeds,
-    system::{Cpu, Memlock, Presence},
-};
-
-/// Show this host's hardware and software for migrations, and the speed of each method
-///
-/// Encoders and decoders are measured for about two seconds.
+/// Show this host's hardware and software for migrations
 #[derive(Args, Debug)]
-pub(crate) struct Options {
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
-}
+pub(crate) struct Options {}
 
-pub(crate) fn run(options: &Options) -> Result<()> {
-    let probe = Probe::new(&Root::system());
-    let text = if options.json {
-        serde_json::to_string_pretty(&probe).context("cannot write the result as JSON")? + "\n"
-    } else {
-        probe.text()
-    };
-    match io::stdout().write_all(text.as_bytes()) {
+pub(crate) fn run(_: &Options) -> Result<()> {
+    match io::stdout().write_all(probe(&Root::system()).as_bytes()) {
         // `| head` has read enough.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         result => result.context("cannot write to standard output"),
@@ -51,71 +30,50 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 }
 
 /// Everything that is printed.
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct Probe {
-    kernel: Option<String>,
-    cpu: Cpu,
-    memlock: Memlock,
-    kvm: Presence,
-    userfaultfd: Presence,
-    devices: Vec<Device>,
-    /// Reason if there are none.
-    devices_reason: Option<&'static str>,
-    offload: Offload,
-    engines: Vec<Engine>,
-    speeds: Speeds,
+fn probe(root: &Root) -> String {
+    let mut lines = Lines::default();
+    let kernel = root.read("proc/sys/kernel/osrelease");
+    lines.put("kernel", kernel.as_deref().unwrap_or("unknown"));
+    system::describe_cpu(root, &mut lines);
+    lines.put("memlock", system::memlock());
+    lines.put("kvm", system::kvm(root));
+    lines.put("userfaultfd", system::userfaultfd(root));
+    let devices = engines::devices(root);
+    if devices.is_empty() {
+        lines.put("accelerators", NO_DEVICES);
+    }
+    for device in &devices {
+        lines.put("accelerator", device);
+    }
+    describe_queues(root, &mut lines);
+    for engine in engines::engines(&Registry::new(), &devices) {
+        lines.put("engine", engine);
+    }
+    lines.0
 }
 
-impl Probe {
-    fn new(root: &Root) -> Self {
-        let registry = Arc::new(Registry::new());
-        let devices = engines::devices(root);
-        Self {
-            kernel: root.read("proc/sys/kernel/osrelease"),
-            cpu: Cpu::probe(root),
-            memlock: Memlock::probe(),
-            kvm: system::kvm(root),
-            userfaultfd: system::userfaultfd(root),
-            engines: engines::engines(&registry, &devices),
-            speeds: Speeds::measure(&registry),
-            devices_reason: devices.is_empty().then_some(NO_DEVICES),
-            devices,
-            offload: Offload::probe(root),
-        }
-    }
-
-    fn text(&self) -> String {
-        let mut lines = Lines::default();
-        lines.put("kernel", self.kernel.as_deref().unwrap_or("unknown"));
-        self.cpu.describe(&mut lines);
-        lines.put("memlock", &self.memlock);
-        lines.put("kvm", &self.kvm);
-        lines.put("userfaultfd", &self.userfaultfd);
-        if let Some(reason) = self.devices_reason {
-            lines.put("accelerators", reason);
-        }
-        for device in &self.devices {
-            lines.put("accelerator", device);
-        }
-        self.offload.describe(&mut lines);
-        for engine in &self.engines {
-            lines.put("engine", engine);
-        }
-        self.speeds.describe(&mut lines);
-        lines.0
-    }
-}
-
-/// Reason if the bus has no accelerator.
 const NO_DEVICES: &str = "no QAT, DSA or IAA on PCI";
+
+/// Which work queues of DSAs and IAAs this process can use, and what is missing for more.
+fn describe_queues(root: &Root, lines: &mut Lines) {
+    const NAME: &str = "dsa and iaa";
+    let report = discovery::report(&root.of_idxd());
+    for device in &report.devices {
+        for line in device.to_string().lines() {
+            lines.put(NAME, line);
+        }
+    }
+    for missing in &report.missing {
+        lines.put(NAME, format_args!("missing: {missing}"));
+    }
+}
 
 /// Lines of `name  value`, aligned. A name that repeats is printed once.
 #[derive(Default)]
 struct Lines(String, String);
 
 impl Lines {
-    fn put(&mut self, name: &str, value: impl std::fmt::Display) {
+    fn put(&mut self, name: &str, value: impl Display) {
         let shown = if self.1 == name { "" } else { name };
         self.0.push_str(&format!("{shown:<16}{value}\n"));
         name.clone_into(&mut self.1);
@@ -136,8 +94,8 @@ impl Root {
     }
 
     /// The same root for idxd.
-    fn of_idxd(&self) -> idxd::discovery::Root {
-        idxd::discovery::Root::under(&self.0)
+    fn of_idxd(&self) -> discovery::Root {
+        discovery::Root::under(&self.0)
     }
 
     /// The trimmed text of a system file, where it can be read.
@@ -173,20 +131,76 @@ mod tests {
     #[test]
     fn a_system_without_anything_is_described_too() {
         let (_folder, root) = fake::root(&[]);
-        let probe = Probe::new(&root);
-        assert_eq!(probe.kernel, None);
-        assert!(!probe.kvm.present && !probe.userfaultfd.present);
-        assert!(probe.devices.is_empty());
-        let text = probe.text();
-        for line in ["kernel          unknown", "no QAT, DSA or IAA on PCI"] {
-            assert!(text.contains(line), "{text}");
+        let shown = probe(&root);
+        for line in [
+            "kernel          unknown",
+            "kvm             absent: ",
+            "userfaultfd     absent: ",
+            NO_DEVICES,
+            "no DSA or IAA on the PCI bus",
+            "modprobe idxd",
+        ] {
+            assert!(shown.contains(line), "{shown}");
         }
-        let json = serde_json::to_value(&probe).unwrap();
-        for part in [&json, &json["offload"]] {
-            assert_eq!(part["devices"], serde_json::json!([]));
+    }
+
+    fn queues(root: &Root) -> String {
+        let mut lines = Lines::default();
+        describe_queues(root, &mut lines);
+        lines.0
+    }
+
+    #[test]
+    fn an_unconfigured_device_comes_with_its_commands() {
+        let (_folder, root) = dsa0(&[]);
+        let shown = queues(&root);
+        for part in [
+            "dsa0",
+            "accel-config config-wq",
+            "accel-config enable-wq dsa0/wq0.0",
+        ] {
+            assert!(shown.contains(part), "{shown}");
         }
-        assert_eq!(json["devices-reason"], NO_DEVICES);
-        let reason = json["offload"]["devices-reason"].as_str().unwrap();
-        assert!(reason.contains("no DSA or IAA on the PCI bus"), "{reason}");
+    }
+
+    #[test]
+    fn a_queue_without_page_requests_is_marked() {
+        let (_folder, root) = dsa0(&[("wq0.0/prs_disable", "1")]);
+        assert!(queues(&root).contains("prs_disable"));
+    }
+
+    /// A DSA with a work queue that has not been set up, and `more` files.
+    fn dsa0(more: &[(&str, &str)]) -> (tempfile::TempDir, Root) {
+        let device = "sys/bus/dsa/devices/dsa0";
+        let files: Vec<(String, &str)> = [
+            ("version", "0x100"),
+            ("state", "disabled"),
+            ("numa_node", "1"),
+            ("max_groups", "4"),
+            ("max_engines", "4"),
+            ("max_work_queues", "8"),
+            ("max_work_queues_size", "128"),
+            ("max_batch_size", "1024"),
+            ("max_transfer_size", "2147483648"),
+            ("op_cap", "001f03ff"),
+            ("pasid_enabled", "1"),
+            ("group0.0/engines", ""),
+            ("engine0.0/group_id", "-1"),
+            ("wq0.0/state", "disabled"),
+            ("wq0.0/type", "none"),
+            ("wq0.0/mode", "shared"),
+            ("wq0.0/size", "0"),
+            ("wq0.0/max_transfer_size", "2097152"),
+            ("wq0.0/max_batch_size", "32"),
+        ]
+        .iter()
+        .chain(more)
+        .map(|(file, text)| (format!("{device}/{file}"), *text))
+        .collect();
+        let files: Vec<(&str, &str)> = files
+            .iter()
+            .map(|(file, text)| (file.as_str(), *text))
+            .collect();
+        fake::root(&files)
     }
 }

@@ -19,7 +19,6 @@ mod gateway;
 mod handover;
 mod host;
 mod hostile;
-mod inspect;
 mod keys;
 mod libvirt;
 mod link;

@@ -1,16 +1,14 @@
 //! The accelerators on the PCI bus, and the engines that the registry has.
 
-use std::{fmt, fs, path::PathBuf};
+use std::{fmt, fs, ops::RangeInclusive, path::PathBuf};
 
 use idxd::discovery::{self, Hardware};
-use serde::Serialize;
 use vamoose_codec::Registry;
 
 use super::Root;
 
 /// An accelerator.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Device {
     /// Domain, bus, device and function.
     address: String,
@@ -22,8 +20,7 @@ pub(super) struct Device {
     driver: Option<String>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Qat,
     Dsa,
@@ -114,27 +111,18 @@ impl fmt::Display for Device {
 }
 
 /// An engine of the registry.
-#[derive(Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Debug, PartialEq, Eq)]
 pub(super) struct Engine {
     name: &'static str,
     method: &'static str,
     /// `None` if the method has no levels.
-    levels: Option<Levels>,
+    levels: Option<RangeInclusive<i32>>,
     hardware: bool,
     present: bool,
     /// Why it is absent, and how many devices there are for it.
     reason: String,
     /// The file of the library that drives the hardware, with the version in its name.
     library: Option<PathBuf>,
-}
-
-/// The levels that an engine supports.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct Levels {
-    min: i32,
-    max: i32,
 }
 
 /// The engines, method by method, the preferred one first.
@@ -155,10 +143,7 @@ pub(super) fn engines(registry: &Registry, devices: &[Device]) -> Vec<Engine> {
         Engine {
             name: row.name,
             method: row.method.name(),
-            levels: row.levels.map(|levels| Levels {
-                min: *levels.start(),
-                max: *levels.end(),
-            }),
+            levels: row.levels,
             hardware: row.hardware,
             present: row.absent.is_none(),
             reason: [row.absent, found]
@@ -178,8 +163,8 @@ impl fmt::Display for Engine {
         let library = self.library.as_ref();
         let library = library.map(|file| format!("library {}", file.display()));
         // The line of hardware is long already.
-        let levels = self.levels.filter(|_| !self.hardware);
-        let levels = levels.map(|Levels { min, max }| format!("levels {min} to {max}"));
+        let levels = self.levels.as_ref().filter(|_| !self.hardware);
+        let levels = levels.map(|it| format!("levels {} to {}", it.start(), it.end()));
         let reason = Some(self.reason.clone()).filter(|reason| !reason.is_empty());
         let details: Vec<_> = [reason, library, levels].into_iter().flatten().collect();
         let (name, method, details) = (self.name, self.method, details.join("; "));

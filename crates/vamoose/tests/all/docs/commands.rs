@@ -18,7 +18,7 @@ use tempfile::TempDir;
 use super::{
     Fence, PAGES, fences, guest,
     hosts::{Host, Hosts, PLACEHOLDERS, Terminal, share_disk},
-    read, root,
+    read,
 };
 use crate::{
     attempts::Scene,
@@ -43,7 +43,6 @@ macro_rules! typed {
 typed! {
     "README.md": the_readme,
     "docs/accelerators.md": accelerators,
-    "docs/choosing.md": choosing,
     "docs/failure.md": failure,
     "docs/hand-over.md": hand_over,
     "docs/install.md": install,
@@ -52,7 +51,6 @@ typed! {
     "docs/methods.md": methods,
     "docs/reading-a-report.md": reading_a_report,
     "docs/two-hosts.md": two_hosts,
-    "docs/wire.md": wire,
 }
 
 /// Commands by their page and beginning, and where they are run instead, or why nowhere.
@@ -383,12 +381,6 @@ mod scenes {
         Ok(Played::ToTheEnd)
     }
 
-    pub(super) fn choosing(script: &mut Script, hosts: Hosts) -> Result<Played> {
-        let probe = hosts.source.run(&script.next("vamoose probe")?)?;
-        ensure!(probe.stdout.contains("MB/s"), "{}", probe.stdout);
-        Ok(Played::ToTheEnd)
-    }
-
     pub(super) fn accelerators(script: &mut Script, hosts: Hosts) -> Result<Played> {
         let selftest = hosts.source.run(&script.next("vamoose selftest")?)?;
         let holds = selftest.stdout.contains("compare-pattern-zero       holds");
@@ -405,18 +397,6 @@ mod scenes {
             "{}",
             demo.stderr
         );
-        Ok(Played::ToTheEnd)
-    }
-
-    pub(super) fn wire(script: &mut Script, hosts: Hosts) -> Result<Played> {
-        for channel in 0..2 {
-            let recorded = format!("testdata/vectors/qemu-10.0.2-zstd/channel{channel}.bin.zst");
-            // It unpacks what is packed, whatever its name is.
-            let to = hosts.source.home(&format!("channel-{channel}.bin"));
-            fs::copy(root().join(recorded), to)?;
-        }
-        let printed = hosts.source.run(&script.next("vamoose inspect")?)?.stdout;
-        ensure!(printed.contains("zstd"), "{printed}");
         Ok(Played::ToTheEnd)
     }
 
