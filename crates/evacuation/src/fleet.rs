@@ -15,7 +15,7 @@ pub struct GuestId(pub usize);
 /// A host, to be emptied or to take guests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Host {
-    /// What it is called in messages.
+    /// Name in messages.
     pub name: String,
     /// Bytes of memory free for guests.
     pub memory_free: u64,
@@ -26,15 +26,15 @@ pub struct Host {
 /// A guest that is to move.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Guest {
-    /// What it is called in messages.
+    /// Name in messages.
     pub name: String,
-    /// Where it is.
+    /// Host of the guest.
     pub host: HostId,
-    /// Bytes that it needs at a destination.
+    /// Bytes needed at a destination.
     pub memory: u64,
-    /// Its CPUs.
+    /// Number of CPUs.
     pub cpus: u32,
-    /// Bytes a second that it is known to write. Its migration needs more than that to end.
+    /// Bytes a second that the guest writes, if known. A migration needs a higher rate to end.
     pub dirty_rate: Option<u64>,
     /// Reasons why the guest cannot move at all.
     pub obstacles: Vec<String>,

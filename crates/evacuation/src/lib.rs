@@ -11,14 +11,14 @@
 //! returns actions.
 //!
 //! # Rules
-//! - **Capacity**: what is reserved at a destination never exceeds what was free there.
+//! - **Capacity**: the memory reserved at a destination never exceeds the memory that was free there.
 //! - **Slots**: the number of concurrent migrations is limited per source and per destination.
 //! - **Bandwidth**: all migrations have the same rate. After each single action the sum of the rates is within the limit: decreases
 //!   come before starts, and starts before increases.
-//! - **One outcome**: each guest ends as moved, as one that stays, or as in doubt. A guest in doubt is never tried again: a second
+//! - **One outcome**: each guest ends as moved, staying, or in doubt. A guest in doubt is never tried again: a second
 //!   migration could leave two copies running.
 //! - **Observation**: after a migration, both hosts are asked where the guest is. The answer counts, not the migration's own
-//!   result. A restarted process therefore plans from what it observes, and needs no record of its own.
+//!   result. A restarted process therefore plans from what it observes, and needs no record.
 
 #![forbid(unsafe_code)]
 

@@ -33,12 +33,12 @@ pub enum Hindrance {
     #[error("{}", .0.join("; "))]
     Obstacles(Vec<String>),
     /// No destination takes the guest.
-    #[error("no destination takes it: {}", list(.0))]
+    #[error("no destination accepts it: {}", list(.0))]
     NoDestination(Vec<String>),
 }
 
 impl Plan {
-    /// Plans.
+    /// Chooses a destination for each guest.
     pub fn new(fleet: &Fleet) -> Self {
         let spread = Self::placed(fleet, Preference::Spread);
         if spread.left_over(fleet) == 0 {
@@ -124,7 +124,7 @@ fn refusals(fleet: &Fleet, guest: &Guest, free: &[u64]) -> Vec<String> {
     refused.collect()
 }
 
-/// Why a host with so many bytes left does not take a guest.
+/// Why a host with `free` bytes left does not accept a guest.
 pub(crate) fn refusal(fleet: &Fleet, guest: &Guest, host: HostId, free: u64) -> Option<String> {
     let cpus = fleet.host(host).cpus;
     if let Some(why) = guest.barred.get(&host) {
@@ -134,7 +134,7 @@ pub(crate) fn refusal(fleet: &Fleet, guest: &Guest, host: HostId, free: u64) -> 
     } else if guest.memory > free {
         let [free, needed] = [free, guest.memory].map(|bytes| bytes >> 20);
         Some(format!(
-            "{free} MiB are left of its memory, the guest needs {needed} MiB"
+            "it has {free} MiB of memory left, the guest needs {needed} MiB"
         ))
     } else {
         None

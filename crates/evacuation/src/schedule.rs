@@ -60,7 +60,7 @@ pub enum Action {
     },
 }
 
-/// What has happened.
+/// An event, reported by the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// Time has passed.
@@ -83,9 +83,9 @@ pub enum Event {
 pub struct End {
     /// The guest.
     pub guest: GuestId,
-    /// Where both hosts say that it is.
+    /// Location of the guest, as both hosts report it.
     pub at: At,
-    /// What the migration itself returned.
+    /// Result of the migration itself.
     pub result: Result<(), Failure>,
 }
 
@@ -208,7 +208,7 @@ impl<'a> Scheduler<'a> {
     pub fn wake(&self, now: Duration) -> Option<Duration> {
         let times = self.open.iter().filter_map(|guest| {
             match &self.tasks[guest.0].state {
-                // What waits longer waits for the end of another one.
+                // A guest whose time has come waits for the end of another migration.
                 State::Waiting { until, .. } => (*until > now).then_some(*until),
                 State::Running(running) if running.cancelled.is_none() => {
                     Some(running.since + self.limits.timeout?)
@@ -224,7 +224,7 @@ impl<'a> Scheduler<'a> {
         self.open.is_empty()
     }
 
-    /// What became of a guest, if that is known.
+    /// Outcome of a guest, if it is known.
     pub fn outcome(&self, guest: GuestId) -> Option<&Outcome> {
         match &self.tasks[guest.0].state {
             State::Done(outcome) => Some(outcome),
@@ -232,7 +232,7 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// How often a guest's migration was started.
+    /// Number of times that a guest's migration was started.
     pub fn tries(&self, guest: GuestId) -> u32 {
         self.tasks[guest.0].tries
     }
@@ -390,7 +390,7 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// The rate of each of so many migrations, in whole units.
+    /// The rate of each of `migrations`, in whole units.
     fn rate_of(&self, migrations: usize) -> Option<u64> {
         let unit = self.limits.rate_unit.get();
         let migrations = u64::try_from(migrations).unwrap_or(u64::MAX);

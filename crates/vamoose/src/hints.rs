@@ -97,7 +97,7 @@ fn of_tls(error: &TlsError) -> Option<String> {
                     "`vamoose keys show` prints the key that is there".to_owned()
                 }
                 FileFault::System(error) if error.kind() == io::ErrorKind::NotFound && is_key => {
-                    "`vamoose keys init` makes a key".to_owned()
+                    "`vamoose keys init` creates a key".to_owned()
                 }
                 FileFault::System(error) if error.kind() == io::ErrorKind::NotFound => {
                     "--tls-creds takes a directory as QEMU's documentation describes it for TLS; without a certificate \
@@ -115,8 +115,7 @@ fn of_tls(error: &TlsError) -> Option<String> {
         TlsError::Refused { reason, .. } => match reason {
             Refusal::UnknownKey { .. } => {
                 format!(
-                    "{PEERS_KEY}: if it is this one, add it to `trusted`, or give it with --peer-key, beside which `trusted` does \
-                     not count"
+                    "{PEERS_KEY}: if it is this one, add it to `trusted`, or give it with --peer-key, which replaces `trusted`"
                 )
             }
             Refusal::OtherHost { host, .. } => {

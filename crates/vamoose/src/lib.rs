@@ -1,9 +1,9 @@
-//! What Vamoose's programs share: options, progress, reports and hints. It changes with them, and is no API for others.
+//! Code shared by Vamoose's programs: options, progress, reports and hints. Not an API for other programs.
 
 #![deny(unsafe_code)]
 #![allow(
     missing_docs,
-    reason = "no API for others: documented where names do not suffice"
+    reason = "not a public API: documented where names do not suffice"
 )]
 
 pub mod devices;

@@ -1,7 +1,7 @@
 //! Metrics of a gateway or a server, for Prometheus. docs/metrics.md describes them for operators.
 //!
-//! The migrations themselves count. [`Counts`] is told when they begin and end; for each request (`responder`) the counters of
-//! migrations under way are added to the totals of those that have ended.
+//! Each migration has its own counters. [`Counts`] is an observer of their beginnings and ends; for each request (`responder`),
+//! it adds the counters of migrations under way to the totals of those that have ended.
 
 mod responder;
 
@@ -144,7 +144,7 @@ struct Counter {
     unit: Option<&'static Unit>,
     /// The label besides those of [`Host`].
     label: Option<Label>,
-    /// What a migration has added so far.
+    /// Value that a migration has reached.
     of: fn(Role, &Snapshot, &LinkFaults) -> f64,
 }
 

@@ -194,7 +194,7 @@ pub struct JsonReport {
 }
 
 impl JsonReport {
-    /// Writes `report` if one is wanted.
+    /// Writes `report` if --json is given.
     pub fn write(&self, report: &impl Serialize) -> Result<()> {
         let Some(target) = &self.json else {
             return Ok(());
@@ -440,7 +440,7 @@ pub struct Size(pub u64);
 
 impl Size {
     pub fn rate(self) -> Result<NonZeroU64> {
-        NonZeroU64::new(self.0).context("--max-bandwidth: a rate of 0 moves nothing")
+        NonZeroU64::new(self.0).context("--max-bandwidth: the rate must not be 0")
     }
 }
 

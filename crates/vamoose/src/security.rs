@@ -13,7 +13,7 @@ pub struct SecurityOptions {
     ///
     /// ca-cert.pem, with client-cert.pem and client-key.pem at the source and server-cert.pem and server-key.pem at the
     /// destination, and optionally ca-crl.pem: if it is there, it must have a current list of each authority. A directory that
-    /// QEMU or libvirt uses, like /etc/pki/qemu, works as it is otherwise.
+    /// QEMU or libvirt uses, like /etc/pki/qemu, otherwise works unchanged.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["keys", "peer_key", "insecure"])]
     tls_creds: Option<PathBuf>,
     /// Accept only peers with such a name in their certificate, with * and ? as wildcards (repeatable)

@@ -45,20 +45,20 @@ pub(super) enum Cancelled {
 /// Outcome of a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It runs at its destination.
+    /// The guest runs at its destination.
     Moved {
         /// The destination.
         to: HostId,
     },
-    /// It is where it was.
+    /// The guest is where it was.
     Stays(Stay),
     /// The guest's location is unknown, or it runs twice. An operator has to look.
     InDoubt {
-        /// Where it was to go.
+        /// Intended destination.
         to: HostId,
-        /// What was observed.
+        /// Observed location.
         at: At,
-        /// How its migration failed, if it did.
+        /// Failure of the migration, if any.
         reason: Option<String>,
     },
 }
@@ -66,19 +66,19 @@ pub enum Outcome {
 /// Why a guest stays.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum Stay {
-    /// It cannot move.
+    /// The guest cannot move.
     #[error("{0}")]
     Hindered(Hindrance),
-    /// The plan does not name it.
-    #[error("it was not planned for")]
+    /// The plan does not include the guest.
+    #[error("the plan does not include it")]
     Unplanned,
     /// The evacuation was stopped before its turn.
     #[error("stopped before its turn")]
     NotStarted,
-    /// The evacuation was stopped, and its migration cancelled.
+    /// The evacuation was stopped, and the migration cancelled.
     #[error("cancelled")]
     Cancelled,
-    /// Its last try failed.
+    /// The last try failed.
     #[error("{0}")]
     Failed(Failure),
 }
@@ -101,7 +101,7 @@ impl Task {
         }
     }
 
-    /// Its migration has ended, and it is still at the source: how that failed, if it is to be tried again, or why it stays.
+    /// A migration has ended with the guest still at the source: the failure if the guest is to be tried again, or why it stays.
     pub(super) fn stays(
         &mut self,
         running: Running,
@@ -113,13 +113,13 @@ impl Task {
             (Some(Cancelled::TimedOut), _) => Failure {
                 kind: FailureKind::Temporary,
                 reason: format!(
-                    "cancelled, as it had not ended after {} s",
+                    "cancelled after {} s without an end",
                     limits.timeout.unwrap_or_default().as_secs()
                 ),
             },
             (None, Ok(())) => Failure {
                 kind: FailureKind::Temporary,
-                reason: "its migration ended with success, but it is still at the source"
+                reason: "its migration reported success, but the guest is still at the source"
                     .to_owned(),
             },
             (None, Err(failure)) => failure,

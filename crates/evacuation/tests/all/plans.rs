@@ -84,7 +84,7 @@ fn reasons_are_those_of_each_destination() {
     assert!(matches!(large, Hindrance::NoDestination(_)), "{large:?}");
     assert_eq!(
         large.to_string(),
-        "no destination takes it: a: 8 MiB are left of its memory, the guest needs 9 MiB; b: another CPU; c: it has 2 \
+        "no destination accepts it: a: it has 8 MiB of memory left, the guest needs 9 MiB; b: another CPU; c: it has 2 \
          CPUs, the guest 4"
     );
 }

@@ -69,12 +69,12 @@ impl Options {
             Session::check(&peer.remote.config).with_context(|| format!("peer {name}"))?;
         }
         if config.peers.is_empty() {
-            warn!("there are no peers: no host is accepted");
+            warn!("no peers are configured: connections from all hosts are refused");
         }
         for peer in config.peers_with_own_ports() {
             let name = &peer.name;
             warn!(
-                "peer {name} has ports of this host: libvirt here finds no free port for a migration to it"
+                "the ports of peer {name} overlap this host's: libvirt here finds no free port for a migration to it"
             );
         }
         Ok(Setting {
@@ -156,14 +156,14 @@ fn obey(signals: &mut Signals, gateway: &Gateway, reload: &dyn Fn()) {
         match signal {
             SIGHUP => reload(),
             _ if is_draining => {
-                info!("ending migrations under way");
+                info!("aborting migrations under way");
                 gateway.stop();
             }
             _ => {
                 is_draining = true;
                 systemd::notify("STOPPING=1");
                 gateway.drain();
-                info!("no further migrations are taken; those under way finish");
+                info!("no further migrations are accepted; those under way finish");
             }
         }
     }
@@ -236,6 +236,6 @@ fn raise_descriptors() {
         ..limit
     };
     if let Err(error) = setrlimit(Resource::Nofile, raised) {
-        info!("the limit of file descriptors stays as it is: {error}");
+        info!("cannot raise the limit of file descriptors: {error}");
     }
 }

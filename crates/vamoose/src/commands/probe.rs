@@ -54,7 +54,7 @@ fn probe(root: &Root) -> String {
 
 const NO_DEVICES: &str = "no QAT, DSA or IAA on PCI";
 
-/// Which work queues of DSAs and IAAs this process can use, and what is missing for more.
+/// The work queues of DSAs and IAAs, and what prevents their use.
 fn describe_queues(root: &Root, lines: &mut Lines) {
     const NAME: &str = "dsa and iaa";
     let report = discovery::report(&root.of_idxd());

@@ -22,8 +22,8 @@ use vamoose::watchable;
 ///
 /// Start each QEMU like the source's, with -incoming defer and -S (without -S, vamoose turns its automatic start off) and
 /// its QMP socket at DIR/NAME.qmp; `vamoose migrate --name NAME` on the source host moves a guest into it. A QEMU whose
-/// migration fails holds an incomplete guest and is terminated. Told to end (Ctrl-C, SIGTERM), it lets migrations under way
-/// finish; told again, it aborts them.
+/// migration fails holds an incomplete guest and is terminated. The first Ctrl-C or SIGTERM lets migrations under way
+/// finish; a second one aborts them.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     /// Address to listen on: tcp:HOST:PORT (repeatable)
@@ -114,7 +114,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         scope.spawn(|| {
             let mut told = signals.forever();
             if told.next().is_some() {
-                info!("no further migrations are taken; those under way finish");
+                info!("no further migrations are accepted; those under way finish");
                 server.drain(Duration::from_secs(options.drain_timeout));
             }
             if told.next().is_some() {

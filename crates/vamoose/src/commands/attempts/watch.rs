@@ -66,7 +66,7 @@ fn print(all: &[Shown], is_terminal: bool) -> io::Result<()> {
     const CLEAR: &str = "\x1b[H\x1b[2J";
     let mut lines: String = all.iter().map(|shown| text(shown) + "\n").collect();
     if all.is_empty() {
-        "nothing is under way\n".clone_into(&mut lines);
+        "no migration is under way\n".clone_into(&mut lines);
     }
     let clear = if is_terminal { CLEAR } else { "" };
     write!(io::stdout(), "{clear}{lines}")?;

@@ -28,27 +28,27 @@ use super::{
 };
 use vamoose::progress::Bar;
 
-/// How often migrations are asked how they are.
+/// Interval at which migrations are polled.
 const POLL: Duration = Duration::from_millis(250);
 
-/// How often a line is printed where there is no terminal.
+/// Interval of progress lines if there is no terminal.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 
 /// Time for both hosts to agree on a guest's location after its migration.
 const SETTLE: Duration = Duration::from_secs(30);
 
-/// What the tries of one guest have come to.
+/// Totals of one guest's tries.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Account {
     began: Option<Instant>,
     /// From the start of the first try to the end of the last one.
     pub(super) took: Duration,
-    /// Of the last try.
+    /// Bytes sent by the last try.
     pub(super) bytes: u64,
     pub(super) downtime_ms: Option<u64>,
     /// State on the host that has the guest.
     pub(super) state: Option<&'static str>,
-    /// How much of the memory is at the destination, of the last try.
+    /// Bytes of memory at the destination, in the last try.
     pub(super) done: u64,
 }
 
@@ -102,9 +102,9 @@ impl Signals {
         Ok(Self(seen))
     }
 
-    /// How many have come since the last call.
+    /// Number of signals since the last call.
     fn pending(&self) -> usize {
-        // An error means that there are none.
+        // An error means that no signal is pending.
         (&self.0).read(&mut [0; 16]).unwrap_or(0)
     }
 }
@@ -317,10 +317,10 @@ impl<'a> Drive<'a> {
 
 pub(super) fn in_doubt(at: At, to: &str) -> String {
     match at {
-        At::Both => format!("IT IS ACTIVE ON ITS HOST AND ON {to}: one of them has to end"),
+        At::Both => format!("IT IS ACTIVE ON ITS HOST AND ON {to}: end one of the two"),
         At::Neither => format!("it is active neither on its host nor on {to}"),
         At::Unknown | At::Source | At::Destination => {
-            format!("its host and {to} could not both be asked")
+            format!("its host and {to} did not both answer")
         }
     }
 }
@@ -388,7 +388,7 @@ impl<'a> Job<'a> {
             }
             _ => None,
         };
-        // A guest that ended meanwhile is not in doubt, and is not tried again.
+        // A guest that ended before its migration is not in doubt, and is not tried again.
         let at = match (&result, at) {
             (Err(failure), At::Neither) if failure.reason == ENDED => At::Source,
             _ => at,
@@ -408,7 +408,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Migrates it, and returns what that returned; an error if it did not begin.
+    /// Migrates the guest. An error if the migration did not begin; otherwise its result.
     fn begin(&self) -> Result<std::result::Result<(), Failure>> {
         let uuid = &self.known.uuid;
         if active(self.from, uuid)?.is_none() {
@@ -460,7 +460,7 @@ impl<'a> Job<'a> {
 }
 
 /// Reason for a guest that was shut off before its migration began.
-const ENDED: &str = "it does not run any more";
+const ENDED: &str = "it no longer runs";
 
 /// Location of a guest that runs nowhere, from the last state that both hosts keep of a persistent guest.
 fn ended(from: Option<State>, to: Option<State>) -> (At, Option<State>) {

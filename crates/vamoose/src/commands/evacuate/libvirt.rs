@@ -146,8 +146,8 @@ impl Connection {
 
     /// All guests that the host knows, running or not.
     ///
-    /// Lists are the only way to tell that a guest is gone: asked for one guest, `virsh` reports a broken connection as
-    /// `failed to get domain`, too.
+    /// Only a list proves that a guest is gone: for a single guest, `virsh` reports a broken connection, too, as
+    /// `failed to get domain`.
     pub(super) fn domains(&mut self) -> Result<Vec<Domain>> {
         let list = self.run("list --all --uuid --name")?;
         let lines = list.lines().map(str::trim);
@@ -245,7 +245,7 @@ impl Connection {
         let input = format!(
             "echo 'BEGIN'\"-{n}-\"; {command}\necho 'END'\"-{n}-\"\necho --err 'END'\"-{n}-\"\n"
         );
-        // A virsh that cannot connect has ended: its reason is on stderr.
+        // A virsh that cannot connect has ended, with the reason on stderr.
         let written = self.stdin.write_all(input.as_bytes());
         let stdout = written.and_then(|()| read_to(&mut self.stdout, &end));
         let (stdout, stderr) = match stdout {
@@ -270,13 +270,13 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // It has nothing under way.
+        // No command is running.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Reads up to `mark`. What follows it is a prompt at most, and is left for the next call.
+/// Reads up to `mark`. At most a prompt follows, which is left for the next call.
 fn read_to(from: &mut impl BufRead, mark: &str) -> io::Result<String> {
     let mut text = Vec::new();
     let last = *mark.as_bytes().last().unwrap_or(&b'\n');
@@ -288,7 +288,7 @@ fn read_to(from: &mut impl BufRead, mark: &str) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// The errors that `virsh` printed, on one line. Its other messages, such as one of a missing locale, are none.
+/// The errors that `virsh` printed, on one line. Other messages, such as that of a missing locale, are left out.
 fn complaint(stderr: &str) -> Option<String> {
     let lines = stderr.lines().filter_map(|it| it.strip_prefix("error: "));
     let lines: Vec<_> = lines.filter(|line| !line.starts_with("END-")).collect();
@@ -394,7 +394,7 @@ impl State {
             (Self::PAUSED, Self::MIGRATING) => "paused for a migration",
             (Self::PAUSED, 5) => "paused by an I/O error",
             (Self::PAUSED, 6) => "paused by its watchdog",
-            (Self::PAUSED, 10) => "paused, as it has crashed",
+            (Self::PAUSED, 10) => "paused after a crash",
             (Self::PAUSED, 12 | 13) => "paused in a post-copy migration",
             (Self::PAUSED, _) => "paused for another reason",
             (Self::SHUT_OFF, Self::SHUT_DOWN) => "shut down",
@@ -435,8 +435,8 @@ pub(super) struct Migration {
     pub(super) is_by_host: bool,
 }
 
-/// Migrates a guest, and returns when that has ended. If this process dies meanwhile, `virsh` does, and libvirt cancels the
-/// migration, unless its host carries it out.
+/// Migrates a guest, and returns after the end. If this process dies, `virsh` dies with it, and libvirt cancels the
+/// migration, unless the source host carries it out.
 pub(super) fn migrate(from: &str, uuid: &str, to: &str, migration: &Migration) -> Result<()> {
     let mut command = command(from);
     command.args(["migrate", "--live", "--parallel"]);

@@ -47,12 +47,12 @@ impl Survey {
             let host = LibvirtHost::new(text);
             ensure!(
                 !options.p2p || !host.is_local(),
-                "with --p2p the host itself connects to {}, which there is another host: name it otherwise",
+                "with --p2p the host itself connects to {}, which is a different host there: use another name",
                 host.uri
             );
             match Destination::ask(&host, cpu.as_deref()) {
                 Ok(found) => {
-                    // A host under two names would have its memory given away twice.
+                    // The memory of a host with two names would be reserved twice.
                     let uuid = description::host_uuid(&found.capabilities);
                     let same = uuids.iter().position(|it| uuid.is_some() && *it == uuid);
                     if let Some(same) = same {
@@ -174,7 +174,7 @@ impl<'a> Guests<'a> {
         for domain in source.ask(Connection::domains)? {
             let is_persistent = persistent.contains(&domain.uuid);
             if let Err(error) = guests.add(&domain, is_persistent) {
-                // A guest that has ended meanwhile does not matter.
+                // A guest that has ended since then does not matter.
                 let now = source.ask(|it| it.domain(&domain.uuid))?;
                 if now.is_some_and(|now| now.state.is_active()) {
                     return Err(error.context(format!("asking for {}", domain.name)));

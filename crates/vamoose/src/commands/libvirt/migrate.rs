@@ -32,7 +32,7 @@ use super::receive::{MARK, Ready, Request, at};
 use crate::commands::{gateway, virsh};
 use vamoose::options::{Access, Encoding, MethodName};
 
-/// Migrate a running guest to another host of libvirt, which needs nothing but ssh and this program
+/// Migrate a running guest to another host of libvirt, which needs only ssh and this program
 ///
 /// Relays on both hosts, with one-time keys, carry the guest's memory. They end with the migration. Ctrl-C cancels: the
 /// guest keeps running here.
@@ -76,7 +76,7 @@ pub(super) struct Options {
 
 pub(super) fn run(options: &Options) -> Result<()> {
     let (domain, host) = (&*options.domain, &*options.host);
-    ensure!(!host.starts_with('-'), "{host} is no name of a host");
+    ensure!(!host.starts_with('-'), "{host} is not the name of a host");
     check_storage(&options.virsh_options)?;
     let state = virsh::state(domain).context("on this host")?;
     ensure!(
@@ -182,7 +182,7 @@ fn relayed(
         (relay.join(), status)
     });
     let Ok(relayed) = relayed else {
-        bail!("the relay of this host has ended by a panic");
+        bail!("the relay of this host has panicked");
     };
     if status.context("waiting for virsh")?.success() {
         let summary = relayed.context("the guest has moved, but the relay of this host failed")?;
@@ -313,7 +313,7 @@ impl<'a> Far<'a> {
         match status.code() {
             Some(255) => format!("cannot reach {host} by `{}`, see above", options.ssh),
             Some(126 | 127) => format!(
-                "`{}` is not here, or `{vamoose}` is not on {host}: install it there, or tell where it is by --remote-vamoose",
+                "`{}` is not installed here, or `{vamoose}` is not installed on {host}: install it there, or name its path with --remote-vamoose",
                 options.ssh
             ),
             _ => format!(

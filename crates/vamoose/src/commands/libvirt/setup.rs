@@ -95,13 +95,11 @@ type Setting = (&'static str, String);
 /// QEMUs of this host wait at its alias, and libvirt tells sources to connect there.
 fn wanted(config: &GatewayConfig) -> Result<[Setting; 4]> {
     let Some(alias) = config.alias else {
-        bail!(
-            "the gateway has no alias: it takes streams alone, and libvirt's migrations need one"
-        );
+        bail!("the gateway has no alias, which libvirt's migrations need: it carries only streams");
     };
     ensure!(
         alias != IpAddr::V4(Ipv4Addr::LOCALHOST),
-        "libvirt refuses the alias {alias} as an address for migrations: take another one of 127.0.0.0/8, on all hosts"
+        "libvirt refuses the alias {alias} as an address for migrations: choose another one in 127.0.0.0/8, on all hosts"
     );
     let address = format!("\"{alias}\"");
     Ok([
@@ -139,7 +137,7 @@ type Version = (u32, u32);
 fn libvirt() -> Vec<Finding> {
     match virsh::output(["version"]) {
         Ok(text) => of_versions(&text),
-        Err(error) => vec![Finding::Note(format!("no libvirt answers: {error:#}"))],
+        Err(error) => vec![Finding::Note(format!("libvirt does not answer: {error:#}"))],
     }
 }
 
@@ -162,7 +160,7 @@ fn of_versions(text: &str) -> Vec<Finding> {
             "libvirt {major}.{minor}: tested are 9.0 and 11.3"
         ))),
         None => findings.push(Finding::Note(
-            "libvirt does not tell its version".to_owned(),
+            "libvirt does not report its version".to_owned(),
         )),
     }
     let Some((major, minor)) = qemu else {
@@ -203,7 +201,7 @@ fn of_qemu_conf(text: &str, wanted: &[Setting], config: &GatewayConfig) -> Vec<F
                 .to_owned(),
         ));
     }
-    // The default is the distribution's user, whom the gateway accepts.
+    // The gateway accepts the distribution's user, which is the default.
     if let Some(user) = value(text, "user") {
         findings.push(match gateway::uid(user.trim_start_matches('+')) {
             None => Finding::Problem(format!("user {user} of qemu.conf is not in /etc/passwd")),
@@ -222,7 +220,7 @@ fn of_gateway(config: &GatewayConfig) -> Vec<Finding> {
     let mut findings = Vec::new();
     for peer in config.peers_with_own_ports() {
         findings.push(Finding::Problem(format!(
-            "peer {} has ports of this host: libvirt finds no free port for a migration to here",
+            "the ports of peer {} overlap this host's: libvirt finds no free port for a migration to this host",
             peer.name
         )));
     }
@@ -230,7 +228,7 @@ fn of_gateway(config: &GatewayConfig) -> Vec<Finding> {
         let name = &peer.name;
         if (&**name, 0).to_socket_addrs().is_err() {
             findings.push(Finding::Note(format!(
-                "{name} is no name of a host: qemu+ssh://{name}/system needs one, or its address"
+                "{name} cannot be resolved: qemu+ssh://{name}/system needs one, or its address"
             )));
         }
         let Some(alias) = peer.alias else { continue };
@@ -240,7 +238,9 @@ fn of_gateway(config: &GatewayConfig) -> Vec<Finding> {
             Err(error) if error.kind() == ErrorKind::AddrInUse => {
                 Finding::Fine(format!("the gateway listens for migrations to {name}"))
             }
-            Err(error) => Finding::Problem(format!("{at}, which stands for {name}: {error}")),
+            Err(error) => {
+                Finding::Problem(format!("{at}, the address of {name} on this host: {error}"))
+            }
             Ok(_) => Finding::Note(format!(
                 "nothing listens for migrations to {name}: start the gateway"
             )),

@@ -67,7 +67,7 @@ pub(super) fn devices(root: &Root) -> Vec<Device> {
         Device {
             kind,
             model,
-            // -1 means that there is none.
+            // -1 on hosts without NUMA.
             numa_node: root
                 .read(file("numa_node"))
                 .and_then(|node| node.parse().ok()),

@@ -312,7 +312,7 @@ fn a_gateway_that_is_to_end_lets_migrations_finish() -> Result<()> {
         let (mut source, mut destination) = under_way(&hosts, &qemu, PORT)?;
         let host = if ends_near { &hosts.near } else { &hosts.far };
         host.gateway.signal(Signal::TERM)?;
-        host.says("no further migrations are taken")?;
+        host.says("no further migrations are accepted")?;
         let (mut late, _waits) = hosts.pair(&qemu, &qemu, PORTS[1], 2)?;
         hosts.near.sends(&mut late, PORTS[1])?;
         late.qmp.wait_migration(&["failed"], LIMIT)?;

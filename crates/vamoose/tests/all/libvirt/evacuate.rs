@@ -174,11 +174,11 @@ impl<'a> Evacuation<'a> {
         let report = self.report()?;
         let reason = report.reason(SHORT);
         ensure!(
-            reason == "it does not run any more: destroyed",
+            reason == "it no longer runs: destroyed",
             "{reason}: {}",
             ended.stderr
         );
-        ended.failure("has not moved to host2: it does not run any more: destroyed")?;
+        ended.failure("has not moved to host2: it no longer runs: destroyed")?;
         first.virsh(["undefine", SHORT])?.success()?;
         self.expect_moved(&BTreeSet::new())
     }
