@@ -413,14 +413,17 @@ mod tests {
     #[test]
     fn a_host_without_vamoose() {
         let said = complaint("shift; exec \"$@\"");
-        let found = said.contains("`/no/vamoose` is not on kvm2: install it there");
+        let found = said.contains("`/no/vamoose` is not installed on kvm2: install it there");
         assert!(found && said.contains("--remote-vamoose"), "{said}");
     }
 
     #[test]
     fn a_command_for_ssh_that_is_not_here() {
         let said = complaint_of("no-such-ssh -q");
-        assert!(said.starts_with("`no-such-ssh -q` is not here"), "{said}");
+        assert!(
+            said.starts_with("`no-such-ssh -q` is not installed here"),
+            "{said}"
+        );
     }
 
     #[test]
