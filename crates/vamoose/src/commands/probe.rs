@@ -6,6 +6,7 @@ mod engines;
 mod system;
 
 use std::{
+    collections::BTreeMap,
     fmt::Display,
     fs,
     io::{self, Write as _},
@@ -19,10 +20,19 @@ use vamoose_codec::Registry;
 
 /// Show this host's hardware and software for migrations
 #[derive(Args, Debug)]
-pub(crate) struct Options {}
+pub(crate) struct Options {
+    /// Print a JSON object: the lines of the text, as arrays by their names
+    #[arg(long)]
+    json: bool,
+}
 
-pub(crate) fn run(_: &Options) -> Result<()> {
-    match io::stdout().write_all(probe(&Root::system()).as_bytes()) {
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let lines = probe(&Root::system());
+    let shown = match options.json {
+        true => lines.json()?,
+        false => lines.text(),
+    };
+    match io::stdout().write_all(shown.as_bytes()) {
         // `| head` has read enough.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         result => result.context("cannot write to standard output"),
@@ -30,7 +40,7 @@ pub(crate) fn run(_: &Options) -> Result<()> {
 }
 
 /// Everything that is printed.
-fn probe(root: &Root) -> String {
+fn probe(root: &Root) -> Lines {
     let mut lines = Lines::default();
     let kernel = root.read("proc/sys/kernel/osrelease");
     lines.put("kernel", kernel.as_deref().unwrap_or("unknown"));
@@ -49,7 +59,7 @@ fn probe(root: &Root) -> String {
     for engine in engines::engines(&Registry::new(), &devices) {
         lines.put("engine", engine);
     }
-    lines.0
+    lines
 }
 
 const NO_DEVICES: &str = "no QAT, DSA or IAA on PCI";
@@ -68,15 +78,32 @@ fn describe_queues(root: &Root, lines: &mut Lines) {
     }
 }
 
-/// Lines of `name  value`, aligned. A name that repeats is printed once.
+/// Names with values, in the order of the output. A name may repeat.
 #[derive(Default)]
-struct Lines(String, String);
+struct Lines(Vec<(String, String)>);
 
 impl Lines {
     fn put(&mut self, name: &str, value: impl Display) {
-        let shown = if self.1 == name { "" } else { name };
-        self.0.push_str(&format!("{shown:<16}{value}\n"));
-        name.clone_into(&mut self.1);
+        self.0.push((name.to_owned(), value.to_string()));
+    }
+
+    /// `name  value`, aligned. A name that repeats is printed once.
+    fn text(&self) -> String {
+        let mut last = "";
+        let lines = self.0.iter().map(|(name, value)| {
+            let shown = if last == name { "" } else { name };
+            last = name;
+            format!("{shown:<16}{value}\n")
+        });
+        lines.collect()
+    }
+
+    fn json(&self) -> Result<String> {
+        let mut values: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for (name, value) in &self.0 {
+            values.entry(name).or_default().push(value);
+        }
+        Ok(serde_json::to_string_pretty(&values)? + "\n")
     }
 }
 
@@ -131,7 +158,7 @@ mod tests {
     #[test]
     fn a_system_without_anything_is_described_too() {
         let (_folder, root) = fake::root(&[]);
-        let shown = probe(&root);
+        let shown = probe(&root).text();
         for line in [
             "kernel          unknown",
             "kvm             absent: ",
@@ -147,7 +174,7 @@ mod tests {
     fn queues(root: &Root) -> String {
         let mut lines = Lines::default();
         describe_queues(root, &mut lines);
-        lines.0
+        lines.text()
     }
 
     #[test]

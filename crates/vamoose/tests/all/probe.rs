@@ -1,5 +1,6 @@
 //! `vamoose probe` on the machine that runs the tests, whatever that is.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -47,6 +48,22 @@ fn every_engine_is_listed() {
             assert_eq!(says_none, !shown.contains("QAT 4"), "{shown}");
         }
     }
+}
+
+#[test]
+fn json_has_the_lines_of_the_text() {
+    let output = Command::new(env!("CARGO_BIN_EXE_vamoose"))
+        .args(["probe", "--json"])
+        .output()
+        .unwrap();
+    assert!(output.status.success());
+    let lines: BTreeMap<String, Vec<String>> = serde_json::from_slice(&output.stdout).unwrap();
+    let shown = probe();
+    for (name, lines) in &lines {
+        assert_eq!(block(&shown, name), *lines, "{name}");
+    }
+    let count: usize = lines.values().map(Vec::len).sum();
+    assert_eq!(count, shown.lines().count());
 }
 
 /// With the real libqatzip, and most likely without a device.

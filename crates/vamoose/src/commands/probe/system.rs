@@ -137,7 +137,7 @@ mod tests {
         let (_folder, root) = fake::root(&[("proc/cpuinfo", info)]);
         let mut lines = Lines::default();
         describe_cpu(&root, &mut lines);
-        let shown = lines.0;
+        let shown = lines.text();
         for part in ["Some Xeon (", "present: enqcmd movdir64b\n", " waitpkg\n"] {
             assert!(shown.contains(part), "{shown}");
         }
