@@ -6,9 +6,9 @@
 use std::{
     fs::File,
     io,
+    num::NonZeroUsize,
     ops::Range,
     os::unix::fs::{FileExt as _, MetadataExt as _},
-    sync::atomic::{AtomicU64, Ordering},
 };
 
 use multifd::{BlockName, Layout};
@@ -17,7 +17,7 @@ use rustix::{
     io::Errno,
 };
 use vamoose_link::populate;
-use vm_memory::{FileOffset, MmapRegion, VolatileMemory as _};
+use vm_memory::{FileOffset, MmapRegion, VolatileMemory as _, bitmap::AtomicBitmap};
 
 use super::PlaceError;
 
@@ -35,8 +35,8 @@ pub(crate) struct Block {
     has_holes: bool,
     /// QEMU has created the file, which was zeros when the migration began.
     is_fresh: bool,
-    /// A bit per page: written as a normal page, and not zeroed since.
-    written: Box<[AtomicU64]>,
+    /// Pages that were written as normal pages, and not zeroed since.
+    written: AtomicBitmap,
 }
 
 impl Block {
@@ -63,9 +63,10 @@ impl Block {
             page_size,
             huge,
             has_holes: kind == TMPFS,
-            written: (0..len.div_ceil(page_size).div_ceil(64))
-                .map(|_| AtomicU64::new(0))
-                .collect(),
+            written: AtomicBitmap::new(
+                len,
+                NonZeroUsize::new(page_size).unwrap_or(NonZeroUsize::MIN),
+            ),
         })
     }
 
@@ -88,10 +89,8 @@ impl Block {
             let (run, is_written) = run?;
             let (bytes, behind) = rest.split_at(run.len().min(rest.len()));
             self.write_run(&run, is_written, bytes)?;
+            self.written.set_addr_range(run.start, run.len());
             rest = behind;
-        }
-        for offset in offsets {
-            self.set_written(*offset, true);
         }
         Ok(())
     }
@@ -121,9 +120,7 @@ impl Block {
             }
             if is_written {
                 self.write_zeros(&run, true)?;
-                for page in run.step_by(self.page_size) {
-                    self.set_written(page as u64, false);
-                }
+                self.written.reset_addr_range(run.start, run.len());
             } else {
                 self.clear_what_is_not_zero(&run)?;
             }
@@ -180,11 +177,11 @@ impl Block {
                 Ok(page) => page,
                 Err(error) => return Some(Err(error)),
             };
-            let is_written = self.is_written(run.start);
+            let is_written = self.written.is_addr_set(run.start);
             while let Some((next, behind)) = rest.split_first()
                 && *next == run.end as u64
                 && let Ok(page) = self.page(*next)
-                && self.is_written(page.start) == is_written
+                && self.written.is_addr_set(page.start) == is_written
             {
                 run.end = page.end;
                 rest = behind;
@@ -203,22 +200,6 @@ impl Block {
                 block: self.name.to_string(),
                 len: self.len,
             })
-    }
-
-    fn is_written(&self, start: usize) -> bool {
-        let page = start / self.page_size;
-        self.written[page / 64].load(Ordering::Relaxed) & (1 << (page % 64)) != 0
-    }
-
-    /// Marks a page. Relaxed ordering suffices: a SYNC separates two packets with the same page.
-    fn set_written(&self, offset: u64, is_written: bool) {
-        let page = usize::try_from(offset).unwrap_or(usize::MAX) / self.page_size;
-        let (word, bit) = (&self.written[page / 64], 1 << (page % 64));
-        if is_written {
-            word.fetch_or(bit, Ordering::Relaxed);
-        } else {
-            word.fetch_and(!bit, Ordering::Relaxed);
-        }
     }
 
     fn missing(&self, error: io::Error) -> PlaceError {
@@ -270,133 +251,4 @@ const SMALL_PAGE: usize = 4096;
 static ZEROS: [u8; PIECE] = [0; PIECE];
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use proptest::{collection::vec, prelude::*};
-
-    use super::*;
-
-    const PAGES: usize = 16;
-    const PAGE: usize = 4096;
-    /// The block is not at the beginning of its file.
-    const START: u64 = PAGE as u64;
-
-    /// A block of a file that holds `content`.
-    pub(crate) fn block(content: &[u8]) -> Block {
-        let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
-        let file = file.as_file().try_clone().unwrap();
-        file.set_len(START + content.len() as u64).unwrap();
-        for (page, content) in content.chunks(PAGE).enumerate() {
-            if content.iter().any(|byte| *byte != 0) {
-                file.write_all_at(content, START + (page * PAGE) as u64)
-                    .unwrap();
-            }
-        }
-        let name = BlockName::new(b"mem").unwrap();
-        let len = content.len();
-        Block::open(name, file, START, len, Layout::X86).unwrap()
-    }
-
-    /// What the file holds.
-    pub(crate) fn content(block: &Block) -> Vec<u8> {
-        let mut content = vec![0; block.len];
-        block.file.read_exact_at(&mut content, START).unwrap();
-        content
-    }
-
-    fn allocated(block: &Block) -> u64 {
-        std::os::unix::fs::MetadataExt::blocks(&block.file.metadata().unwrap()) * 512
-    }
-
-    fn write(block: &Block, offsets: &[u64], byte: u8) {
-        let pages = vec![byte; offsets.len() * PAGE];
-        block.write(offsets, &pages).unwrap();
-    }
-
-    #[derive(Clone, Debug)]
-    enum Step {
-        Write(Vec<u64>, u8),
-        Clear(Vec<u64>),
-    }
-
-    fn step() -> impl Strategy<Value = Step> {
-        let offset = (0..PAGES as u64).prop_map(|page| page * PAGE as u64);
-        let offsets = || vec(offset.clone(), 1..PAGES);
-        prop_oneof![
-            (offsets(), any::<u8>()).prop_map(|(offsets, byte)| Step::Write(offsets, byte)),
-            offsets().prop_map(Step::Clear),
-        ]
-    }
-
-    proptest! {
-        #[test]
-        fn the_file_is_what_was_written(
-            before in prop_oneof![vec(0..3_u8, PAGES), Just(vec![0; PAGES])],
-            is_fresh: bool,
-            steps in vec(step(), 1..20),
-        ) {
-            let mut model: Vec<u8> = before.iter().flat_map(|byte| [*byte; PAGE]).collect();
-            let is_fresh = is_fresh && before.iter().all(|byte| *byte == 0);
-            let block = block(&model).fresh(is_fresh);
-            for step in steps {
-                let (offsets, byte) = match &step {
-                    Step::Write(offsets, byte) => {
-                        write(&block, offsets, *byte);
-                        (offsets, *byte)
-                    }
-                    Step::Clear(offsets) => {
-                        block.clear(offsets, false).unwrap();
-                        (offsets, 0)
-                    }
-                };
-                for offset in offsets {
-                    let start = usize::try_from(*offset).unwrap();
-                    model[start..start + PAGE].fill(byte);
-                }
-                prop_assert_eq!(&content(&block), &model);
-            }
-        }
-    }
-
-    #[test]
-    fn clearing_what_was_never_written_takes_no_memory() {
-        let block = block(&[0; 4 * PAGE]);
-        block.clear(&[0, 0x1000, 0x3000], false).unwrap();
-        assert_eq!(allocated(&block), 0);
-        write(&block, &[0x1000], 7);
-        assert_eq!(allocated(&block), PAGE as u64);
-    }
-
-    #[test]
-    fn one_byte_that_is_not_zero_is_cleared() {
-        let mut before = vec![0; 2 * PAGE];
-        before[2 * PAGE - 1] = 1;
-        let block = block(&before);
-        block.clear(&[0x1000], false).unwrap();
-        assert!(content(&block).iter().all(|byte| *byte == 0));
-    }
-
-    #[test]
-    fn what_others_may_have_written_is_looked_at() {
-        let block = block(&[1; PAGE]).fresh(true);
-        block.clear(&[0], false).unwrap();
-        assert_eq!(content(&block)[0], 1);
-        block.clear(&[0], true).unwrap();
-        assert_eq!(content(&block)[0], 0);
-    }
-
-    #[test]
-    fn a_page_outside_is_refused() {
-        let block = block(&[0; 2 * PAGE]);
-        for offset in [0x2000, u64::MAX - 0xfff, 1 << 63] {
-            for result in [
-                block.write(&[0x1000, offset], &[1; 2 * PAGE]),
-                block.clear(&[offset], false),
-            ] {
-                assert!(
-                    matches!(result, Err(PlaceError::Offset { .. })),
-                    "{result:?}"
-                );
-            }
-        }
-    }
-}
+pub(super) mod tests;
