@@ -68,7 +68,8 @@ pub(crate) fn ask(
     control.send(message)?;
     loop {
         match control.receive_within(within)? {
-            DestinationMessage::Starting
+            DestinationMessage::Preparing
+            | DestinationMessage::Starting
             | DestinationMessage::Receiving
             | DestinationMessage::Loaded => {}
             answer => return Ok((answer, control)),

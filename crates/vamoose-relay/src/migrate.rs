@@ -34,7 +34,7 @@ use vamoose_link::{ConversationError, Hangup, Remote, Session, Snapshot, Stats, 
 
 use crate::{
     Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Summary, Switchover, chain,
-    control::{ControlError, Offer, Request, connect, preamble},
+    control::{ControlError, Offer, Request, ask, preamble},
     journal::{AtSource, Record, now},
 };
 use error::at_source;
@@ -171,7 +171,6 @@ impl Migration<'_> {
     }
 
     fn prepare(&self, hand_over: &mut HandOver<'_>, source: &mut SourceQemu) -> Result<(), Cause> {
-        let mut control = connect(self.to, hand_over.attempt.id())?;
         let request = Request {
             name: self.name.to_owned(),
             uuid: source.instance.uuid.clone(),
@@ -181,17 +180,8 @@ impl Migration<'_> {
             method: self.config.method.name().to_owned(),
         };
         let prepare = Prepare::new(to_details(&request).map_err(ControlError::from)?);
-        let answered = control
-            .send(&SourceMessage::Prepare(prepare))
-            .and_then(|()| {
-                loop {
-                    match control.receive_within(PREPARED_WITHIN)? {
-                        DestinationMessage::Preparing => {}
-                        answer => return Ok(answer),
-                    }
-                }
-            });
-        let answer = answered.map_err(ControlError::from)?;
+        let message = SourceMessage::Prepare(prepare);
+        let (answer, control) = ask(self.to, hand_over.attempt.id(), &message, PREPARED_WITHIN)?;
         hand_over.attempt.control = Some(control);
         match answer {
             DestinationMessage::Prepared { ref details, .. } => {

@@ -54,14 +54,15 @@ mod find;
 
 use std::{
     path::Path,
-    sync::{PoisonError, RwLock, RwLockReadGuard},
+    sync::{Arc, PoisonError, RwLock},
 };
 
 use multifd::{BlockName, Layout};
 use thiserror::Error;
+use tracing::info;
 use vamoose_link::{Packet, Socket, Stream};
 
-use crate::{process::ProcessId, qemu::Qemu};
+use crate::{chain, process::ProcessId, qemu::Qemu};
 use block::Block;
 pub use find::NotPlaced;
 
@@ -113,18 +114,47 @@ pub enum PlaceError {
 }
 
 impl Placement {
-    /// Finds the memory of the QEMU whose monitor is at `path`.
+    /// Finds the memory of the QEMU whose monitor is at `path`. `None` if pages are to be sent to QEMU; the log has the reason.
     ///
     /// # Errors
-    /// Why pages cannot be placed.
-    pub fn of(path: &Path, mode: PlacementMode, layout: Layout) -> Result<Self, NotPlaced> {
-        Self::find(&mut Qemu::connect(path)?, mode, layout)
+    /// When pages cannot be placed, and `mode` requires it.
+    pub fn at(
+        path: &Path,
+        mode: PlacementMode,
+        layout: Layout,
+    ) -> Result<Option<Arc<Self>>, NotPlaced> {
+        Self::choose(mode, || Self::find(&mut Qemu::connect(path)?, mode, layout))
     }
 
-    /// Names of the blocks whose pages are placed, for a message.
-    pub fn names(&self) -> String {
-        let names = self.blocks.iter().map(|block| block.name.to_string());
-        names.collect::<Vec<_>>().join(", ")
+    /// Like [`Placement::at`], for a QEMU that has been set up for a migration whose guest has pages as in `layout`.
+    pub(crate) fn of(
+        qemu: &mut Qemu,
+        mode: PlacementMode,
+        layout: Layout,
+    ) -> Result<Option<Arc<Self>>, NotPlaced> {
+        Self::choose(mode, || Self::find(qemu, mode, layout))
+    }
+
+    fn choose(
+        mode: PlacementMode,
+        find: impl FnOnce() -> Result<Self, NotPlaced>,
+    ) -> Result<Option<Arc<Self>>, NotPlaced> {
+        if mode == PlacementMode::Off {
+            return Ok(None);
+        }
+        match find() {
+            Ok(placement) => {
+                let names = placement.blocks.iter().map(|block| block.name.to_string());
+                let names = names.collect::<Vec<_>>().join(", ");
+                info!("writing pages into QEMU's memory: {names}");
+                Ok(Some(Arc::new(placement)))
+            }
+            Err(reason) if mode == PlacementMode::On => Err(reason),
+            Err(reason) => {
+                info!("sending pages to QEMU: {}", chain(&reason));
+                Ok(None)
+            }
+        }
     }
 
     /// The block, if its pages are placed.
@@ -147,7 +177,7 @@ impl Placement {
         packet: &Packet,
         main_has_pages: bool,
     ) -> Result<(), PlaceError> {
-        let closed = self.lock();
+        let closed = self.closed.read().unwrap_or_else(PoisonError::into_inner);
         if *closed {
             return Err(PlaceError::Loaded);
         }
@@ -159,10 +189,6 @@ impl Placement {
     /// Ends placement: nothing is written after this returns.
     pub(crate) fn close(&self) {
         *self.closed.write().unwrap_or_else(PoisonError::into_inner) = true;
-    }
-
-    fn lock(&self) -> RwLockReadGuard<'_, bool> {
-        self.closed.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -6,8 +6,8 @@
 use std::{path::PathBuf, time::Duration};
 
 use handover::{
-    AttemptId, Destination, DestinationMessage, DestinationState, GuestLocation, Incarnation,
-    SourceEvent, SourceMessage, SourceState,
+    AttemptId, DestinationMessage, GuestLocation, Incarnation, SourceEvent, SourceMessage,
+    SourceState,
 };
 use thiserror::Error;
 use tracing::info;
@@ -19,7 +19,7 @@ use crate::{
     journal::{AtDestination, AtSource, Entry, Record},
     migrate::SourceQemu,
     qemu::{QemuError, is_switchover},
-    serve::{DestinationQemu, Job},
+    serve::Job,
 };
 
 /// What became of the guest.
@@ -177,36 +177,37 @@ impl Settlement {
     /// # Errors
     /// What could not be done. The attempt may be settled again.
     pub fn carry_out(self) -> Result<(), SettleError> {
-        let request = |message| match self.destination {
-            Some(side) => side.request(self.attempt, message),
+        let Self {
+            source,
+            destination,
+            config,
+            ..
+        } = self;
+        let request = |message, wanted| match destination {
+            Some(side) => side.request(self.attempt, message, wanted),
             None => Ok(()),
         };
         let abort = |reason| SourceMessage::Abort {
             cause: by_hand(reason),
         };
-        let (guest, reason, message) = match self.verdict {
+        match self.verdict {
+            // The guest must be gone there before it resumes here.
             Verdict::NeverRan => {
-                // The guest must be gone there before it resumes here.
-                request(abort("it never ran here"))?;
-                return self
-                    .source
-                    .map_or(Ok(()), |entry| take_back(entry, self.config));
+                request(abort("it never ran here"), GuestLocation::Source)?;
+                source.map_or(Ok(()), |entry| take_back(entry, config))
             }
-            Verdict::RunningThere => (
-                GuestLocation::Destination,
-                "it runs at the destination",
-                SourceMessage::Commit { resume: true },
-            ),
+            // The source must have given the guest up before the destination acts.
+            Verdict::RunningThere => {
+                let guest = GuestLocation::Destination;
+                give_away(source, guest, "it runs at the destination")?;
+                request(SourceMessage::Commit { resume: true }, guest)
+            }
             Verdict::MovedElsewhere => {
                 let reason = "another tool has moved it";
-                (GuestLocation::Gone, reason, abort(reason))
+                give_away(source, GuestLocation::Gone, reason)?;
+                request(abort(reason), GuestLocation::Source)
             }
-        };
-        // The source must have given the guest up before the destination acts.
-        if let Some(entry) = self.source {
-            give_away(entry, guest, reason)?;
         }
-        request(message)
     }
 }
 
@@ -229,40 +230,35 @@ impl Side {
         }
     }
 
-    /// Has the destination do what a source would ask for.
-    fn request(self, attempt: AttemptId, message: SourceMessage) -> Result<(), SettleError> {
-        let is_commit = matches!(message, SourceMessage::Commit { .. });
-        let (done, result) = match self {
+    /// Sends the destination a message of a source, and requires that the guest is at `wanted` afterwards.
+    fn request(
+        self,
+        attempt: AttemptId,
+        message: SourceMessage,
+        wanted: GuestLocation,
+    ) -> Result<(), SettleError> {
+        let (guest, result) = match self {
             Self::Served(_, server) => {
                 let answer = ask(&server, attempt, &message, SETTLING);
                 let at = |error| SettleError::Server(server.address(), error);
                 let (answer, _) = answer.map_err(at)?;
-                let done = match answer {
-                    DestinationMessage::Running { .. } => is_commit,
-                    DestinationMessage::Aborted { .. } => !is_commit,
-                    _ => false,
+                let guest = match answer {
+                    DestinationMessage::Running { .. } => Some(GuestLocation::Destination),
+                    DestinationMessage::Aborted { .. } => Some(GuestLocation::Source),
+                    _ => None,
                 };
-                (done, format!("{answer:?}"))
+                (guest, format!("{answer:?}"))
             }
             Self::Free(entry) => {
-                let record = &entry.record;
-                let machine = Destination::restore(record.side.incarnation, record.state.clone());
-                let qemu = DestinationQemu::new(record.qemu.clone(), None);
-                let job = Job::new(machine, entry, qemu, None);
+                let job = Job::restore(entry);
                 job.request(message);
                 let state = job.state();
-                let done = match state {
-                    DestinationState::Running => is_commit,
-                    DestinationState::Aborted { .. } => !is_commit,
-                    _ => false,
-                };
-                (done, format!("{state:?}"))
+                (state.outcome(), format!("{state:?}"))
             }
         };
-        if done {
-            Ok(())
-        } else {
-            Err(SettleError::Failed(result))
+        match guest == Some(wanted) {
+            true => Ok(()),
+            false => Err(SettleError::Failed(result)),
         }
     }
 }
@@ -335,10 +331,13 @@ fn counts(state: &SourceState, answers: Incarnation) -> bool {
 
 /// Records that the source has lost the guest to `guest`, unless the source QEMU's state proves the contrary.
 fn give_away(
-    entry: Entry<AtSource>,
+    entry: Option<Entry<AtSource>>,
     guest: GuestLocation,
     decision: &str,
 ) -> Result<(), SettleError> {
+    let Some(entry) = entry else {
+        return Ok(());
+    };
     let qemu = &entry.record.qemu;
     // A QEMU that has not sent the guest, or has run it since, is proof of the contrary.
     if let Ok(mut source) = SourceQemu::connect(&qemu.monitor)

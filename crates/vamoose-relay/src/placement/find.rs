@@ -34,18 +34,12 @@ use crate::{
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum NotPlaced {
-    #[error("it is switched off")]
-    Off,
     #[error(transparent)]
     Qemu(#[from] QemuError),
     #[error("cannot look at the process: {0}")]
     Process(String),
-    #[error("cannot read {path}")]
-    Unreadable {
-        path: String,
-        #[source]
-        error: io::Error,
-    },
+    #[error("cannot read the mappings of the process")]
+    Mappings(#[source] io::Error),
     #[error("this QEMU does not report where its memory is (from 8.0 on it does)")]
     NoAddresses,
     #[error("the guest's pages are smaller than this host's")]
@@ -78,15 +72,11 @@ impl From<ProcessError> for NotPlaced {
 const NOT_WITH: [&str; 4] = ["postcopy-ram", "x-colo", "x-ignore-shared", "mapped-ram"];
 
 impl Placement {
-    /// Finds the memory of `qemu`, which has been set up for the migration and whose guest has pages as in `layout`.
-    pub(crate) fn find(
+    pub(super) fn find(
         qemu: &mut Qemu,
         mode: PlacementMode,
         layout: Layout,
     ) -> Result<Self, NotPlaced> {
-        if mode == PlacementMode::Off {
-            return Err(NotPlaced::Off);
-        }
         if let Some(name) = qemu.first_capability_on(&NOT_WITH)? {
             return Err(NotPlaced::Capability(name.to_owned()));
         }
@@ -101,12 +91,9 @@ impl Placement {
             return Err(NotPlaced::NoAddresses);
         }
         let process = qemu.identity()?;
-        let wanted = Wanted {
-            mode,
-            layout,
-            since: process.started(),
-        };
-        let blocks = qemu.look_at_process(|process| find(process, &listed, &wanted))??;
+        let since = process.started();
+        let blocks =
+            qemu.look_at_process(|process| shared_blocks(process, &listed, mode, layout, since))??;
         if blocks.is_empty() {
             return Err(NotPlaced::NotShared);
         }
@@ -119,18 +106,17 @@ impl Placement {
     }
 }
 
-/// Which memory is looked for.
-struct Wanted {
+/// The listed blocks whose memory is shared. `since` is the start of QEMU's process.
+fn shared_blocks(
+    process: &Path,
+    listed: &[RamBlock],
     mode: PlacementMode,
     layout: Layout,
-    /// Start of QEMU's process.
     since: Option<SystemTime>,
-}
-
-fn find(process: &Path, listed: &[RamBlock], wanted: &Wanted) -> Result<Vec<Block>, NotPlaced> {
-    let maps = read(&process.join("maps"))?;
+) -> Result<Vec<Block>, NotPlaced> {
+    let maps = fs::read_to_string(process.join("maps")).map_err(NotPlaced::Mappings)?;
     let mappings = maps.lines().filter_map(Mapping::parse).collect::<Vec<_>>();
-    let counts_as_ours = wanted.mode == PlacementMode::Auto && is_in_another_group(process);
+    let counts_as_ours = mode == PlacementMode::Auto && is_in_another_group(process);
     let mut blocks = Vec::new();
     for block in listed {
         let (Some(memory), Ok(name)) = (
@@ -147,8 +133,8 @@ fn find(process: &Path, listed: &[RamBlock], wanted: &Wanted) -> Result<Vec<Bloc
         let file = memory.open(process).map_err(refused)?;
         let len =
             usize::try_from(block.total).map_err(|_| refused(io::ErrorKind::InvalidData.into()))?;
-        let is_fresh = is_fresh(&file, wanted.since).map_err(refused)?;
-        let block = Block::open(name, file, memory.offset, len, wanted.layout);
+        let is_fresh = is_fresh(&file, since).map_err(refused)?;
+        let block = Block::open(name, file, memory.offset, len, layout);
         let block = block.map_err(refused)?.fresh(is_fresh);
         if counts_as_ours && !block.is_preallocated().map_err(refused)? {
             return Err(NotPlaced::ControlGroup);
@@ -260,13 +246,6 @@ fn is_in_another_group(process: &Path) -> bool {
     let group = |process: &Path| fs::read(process.join("cgroup")).ok();
     let own = group(Path::new("/proc/self"));
     own.is_none() || own != group(process)
-}
-
-fn read(path: &Path) -> Result<String, NotPlaced> {
-    fs::read_to_string(path).map_err(|error| NotPlaced::Unreadable {
-        path: path.display().to_string(),
-        error,
-    })
 }
 
 #[cfg(test)]

@@ -81,7 +81,7 @@ impl Transfer {
 }
 
 impl Job {
-    pub(crate) fn new(
+    pub(super) fn new(
         machine: Destination,
         entry: Entry<AtDestination>,
         qemu: DestinationQemu,
@@ -103,6 +103,14 @@ impl Job {
             changed: Condvar::new(),
             transfer: Mutex::new(transfer.map(Arc::new)),
         }
+    }
+
+    /// An attempt from the journal.
+    pub(crate) fn restore(entry: Entry<AtDestination>) -> Self {
+        let record = &entry.record;
+        let machine = Destination::restore(record.side.incarnation, record.state.clone());
+        let qemu = DestinationQemu::new(record.qemu.clone(), None);
+        Self::new(machine, entry, qemu, None)
     }
 
     /// Continues an attempt from the journal.
@@ -349,35 +357,28 @@ impl Inner {
     }
 
     fn report(&self, before: &DestinationState) {
-        let name = &self.host.entry.record.name;
-        match self.driver.state() {
-            now if now == before => {}
+        let guest = &self.host.entry.record.name;
+        let (outcome, what) = match self.driver.state() {
+            now if now == before => return,
+            DestinationState::Receiving | DestinationState::Starting { .. } => return,
             DestinationState::Loaded => {
-                info!(
-                    guest = name,
-                    outcome = "loaded",
-                    "{name}: loaded, waiting for the commit"
-                );
+                (Some("loaded"), "loaded, waiting for the commit".to_owned())
             }
             DestinationState::Running => {
-                info!(
-                    guest = name,
-                    outcome = "running",
-                    "{name}: committed, the guest is here"
-                );
+                (Some("running"), "committed, the guest is here".to_owned())
             }
-            DestinationState::Ended { cause } => warn!("{name}: the guest was here: {cause}"),
+            DestinationState::Ended { cause } => (None, format!("the guest was here: {cause}")),
             DestinationState::Aborting { cause } => {
-                warn!("{name}: migration failed, and its QEMU cannot be ended: {cause}");
+                let what = format!("migration failed, and its QEMU cannot be ended: {cause}");
+                (None, what)
             }
             DestinationState::Aborted { cause } => {
-                warn!(
-                    guest = name,
-                    outcome = "failed",
-                    "{name}: migration failed: {cause}"
-                );
+                (Some("failed"), format!("migration failed: {cause}"))
             }
-            DestinationState::Receiving | DestinationState::Starting { .. } => {}
+        };
+        match outcome {
+            Some("loaded" | "running") => info!(guest, outcome, "{guest}: {what}"),
+            _ => warn!(guest, outcome, "{guest}: {what}"),
         }
     }
 }

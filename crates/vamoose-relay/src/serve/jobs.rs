@@ -7,11 +7,11 @@ use std::{
     time::Duration,
 };
 
-use handover::{AttemptId, Destination};
+use handover::AttemptId;
 use tracing::{info, warn};
 use vamoose_link::lock;
 
-use super::{DestinationQemu, Job, setup::PrepareError, span};
+use super::{Job, setup::PrepareError, span};
 use crate::{
     Journal, JournalError, UnderWay, chain,
     journal::{AtDestination, Record},
@@ -50,10 +50,7 @@ impl Jobs {
         }
         let entry = self.journal.claim(record);
         let entry = entry.inspect_err(|error| warn!("{}", chain(error))).ok()?;
-        let record = &entry.record;
-        let machine = Destination::restore(record.side.incarnation, record.state.clone());
-        let qemu = DestinationQemu::new(record.qemu.clone(), None);
-        let job = Arc::new(Job::new(machine, entry, qemu, None));
+        let job = Arc::new(Job::restore(entry));
         active.insert(job.attempt, job.clone());
         Some(job)
     }
@@ -123,10 +120,10 @@ impl Jobs {
 
 #[cfg(test)]
 mod tests {
-    use handover::{DestinationState, Incarnation};
+    use handover::{Destination, DestinationState, Incarnation};
 
     use super::*;
-    use crate::{Instance, journal::now};
+    use crate::{Instance, journal::now, serve::DestinationQemu};
 
     fn record(byte: u8, began: u64, state: DestinationState) -> Record<AtDestination> {
         Record {

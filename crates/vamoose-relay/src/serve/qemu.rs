@@ -26,9 +26,8 @@ pub(super) const LOADING: Duration = Duration::from_secs(30);
 const WAITING: [&str; 2] = ["paused", "prelaunch"];
 /// State of a guest that is being received.
 const COMING_IN: &str = "inmigrate";
-/// States of a guest that runs here. In the last one it may be on its way to another host.
-const RUNS: [&str; 3] = ["running", "suspended", "finish-migrate"];
-/// State of a guest that has been sent on from here.
+/// States of a guest that has run here. In the last two it is on its way to another host, or has been sent there.
+const HAS_RUN: [&str; 4] = ["running", "suspended", "finish-migrate", SENT_ON];
 const SENT_ON: &str = "postmigrate";
 
 impl DestinationQemu {
@@ -56,10 +55,7 @@ impl DestinationQemu {
             Ok(state) => state,
             Err(error) => return self.not_started(&error),
         };
-        if state == SENT_ON {
-            return DestinationEvent::MovedOn;
-        }
-        if RUNS.contains(&state.as_str()) {
+        if HAS_RUN.contains(&state.as_str()) {
             return self.started(state);
         }
         if !resume || !WAITING.contains(&state.as_str()) {
@@ -71,7 +67,11 @@ impl DestinationQemu {
         }
         let told = self.with_qemu(|qemu| qemu.execute("cont", json!({})));
         match told {
-            Ok(()) => self.state_after_resume(),
+            // The guest has run, even if it has stopped since.
+            Ok(()) => match self.with_qemu(Qemu::state) {
+                Ok(state) => self.started(state),
+                Err(error) => self.connection_lost(&error),
+            },
             Err(error) if error.is_refusal() => self.not_started(&error),
             Err(error) => self.connection_lost(&error),
         }
@@ -90,11 +90,8 @@ impl DestinationQemu {
                 ))
             }
             Ok(state) => {
-                self.disconnect();
-                match state.as_str() {
-                    SENT_ON => DestinationEvent::MovedOn,
-                    _ => DestinationEvent::Started { state },
-                }
+                self.qemu = None;
+                self.started(state)
             }
             // The process lives, and the guest has run.
             Err(error)
@@ -129,16 +126,10 @@ impl DestinationQemu {
         }
     }
 
-    /// The state of a guest that has been continued. QEMU accepted `cont`, so the guest has run even if it has stopped since.
-    fn state_after_resume(&mut self) -> DestinationEvent {
-        match self.with_qemu(Qemu::state) {
-            Ok(state) if state == SENT_ON => DestinationEvent::MovedOn,
-            Ok(state) => self.started(state),
-            Err(error) => self.connection_lost(&error),
-        }
-    }
-
     fn started(&mut self, state: String) -> DestinationEvent {
+        if state == SENT_ON {
+            return DestinationEvent::MovedOn;
+        }
         self.has_started = true;
         DestinationEvent::Started { state }
     }
@@ -160,11 +151,6 @@ impl DestinationQemu {
         }
     }
 
-    /// Closes the connection to the monitor.
-    fn disconnect(&mut self) {
-        self.qemu = None;
-    }
-
     /// `cont` was not sent, or was refused.
     fn not_started(&mut self, error: &QemuError) -> DestinationEvent {
         DestinationEvent::NotStarted {
@@ -179,7 +165,7 @@ impl DestinationQemu {
             return died();
         }
         // This connection is useless now. A new one may work.
-        self.disconnect();
+        self.qemu = None;
         unclear(chain(error))
     }
 
@@ -200,19 +186,16 @@ impl DestinationQemu {
         &mut self,
         work: impl FnOnce(&mut Qemu) -> Result<T, QemuError>,
     ) -> Result<T, QemuError> {
-        if self.qemu.is_none() {
-            let mut qemu = Qemu::connect(&self.instance.monitor)?;
-            let uuid = qemu.uuid()?;
-            let found = Instance::of(&mut qemu, &self.instance.monitor, uuid);
-            if !found.is_same(&self.instance) {
-                return Err(QemuError::Replaced);
-            }
-            self.qemu = Some(qemu);
+        if let Some(qemu) = &mut self.qemu {
+            return work(qemu);
         }
-        match &mut self.qemu {
-            Some(qemu) => work(qemu),
-            None => Err(QemuError::Replaced),
+        let mut qemu = Qemu::connect(&self.instance.monitor)?;
+        let uuid = qemu.uuid()?;
+        let found = Instance::of(&mut qemu, &self.instance.monitor, uuid);
+        if !found.is_same(&self.instance) {
+            return Err(QemuError::Replaced);
         }
+        work(self.qemu.insert(qemu))
     }
 }
 

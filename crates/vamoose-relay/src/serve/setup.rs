@@ -138,47 +138,23 @@ impl Server {
         qemu.set_up(&["multifd", "return-path"], &optional, parameters)?;
         // After `set_up`, because placement depends on the migration's capabilities.
         let placement = match config.passed {
-            None => self.placement(qemu, &request.name, config.layout),
+            None => Placement::of(qemu, self.config.placement, config.layout),
             Some(_) => {
                 let name = &request.name;
                 info!("{name}: QEMU decodes the pages itself, their checksums are not compared");
                 Ok(None)
             }
         };
-        let ready = placement.and_then(|placement| {
-            config.placement = placement;
-            Ok(listen(qemu, incoming)?)
-        });
+        let ready = placement
+            .map_err(PrepareError::NotPlaced)
+            .and_then(|placement| {
+                config.placement = placement;
+                Ok(listen(qemu, incoming)?)
+            });
         if ready.is_err() {
             qemu.put_back();
         }
         ready
-    }
-
-    /// The memory of the QEMU, if pages are to be written there.
-    fn placement(
-        &self,
-        qemu: &mut Qemu,
-        name: &str,
-        layout: Layout,
-    ) -> Result<Option<Arc<Placement>>, PrepareError> {
-        match Placement::find(qemu, self.config.placement, layout) {
-            Ok(placement) => {
-                info!(
-                    "{name}: writing pages into QEMU's memory: {}",
-                    placement.names()
-                );
-                Ok(Some(Arc::new(placement)))
-            }
-            Err(NotPlaced::Off) => Ok(None),
-            Err(reason) if self.config.placement == PlacementMode::On => {
-                Err(PrepareError::NotPlaced(reason))
-            }
-            Err(reason) => {
-                info!("{name}: sending pages to QEMU: {}", chain(&reason));
-                Ok(None)
-            }
-        }
     }
 
     /// The monitor of the QEMU called `name`; the name comes from a peer and must stay in its folder.

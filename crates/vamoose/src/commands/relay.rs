@@ -7,12 +7,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Error, Result, bail};
+use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 use multifd::Layout;
 use tracing::{info, warn};
-use vamoose_link::{Address, Hangup, Listener, Sessions, Stats, chain};
-use vamoose_relay::{Accept, Dialer, NotPlaced, Outcome, Placement, Relay, ZeroPages};
+use vamoose_link::{Address, Hangup, Listener, Sessions, Stats};
+use vamoose_relay::{Accept, Dialer, Outcome, Placement, Relay, ZeroPages};
 
 use vamoose::{
     link::LinkOptions,
@@ -136,23 +136,8 @@ impl Options {
         if !matches!(self.connect[..], [Address::Unix(_)]) {
             bail!("--qmp needs a destination QEMU that listens on a unix socket");
         }
-        match (
-            Placement::of(qmp, self.placement.into(), layout),
-            self.placement,
-        ) {
-            (Ok(placement), _) => {
-                info!("writing pages into QEMU's memory: {}", placement.names());
-                Ok(Some(Arc::new(placement)))
-            }
-            (Err(NotPlaced::Off), _) => Ok(None),
-            (Err(reason), PlacementName::On) => {
-                Err(Error::new(reason).context("cannot write pages into QEMU's memory"))
-            }
-            (Err(reason), _) => {
-                info!("sending pages to QEMU: {}", chain(&reason));
-                Ok(None)
-            }
-        }
+        Placement::at(qmp, self.placement.into(), layout)
+            .context("cannot write pages into QEMU's memory")
     }
 
     fn accept(&self, stall_timeout: Duration) -> Result<Box<dyn Accept>> {
