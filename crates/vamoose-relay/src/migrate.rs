@@ -115,8 +115,8 @@ impl Migration<'_> {
             Ok(source) => source,
             Err(error) => return self.without_source(&journal, error),
         };
-        if let Some(ended) = self.finish_earlier(&journal, &mut source)? {
-            return ended;
+        if let Some(moved) = self.finish_earlier(&journal, &mut source)? {
+            return Ok(moved);
         }
         source.check(self.zero_page_detection).map_err(at_source)?;
         self.notify_earlier(&journal).map_err(at_source)?;
@@ -142,7 +142,7 @@ impl Migration<'_> {
             qemu: source.instance.clone(),
             side: AtSource {
                 to: self.to.address(),
-                resume: source.was_running,
+                resume: source.is_wanted,
                 confirmed: false,
             },
             state: SourceState::Moving { incarnation: None },

@@ -11,7 +11,7 @@ use super::{
     span,
 };
 use crate::{
-    Journal, JournalError, chain,
+    Instance, Journal, JournalError, chain,
     control::{ControlError, ask},
     journal::{AtSource, Record},
     qemu::QemuError,
@@ -24,39 +24,36 @@ impl Migration<'_> {
         &self,
         journal: &Journal,
         source: &mut SourceQemu,
-    ) -> Result<Option<Result<Moved, Failure>>, Failure> {
+    ) -> Result<Option<Moved>, Failure> {
         let known = journal.records::<AtSource>().map_err(at_source)?;
         let of_this = |record: &&Record<AtSource>| record.qemu.is_same(&source.instance);
         let known: Vec<_> = known.iter().filter(of_this).collect();
-        let unfinished = known.iter().find(|record| !record.is_over());
-        if let Some(unfinished) = unfinished {
+        if let Some(unfinished) = known.iter().find(|record| !record.is_over()) {
             match self.go_on(journal, unfinished, Some(source)) {
                 Err(failure) if failure.guest == GuestLocation::Source && !self.is_cancelled() => {
                     let now = journal.find::<AtSource>(unfinished.attempt);
                     if !now.map_err(at_source)?.is_some_and(|now| now.is_over()) {
-                        return Ok(Some(Err(failure)));
+                        return Err(failure);
                     }
                     info!("an earlier attempt is over: {}", chain(&failure));
                 }
-                ended => return Ok(Some(ended)),
+                ended => return ended.map(Some),
             }
+            source.look().map_err(at_source)?;
+            return Ok(None);
         }
-        // The record of an attempt that has just been finished is out of date.
-        let last = known.last().copied().filter(|_| unfinished.is_none());
+        let last = known.last().copied();
         source.look().map_err(|error| by_the_journal(last, error))?;
-        if unfinished.is_some() {
-            return Ok(None);
-        }
         let has_sent = source.qemu.has_sent_its_guest();
-        let last = last.filter(|_| !source.was_running);
-        if !has_sent.map_err(|error| by_the_journal(last, error))? {
+        let of_paused = last.filter(|_| !source.is_wanted);
+        if !has_sent.map_err(|error| by_the_journal(of_paused, error))? {
             return Ok(None);
         }
-        match known.last() {
+        match last {
             Some(record) if record.state.guest() != GuestLocation::Source => {
-                Ok(Some(self.after(journal, record)))
+                self.after(journal, record).map(Some)
             }
-            // It came back, paused as its owner had it.
+            // The guest came back, paused as its owner had it.
             Some(record) if !record.side.resume => Err(at_source(QemuError::SentBefore)),
             _ => Err(Failure {
                 cause: Cause::NotInJournal,
@@ -168,20 +165,17 @@ impl Migration<'_> {
     ) -> Result<Moved, Failure> {
         let known = journal.records::<AtSource>().map_err(at_source)?;
         let monitor_is_closed = error.is_monitor_closed();
-        let last = known
-            .iter()
-            .rfind(|record| record.qemu.monitor == self.qmp && record.qemu.has_ended());
-        match last.filter(|record| monitor_is_closed || record.qemu.has_its_place()) {
+        let last = |is_wanted: fn(&Instance) -> bool| {
+            let mut records = known.iter();
+            records.rfind(|record| record.qemu.monitor == self.qmp && is_wanted(&record.qemu))
+        };
+        let ended = last(Instance::has_ended);
+        match ended.filter(|record| monitor_is_closed || record.qemu.has_its_place()) {
             Some(record) if !record.is_over() => self.go_on(journal, record, None),
             Some(record) if record.state.guest() != GuestLocation::Source => {
                 self.after(journal, record)
             }
-            _ => {
-                let of_this = |record: &&Record<AtSource>| {
-                    record.qemu.monitor == self.qmp && record.qemu.has_its_place()
-                };
-                Err(by_the_journal(known.iter().rfind(of_this), error))
-            }
+            _ => Err(by_the_journal(last(Instance::has_its_place), error)),
         }
     }
 
@@ -231,7 +225,6 @@ mod tests {
     use handover::AttemptId;
 
     use super::*;
-    use crate::Instance;
 
     #[test]
     fn a_source_that_cannot_be_asked_has_its_guest_where_the_journal_says() {

@@ -32,14 +32,13 @@ pub(super) struct Remainder {
     told: f64,
 }
 
-/// What to tell a QEMU.
+/// What to tell a QEMU: one of the two.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Allowed {
-    /// Share of the limit that the remainder may take.
-    share: f64,
-    /// Bytes of pages per second.
-    rate: f64,
-    limit: Duration,
+    /// In bytes per second.
+    pub(super) bandwidth: u64,
+    /// In milliseconds.
+    pub(super) downtime_limit: u64,
 }
 
 /// The rate is that of the last second.
@@ -73,7 +72,12 @@ impl Remainder {
         }
     }
 
-    /// What to tell QEMU when the relay has `moved` so much by `now`, if that is news.
+    /// What to tell QEMU when the relay has `moved` so much by `now`, if that has changed.
+    #[allow(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "rates and limits are positive, and the casts saturate"
+    )]
     pub(super) fn after(
         &mut self,
         now: Instant,
@@ -96,8 +100,10 @@ impl Remainder {
             return None;
         }
         self.told = bytes;
-        let limit = self.limit;
-        Some(Allowed { share, rate, limit })
+        Some(Allowed {
+            bandwidth: bytes as u64,
+            downtime_limit: ((share * limit * 1e3) as u64).max(1),
+        })
     }
 
     /// The rate over the samples. A time in which there were mostly zero pages tells nothing of the others.
@@ -113,23 +119,6 @@ impl Remainder {
         if time >= LEAST_WINDOW && bytes > 0 && bytes >= zeros / 3 {
             self.rate = Some(bytes as f64 / time.as_secs_f64());
         }
-    }
-}
-
-#[allow(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "rates and limits are positive, and the casts saturate"
-)]
-impl Allowed {
-    /// As a bandwidth, in bytes per second.
-    pub(super) fn bandwidth(self) -> u64 {
-        (self.share * self.rate) as u64
-    }
-
-    /// As a downtime limit, in milliseconds.
-    pub(super) fn downtime_limit(self) -> u64 {
-        ((self.share * self.limit.as_secs_f64() * 1e3) as u64).max(1)
     }
 }
 
@@ -171,7 +160,7 @@ mod tests {
 
     /// How long after its stop the guest runs again, all told, with as much left as is allowed.
     fn downtime(allowed: Allowed, rate: f64, channels: u8, round_trip: Duration) -> f64 {
-        let left = allowed.bandwidth() as f64 * LIMIT.as_secs_f64();
+        let left = allowed.bandwidth as f64 * LIMIT.as_secs_f64();
         let under_way = (f64::from(channels) + 1.0) * PACKET;
         let waits = UNSENT + ENDING + round_trip;
         (left + under_way) / rate + waits.as_secs_f64()
@@ -197,8 +186,8 @@ mod tests {
     #[test]
     fn a_link_that_is_too_slow_for_the_packets_gets_a_quarter() {
         let allowed = told(1_250_000, 0, 2, Duration::ZERO).unwrap();
-        assert_eq!(allowed.bandwidth(), 312_500);
-        assert_eq!(allowed.downtime_limit(), 75);
+        assert_eq!(allowed.bandwidth, 312_500);
+        assert_eq!(allowed.downtime_limit, 75);
     }
 
     #[test]

@@ -24,8 +24,6 @@ pub(crate) struct SourceQemu {
     pub(crate) qemu: Qemu,
     pub(crate) instance: Instance,
     pub(super) ram_bytes: u64,
-    /// Whether the guest ran when the attempt began.
-    pub(super) was_running: bool,
     /// Whether the guest is to run, as its owner last left it. Every pause counts except that of the switchover.
     pub(super) is_wanted: bool,
     /// When the guest was stopped for the switchover.
@@ -70,7 +68,6 @@ impl SourceQemu {
         Ok(Self {
             instance: Instance::of(&mut qemu, path, uuid),
             ram_bytes: qemu.ram_bytes()?,
-            was_running: false,
             is_wanted: false,
             stopped: None,
             is_unexplained: false,
@@ -89,8 +86,7 @@ impl SourceQemu {
         // Events from before are in the state.
         while self.qemu.next_event(Duration::ZERO)?.is_some() {}
         let state = self.qemu.state()?;
-        self.was_running = ALIVE.contains(&state.as_str());
-        self.is_wanted = self.was_running;
+        self.is_wanted = ALIVE.contains(&state.as_str());
         self.is_suspended = state == "suspended";
         self.is_here = false;
         self.forget();
@@ -357,23 +353,19 @@ impl SourceQemu {
     /// Tells QEMU how much may be left when it stops the guest.
     pub(super) fn allow(&mut self, allowed: Allowed) -> Result<(), QemuError> {
         let parameters = match self.qemu.has_parameter(BANDWIDTH) {
-            true => json!({ BANDWIDTH: allowed.bandwidth() }),
-            false => json!({ DOWNTIME_LIMIT: allowed.downtime_limit() }),
+            true => json!({ BANDWIDTH: allowed.bandwidth }),
+            false => json!({ DOWNTIME_LIMIT: allowed.downtime_limit }),
         };
         debug!("telling the source {parameters}");
         match self.qemu.execute("migrate-set-parameters", parameters) {
             // Then QEMU uses its own estimate, or is busy with the switchover.
-            Err(error) if error.is_refusal() || is_no_answer(&error) => {
+            Err(QemuError::Qmp(error @ (QmpError::NoAnswer { .. } | QmpError::Refused { .. }))) => {
                 debug!("{}", chain(&error));
                 Ok(())
             }
             result => result,
         }
     }
-}
-
-fn is_no_answer(error: &QemuError) -> bool {
-    matches!(error, QemuError::Qmp(error) if error.is_no_answer())
 }
 
 impl Stopped {
@@ -440,10 +432,10 @@ mod tests {
         };
         process.qmp.stop().unwrap();
         source.look().unwrap();
-        assert_eq!((source.was_running, source.is_wanted), (false, false));
+        assert!(!source.is_wanted);
         process.qmp.cont().unwrap();
         source.look().unwrap();
-        assert_eq!((source.was_running, source.is_wanted), (true, true));
+        assert!(source.is_wanted);
         source.begin().unwrap();
         assert!(!source.has_gone_on && source.stopped.is_none());
     }

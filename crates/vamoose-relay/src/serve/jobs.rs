@@ -85,8 +85,7 @@ impl Jobs {
         let jobs: Vec<_> = lock(&self.active).values().cloned().collect();
         let mut jobs = jobs.into_iter();
         if jobs.any(|job| job.name == name && !job.leaves_qemu_free()) {
-            let name = name.to_owned();
-            return Err(PrepareError::Busy { name });
+            return Err(PrepareError::Busy(name.to_owned()));
         }
         Ok(())
     }

@@ -20,7 +20,7 @@ use super::{DestinationQemu, Job, Server, job::Transfer};
 use crate::{
     Config, Dialer, Instance, JournalError, NotPlaced, Placement, PlacementMode, chain,
     control::{Offer, Request},
-    journal::{AtDestination, Entry, Record, now},
+    journal::{AtDestination, Record, now},
     process::ProcessError,
     qemu::{Qemu, QemuError},
 };
@@ -57,7 +57,20 @@ impl Server {
         let dialer = Dialer::new(Address::Unix(incoming.clone()));
         let observer = self.observer.clone();
         let mut transfer = Transfer::new(session.clone(), dialer, config, observer)?;
-        let mut entry = self.record(attempt, &request, instance.clone(), session)?;
+        let mut entry = self.jobs.journal.claim(Record {
+            attempt,
+            began: now(),
+            name: request.name.clone(),
+            qemu: instance.clone(),
+            side: AtDestination {
+                incarnation: self.incarnation,
+                server: self.local_address(),
+                orphaned: false,
+                source: session.identity().map(str::to_owned),
+            },
+            state: DestinationState::Receiving,
+        })?;
+        entry.write()?;
         if let Err(error) = self.set_up(&mut qemu, &request, &mut transfer.config, &incoming) {
             let cause = chain(&error);
             entry.record.state = DestinationState::Aborted { cause };
@@ -78,39 +91,12 @@ impl Server {
         Ok((job, answer))
     }
 
-    /// Records the attempt in the journal.
-    fn record(
-        &self,
-        attempt: AttemptId,
-        request: &Request,
-        qemu: Instance,
-        session: &Session,
-    ) -> Result<Entry<AtDestination>, PrepareError> {
-        let entry = self.jobs.journal.claim(Record {
-            attempt,
-            began: now(),
-            name: request.name.clone(),
-            qemu,
-            side: AtDestination {
-                incarnation: self.incarnation,
-                server: self.local_address(),
-                orphaned: false,
-                source: session.identity().map(str::to_owned),
-            },
-            state: DestinationState::Receiving,
-        })?;
-        entry.write()?;
-        Ok(entry)
-    }
-
     /// The relay's configuration. `set_up` adds how pages get into QEMU's memory.
     fn relay_config(&self, request: &Request) -> Result<Config, PrepareError> {
         let method = request.method.as_str();
         let mut known = Method::ALL.iter().map(|method| method.name());
         if method != MethodChoice::ADAPTIVE && known.all(|known| known != method) {
-            return Err(PrepareError::Method {
-                theirs: method.to_owned(),
-            });
+            return Err(PrepareError::Method(method.to_owned()));
         }
         let mut config = Config::new(self.config.engines.clone());
         config.layout = Layout::new(request.page_size)?;
@@ -161,9 +147,7 @@ impl Server {
     fn monitor(&self, name: &str) -> Result<PathBuf, PrepareError> {
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         if name.is_empty() || name.starts_with('.') || !name.chars().all(is_plain) {
-            return Err(PrepareError::Name {
-                name: name.to_owned(),
-            });
+            return Err(PrepareError::Name(name.to_owned()));
         }
         Ok(self.config.qmp_dir.join(format!("{name}.qmp")))
     }
@@ -173,20 +157,18 @@ impl Server {
 pub(super) enum PrepareError {
     #[error(transparent)]
     Version(#[from] handover::VersionMismatch),
-    #[error(
-        "this server does not know method {theirs}: it is of an older release than the source's"
-    )]
-    Method { theirs: String },
+    #[error("this server does not know method {0}: it is of an older release than the source's")]
+    Method(String),
     #[error(transparent)]
     Request(#[from] FrameError),
     #[error(transparent)]
     Layout(#[from] multifd::LayoutError),
-    #[error("invalid name `{name}`: only letters, digits, `-`, `_` and `.` are allowed")]
-    Name { name: String },
+    #[error("invalid name `{0}`: only letters, digits, `-`, `_` and `.` are allowed")]
+    Name(String),
     #[error("this server is about to end: try again after its restart")]
     Draining,
-    #[error("{name}: another migration to this QEMU is under way")]
-    Busy { name: String },
+    #[error("{0}: another migration to this QEMU is under way")]
+    Busy(String),
     #[error("this attempt has been prepared already")]
     Repeated,
     #[error("this attempt belongs to another source")]
@@ -195,10 +177,10 @@ pub(super) enum PrepareError {
     Qemu(#[from] QemuError),
     #[error("its QEMU is not known well enough to end it, should the migration fail")]
     Unidentified(#[source] ProcessError),
-    #[error("the destination's guest has the uuid {here}, the source's {source_uuid}")]
-    Uuid { source_uuid: String, here: String },
-    #[error("the destination's guest has {here} bytes of RAM, the source's {at_source}")]
-    Ram { at_source: u64, here: u64 },
+    #[error("the destination's guest has the uuid {0}, the source's {1}")]
+    Uuid(String, String),
+    #[error("the destination's guest has {0} bytes of RAM, the source's {1}")]
+    Ram(u64, u64),
     #[error("pages cannot be written into the memory of its QEMU, as --placement on demands")]
     NotPlaced(#[source] NotPlaced),
     #[error(transparent)]
@@ -234,17 +216,11 @@ fn check(qemu: &mut Qemu, request: &Request) -> Result<(), PrepareError> {
     }
     let uuid = qemu.uuid()?;
     if uuid != request.uuid {
-        return Err(PrepareError::Uuid {
-            source_uuid: request.uuid.clone(),
-            here: uuid,
-        });
+        return Err(PrepareError::Uuid(uuid, request.uuid.clone()));
     }
     let here = qemu.ram_bytes()?;
     if here != request.ram_bytes {
-        return Err(PrepareError::Ram {
-            at_source: request.ram_bytes,
-            here,
-        });
+        return Err(PrepareError::Ram(here, request.ram_bytes));
     }
     Ok(())
 }
