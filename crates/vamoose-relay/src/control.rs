@@ -1,4 +1,4 @@
-//! The control connection between `migrate` and `serve`, and what these two add to `prepare` and `prepared`.
+//! The control connection between `migrate` and `serve`, and the fields that both add to `prepare` and `prepared`.
 
 use std::{sync::Arc, time::Duration};
 
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vamoose_link::{Conversation, ConversationError, DialError, Remote};
 
-/// What `migrate` asks for.
+/// The guest that `migrate` wants to send: fields of `prepare`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Request {
@@ -23,7 +23,7 @@ pub(crate) struct Request {
     pub(crate) method: String,
 }
 
-/// What `serve` has for it.
+/// The QEMU that `serve` has for it: fields of `prepared`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Offer {

@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_parts_are_the_whole() {
+    fn parts_add_up_to_the_downtime() {
         let stopped = Instant::now();
         let after = |millis| stopped + Duration::from_millis(millis);
         let switchover = |last_sync, main_sent, loaded| Switchover {

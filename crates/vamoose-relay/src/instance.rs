@@ -8,7 +8,10 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::{process::ProcessId, qemu::Qemu};
+use crate::{
+    process::ProcessId,
+    qemu::{Qemu, QemuError},
+};
 
 /// One QEMU process, from start to end. A QEMU that is started later with the same monitor path is a different one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -33,13 +36,13 @@ struct SocketFile {
 
 impl Instance {
     /// The QEMU whose monitor is at `path`.
-    pub(crate) fn of(qemu: &mut Qemu, path: &Path, uuid: String) -> Self {
-        Self {
+    pub(crate) fn of(qemu: &mut Qemu, path: &Path) -> Result<Self, QemuError> {
+        Ok(Self {
             monitor: path.to_owned(),
             process: qemu.identity().ok(),
-            uuid,
+            uuid: qemu.uuid()?,
             socket: SocketFile::at(path),
-        }
+        })
     }
 
     /// Whether both are the same QEMU. False if in doubt.
@@ -107,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_was_made_anew_is_another_qemu() {
+    fn recreated_socket_is_another_qemu() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("qmp");
         let listener = UnixListener::bind(&path).unwrap();
@@ -122,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_counts_more_than_a_path() {
+    fn process_counts_more_than_path() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("qmp");
         let _listener = UnixListener::bind(&path).unwrap();

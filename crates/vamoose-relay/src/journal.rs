@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_remembered() {
+    fn written_entries_are_read_back() {
         let (_dir, journal) = journal();
         for (byte, began) in [(2, 5), (1, 9), (3, 1)] {
             let mut entry = journal.claim(record(byte, began)).unwrap();
@@ -288,9 +288,8 @@ mod tests {
         assert_eq!(found.began, 5);
     }
 
-    /// As the release before this one wrote it.
     #[test]
-    fn the_form_of_an_entry_does_not_change() {
+    fn format_of_an_entry_does_not_change() {
         let id = "01".repeat(16);
         let text = format!(
             r#"{{"attempt":"{id}","began":1,"name":"vm","to":"tcp:there:4440","qemu":{{"monitor":"/nowhere",
@@ -305,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn one_process_drives_an_attempt() {
+    fn only_one_process_drives_an_attempt() {
         let (_dir, journal) = journal();
         let id = AttemptId([1; 16]);
         assert!(!journal.is_driven::<AtSource>(id));
@@ -328,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_open_to_others_is_refused() {
+    fn folder_open_to_other_users_is_refused() {
         let (dir, _) = journal();
         let state = dir.path().join("state");
         let mode = fs::metadata(&state).unwrap().permissions().mode();
@@ -347,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_that_cannot_be_read_is_no_missing_one() {
+    fn malformed_entry_is_an_error() {
         let (dir, journal) = journal();
         let path = dir.path().join("state/source-00.json");
         fs::write(&path, "{}").unwrap();
@@ -356,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_over_and_old_is_forgotten() {
+    fn clean_up_removes_only_old_finished_attempts() {
         let (_dir, journal) = journal();
         let over = |mut record: Record<AtSource>| {
             record.state = SourceState::Over {

@@ -30,7 +30,9 @@ use handover::{
 };
 use serde_json::{Value, json};
 use tracing::{Span, error_span, info};
-use vamoose_link::{ConversationError, Hangup, Remote, Session, Snapshot, Stats, random_id};
+use vamoose_link::{
+    ConversationError, Hangup, Listener, Remote, Session, Snapshot, Stats, random_id,
+};
 
 use crate::{
     Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Summary, Switchover, chain,
@@ -40,7 +42,7 @@ use crate::{
 use error::at_source;
 pub use error::{Cause, Failure};
 use hand_over::{Attempt, HandOver};
-use socket::Socket;
+use socket::listen_beside;
 pub(crate) use source::SourceQemu;
 use watch::Beside;
 
@@ -225,7 +227,7 @@ impl Migration<'_> {
         source: &mut SourceQemu,
         observe: &mut dyn FnMut(&Progress),
     ) -> (Option<Decision>, Ended) {
-        let (socket, hangup) = match self.set_up(source) {
+        let (listener, hangup) = match self.set_up(source) {
             Ok(ready) => ready,
             Err(cause) => return (None, Ended::failed(cause)),
         };
@@ -240,7 +242,7 @@ impl Migration<'_> {
         config.outgoing_channels = Some(self.channels.into());
         let stats = Arc::new(Stats::default());
         let relay = Relay {
-            accept: &socket.listener,
+            accept: &listener,
             dialer: &dialer,
             config: &config,
             hangup: &hangup,
@@ -251,7 +253,7 @@ impl Migration<'_> {
         thread::scope(|scope| {
             let relay = scope.spawn(|| span.in_scope(|| relay.relay()));
             let beside = Beside {
-                socket: &socket.path,
+                address: listener.address(),
                 stats: &stats,
                 session: &session,
                 hangup: &hangup,
@@ -284,10 +286,10 @@ impl Migration<'_> {
         })
     }
 
-    fn set_up(&self, source: &mut SourceQemu) -> Result<(Socket, Hangup), Cause> {
+    fn set_up(&self, source: &mut SourceQemu) -> Result<(Listener, Hangup), Cause> {
         source.set_up(self.channels, self.downtime_limit)?;
-        let socket = Socket::beside(self.qmp, self.config.stall_timeout)?;
-        Ok((socket, Hangup::new()?))
+        let listener = listen_beside(self.qmp, self.config.stall_timeout)?;
+        Ok((listener, Hangup::new()?))
     }
 
     fn conclude(

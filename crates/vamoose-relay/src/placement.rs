@@ -15,20 +15,20 @@
 //! the main stream, and before the channel's SYNC n+1 counts. The main thread passes mark n when SYNC n of every channel has
 //! come. The relay follows the same rule, so that pages are ordered as in QEMU:
 //!
-//! - **Not before mark n.** Behind a SYNC nothing is placed until QEMU has read something on that channel that was sent
-//!   behind it, an empty packet ([`ChannelWriter::wait_for_reader`](vamoose_link::ChannelWriter::wait_for_reader)): its
-//!   thread of the channel stops at a SYNC until the main thread has passed the mark. So pages and zero pages on the main
-//!   stream (sources before 9.0, `zero-page-detection=legacy`) are written in their turn. And the first page has to come behind
-//!   the first SYNC: then QEMU has compared the list of RAM blocks with its own.
-//! - **Before SYNC n+1.** The thread that places a channel's pages sends its SYNCs, in the order in which they came.
-//! - **Not behind the end.** When QEMU reports that it has loaded the guest, [`Placement::close`] waits for pages under way,
-//!   of which a correct source has none, and every later one is an error.
+//! - **Not before mark n.** After a SYNC, the relay sends an empty packet on the channel, and places nothing until QEMU has
+//!   read it ([`ChannelWriter::wait_for_reader`](vamoose_link::ChannelWriter::wait_for_reader)): QEMU's thread of the channel
+//!   stops at a SYNC until the main thread has passed the mark. So pages and zero pages on the main stream (sources before 9.0,
+//!   `zero-page-detection=legacy`) are written in their turn. Pages before the first SYNC are an error: only then has QEMU
+//!   compared the list of RAM blocks with its own.
+//! - **Before SYNC n+1.** The thread that places a channel's pages also sends the channel's SYNCs, in their order.
+//! - **Not after the end.** When QEMU reports that it has loaded the guest, [`Placement::close`] waits for pages that are being
+//!   written (a correct source has none), and every later page is an error.
 //!
-//! Zero pages: QEMU clears only pages that it has received itself, so those of a placed block are written here, and are
-//! not sent to it. One that was not written in this migration is zeros if QEMU has made the file: it has no name (a memfd, or
-//! unlinked), or is younger than QEMU's process. QEMU takes the same for granted of all memory. Of other files nothing
-//! is assumed, nor of any once there were pages with content on the main stream, which no known source sends beside
-//! channels: a page is left alone if it is a hole or all zeros, and becomes zeros otherwise.
+//! Zero pages: QEMU clears only pages that it has received itself, so the relay writes the zero pages of a placed block and
+//! does not send them to QEMU. A page that was not written in this migration is zero if QEMU has created the file, which has no
+//! name then (a memfd, or unlinked) or is younger than QEMU's process. QEMU assumes the same of all its memory. Nothing is
+//! assumed of other files, or of any file once pages with content have come on the main stream, which no known source sends
+//! beside channels: a page that is a hole or all zeros is left alone, and any other page is cleared.
 //!
 //! # What is left to QEMU
 //!
@@ -39,15 +39,15 @@
 //! | a destination that is not on a unix socket, other numbers of channels in and out, `--encoders` | nothing is placed |
 //! | a monitor whose process is not the one that listens, by the credentials of its socket | nothing is placed |
 //! | guests with smaller pages than the host's | nothing is placed |
-//! | postcopy, COLO, `mapped-ram`, `x-ignore-shared` | nothing is placed: QEMU keeps account of pages there |
-//! | memory that is not there yet, and a relay in another control group than QEMU | not by `auto`: it would count as the relay's |
+//! | postcopy, COLO, `mapped-ram`, `x-ignore-shared` | nothing is placed: QEMU tracks the pages itself |
+//! | unallocated memory, and a relay in another control group than QEMU | not by `auto`: it would count as the relay's |
 //!
-//! QEMU's account of received pages is for postcopy and for zero pages in packets, which it does not get here. Devices (VFIO,
-//! vhost-user) see the memory as they do without placement: it is the same memory. KVM, and translated code of TCG,
-//! have not seen it yet. If the migration fails, what was placed is in a QEMU that will never run this guest.
+//! QEMU tracks received pages only for postcopy and for zero pages in packets, neither of which it gets here. Devices (VFIO,
+//! vhost-user) see the same memory as without placement. Neither KVM nor TCG has used it yet. If the migration fails, the
+//! placed pages are in a QEMU that will never run this guest.
 //!
-//! That memory is missing (a full file system, no huge page left) is an error of the migration. **Who can truncate a file of
-//! huge pages can end this process** (SIGBUS), as it can QEMU; memfds of QEMU are sealed against that.
+//! Missing memory (a full file system, no huge page left) fails the migration. **A process that truncates a file of huge pages
+//! ends the relay** (SIGBUS), and QEMU too; QEMU's memfds are sealed against that.
 
 mod block;
 mod find;
@@ -162,15 +162,15 @@ impl Placement {
         self.blocks.iter().find(|block| block.name == *name)
     }
 
-    /// Whether `stream` is a connection to the QEMU whose memory it is.
+    /// Whether `stream` is a connection to the QEMU whose memory this is.
     pub(crate) fn is_behind(&self, stream: &Stream) -> bool {
         let peer = stream.socket().and_then(Socket::peer_pid);
         // Alive, so no other process has reused its number.
         peer == Some(self.process.pid) && matches!(self.process.is_alive(), Ok(true))
     }
 
-    /// Writes the pages of a packet into `block`, and makes its zero pages zeros. QEMU may have written some itself if
-    /// `main_has_pages`.
+    /// Writes the normal pages of a packet into `block`, and clears its zero pages. With `main_has_pages`, QEMU may have
+    /// written pages of the block itself.
     pub(crate) fn place(
         &self,
         block: &Block,
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn behind_a_sync_nothing_is_placed_before_qemu_reads_on() {
+    fn pages_after_a_sync_wait_until_qemu_reads_on() {
         let placement = placement();
         run(&placement, &[sync(), pages(b"mem")], |mut qemu| {
             assert_eq!(read_header(&mut qemu), sync());
@@ -347,7 +347,7 @@ mod tests {
 
     /// Channel 0 is a round ahead: its page goes to the same place as one of channel 1 that is late.
     #[test]
-    fn a_round_is_placed_when_all_channels_have_ended_the_one_before() {
+    fn round_is_placed_after_all_channels_have_ended_the_last_one() {
         let placement = placement();
         let syncs = Syncs::new(2);
         let (mut early, ahead, mut qemu_ahead) = channel();
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_that_stops_in_mid_packet_does_not_keep_it_from_closing() {
+    fn source_that_stops_in_a_packet_does_not_prevent_closing() {
         let placement = placement();
         let syncs = Syncs::new(1);
         let (mut source, channel, mut qemu) = channel();
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_connection_to_its_own_process_counts() {
+    fn only_connections_to_its_own_process_are_accepted() {
         let mut placement = placement();
         let (stream, _) = UnixStream::pair().unwrap();
         let stream = Stream::from(stream);
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn a_qemu_that_closes_has_not_read() {
+    fn closed_qemu_has_not_read() {
         let placement = placement();
         let error = run(&placement, &[sync(), pages(b"mem")], |mut qemu| {
             read_header(&mut qemu);
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn before_the_first_sync_nothing_is_placed() {
+    fn pages_before_the_first_sync_are_refused() {
         let placement = placement();
         let error = run(&placement, &[pages(b"mem")], drop);
         let is_refused = matches!(error, Err(RelayError::Placement(0, PlaceError::TooEarly)));
@@ -461,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loaded_guest_is_not_written() {
+    fn loaded_guest_is_not_written() {
         let placement = placement();
         placement.close();
         let error = run(&placement, &[sync(), pages(b"mem")], |mut qemu| {

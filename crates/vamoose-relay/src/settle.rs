@@ -89,8 +89,8 @@ pub enum SettleError {
 const SETTLING: Duration = Duration::from_secs(60);
 
 impl Settlement {
-    /// Finds the open sides of the attempt, and changes nothing yet. The destination of a guest that is to resume at this host will be
-    /// asked over a session with `config`. Without `config` it will not be asked: it is gone for good.
+    /// Finds the open sides of the attempt, and changes nothing yet. Before a guest resumes at this host, its destination is asked
+    /// over a session with `config`. Without `config` the destination is gone for good and is not asked.
     ///
     /// # Errors
     /// When nothing is to be settled, or a process still works at it.

@@ -113,7 +113,7 @@ pub enum WatchError {
     System(#[from] io::Error),
 }
 
-/// Time limit for each side, for a few kilobytes.
+/// Time limit of each side, for a few kilobytes.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Length limit of an answer: more migrations than a host has.
@@ -172,7 +172,7 @@ fn answer(socket: &Socket, list: &[UnderWay]) -> io::Result<()> {
     socket.write_both(&serde_json::to_vec(list)?, &[])
 }
 
-/// All migrations under way, of the processes whose sockets are in `dir`. None if there is no such folder.
+/// All migrations under way, of the processes whose sockets are in `dir`. Empty if there is no such folder.
 ///
 /// # Errors
 /// When the folder cannot be read.
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_are_found_while_they_live() {
+    fn only_live_processes_are_found() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(under_way(&dir.path().join("none")).unwrap(), []);
         // Left by a killed process. No other process has its number.
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_on_the_wire_are_those_between_the_hosts() {
+    fn wire_bytes_are_those_between_the_hosts() {
         let moved = Snapshot {
             received_bytes: 5,
             wire_bytes: 3,

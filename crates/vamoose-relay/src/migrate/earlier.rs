@@ -227,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_source_that_cannot_be_asked_has_its_guest_where_the_journal_says() {
+    fn journal_locates_the_guest_of_an_unreachable_source() {
         let over = |guest| SourceState::Over { guest, cause: None };
         let committing = SourceState::Committing {
             incarnation: None,

@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guest_in_doubt_that_runs_here_is_not_called_paused() {
+    fn running_guest_in_doubt_is_not_called_paused() {
         let told = |cause| Failure::of(AttemptId([1; 16]), cause, GuestLocation::InDoubt);
         let runs = told(Cause::RunsHere("no answer".to_owned())).to_string();
         assert!(runs.contains("the guest runs at the source"), "{runs}");

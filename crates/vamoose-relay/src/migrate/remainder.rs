@@ -6,10 +6,10 @@
 //!  └────────────────────────────────── the downtime limit ──────────────────────────────────┘
 //! ```
 //!
-//! QEMU stops a guest when what is left takes less than the limit at the bandwidth of its last 100 ms. It takes for sent what
-//! only waits to be sent, and on a slow link those 100 ms are a packet more or less. So it is given what to assume: as
-//! `avail-switchover-bandwidth` (QEMU 8.2), or, before that, a lower `downtime-limit`, with which its own
-//! estimate remains.
+//! QEMU stops a guest when sending the rest takes less than the limit, at the bandwidth of the last 100 ms. QEMU counts bytes as
+//! sent that still wait in sockets, and on a slow link 100 ms are about one packet. So the relay gives QEMU the bandwidth to
+//! assume (`avail-switchover-bandwidth`, from QEMU 8.2 on). An older QEMU keeps its own estimate, with a lower
+//! `downtime-limit`.
 
 use std::{
     collections::VecDeque,
@@ -19,7 +19,7 @@ use std::{
 use multifd::Layout;
 use vamoose_link::Snapshot;
 
-/// The rule for one migration, without a clock and a QEMU.
+/// The rule for one migration. It has neither a clock nor a QEMU.
 #[derive(Debug)]
 pub(super) struct Remainder {
     limit: Duration,
@@ -41,16 +41,16 @@ pub(super) struct Allowed {
     pub(super) downtime_limit: u64,
 }
 
-/// The rate is that of the last second.
+/// Time over which the rate is measured.
 const WINDOW: Duration = Duration::from_secs(1);
 
-/// Less is no measure.
+/// Shorter times are too short for a rate.
 const LEAST_WINDOW: Duration = Duration::from_millis(200);
 
-/// What connections hold back beyond what is in flight.
+/// How long bytes wait in a connection before they are in flight.
 const UNSENT: Duration = Duration::from_millis(25);
 
-/// Device state, loading it, and the commit.
+/// Time for the device state, for loading it, and for the commit.
 const ENDING: Duration = Duration::from_millis(25);
 
 /// Least share of the limit for the remainder. The migration of a guest that writes little has to end even where data under way
@@ -58,9 +58,9 @@ const ENDING: Duration = Duration::from_millis(25);
 const LEAST_SHARE: f64 = 0.25;
 
 impl Remainder {
-    /// A migration over so many channels.
+    /// The rule for a migration over `channels`.
     pub(super) fn new(limit: Duration, channels: u8, layout: Layout) -> Self {
-        // A channel has a packet in the relay and one in QEMU, both in part, and QEMU has filled another one.
+        // Each channel has one packet, partly in the relay and partly in QEMU, and QEMU has filled one more.
         let packets = f64::from(channels) + 1.0;
         Self {
             limit,
@@ -72,7 +72,7 @@ impl Remainder {
         }
     }
 
-    /// What to tell QEMU when the relay has `moved` so much by `now`, if that has changed.
+    /// What to tell QEMU at `now`, when the relay has `moved` that much. `None` unless it has changed.
     #[allow(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -106,7 +106,7 @@ impl Remainder {
         })
     }
 
-    /// The rate over the samples. A time in which there were mostly zero pages tells nothing of the others.
+    /// Measures the rate over the samples. Samples with mostly zero pages say nothing about normal pages.
     fn measure(&mut self) {
         let ends = self.samples.front().zip(self.samples.back());
         let Some(((since, before), (now, after))) = ends else {
@@ -158,7 +158,7 @@ mod tests {
         told
     }
 
-    /// How long after its stop the guest runs again, all told, with as much left as is allowed.
+    /// Downtime of a guest that is stopped with as much left as is allowed.
     fn downtime(allowed: Allowed, rate: f64, channels: u8, round_trip: Duration) -> f64 {
         let left = allowed.bandwidth as f64 * LIMIT.as_secs_f64();
         let under_way = (f64::from(channels) + 1.0) * PACKET;
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_is_kept_where_the_packets_leave_room() {
+    fn downtime_stays_within_the_limit() {
         for (rate, channels) in [
             (12_500_000, 1),
             (37_000_000, 2),
@@ -184,14 +184,14 @@ mod tests {
     }
 
     #[test]
-    fn a_link_that_is_too_slow_for_the_packets_gets_a_quarter() {
+    fn link_too_slow_for_the_packets_gets_a_quarter_of_the_limit() {
         let allowed = told(1_250_000, 0, 2, Duration::ZERO).unwrap();
         assert_eq!(allowed.bandwidth, 312_500);
         assert_eq!(allowed.downtime_limit, 75);
     }
 
     #[test]
-    fn zero_pages_tell_nothing_of_the_others() {
+    fn zero_pages_do_not_change_the_rate() {
         assert_eq!(told(0, 4_000_000_000, 2, Duration::ZERO), None);
         let mut remainder = Remainder::new(LIMIT, 2, Layout::X86);
         let first = feed(
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_news_is_not_told() {
+    fn qemu_is_told_only_changes() {
         let mut remainder = Remainder::new(LIMIT, 2, Layout::X86);
         let (mut now, mut moved, mut times) = (Instant::now(), Snapshot::default(), 0);
         for _ in 0..50 {

@@ -13,19 +13,11 @@ use vamoose_link::{Address, Listener, Peers};
 use super::Cause;
 
 /// Listens where the source QEMU can reach it: beside its monitor.
-pub(super) struct Socket {
-    pub(super) listener: Listener,
-    pub(super) path: PathBuf,
-}
-
-impl Socket {
-    pub(super) fn beside(monitor: &Path, stall_timeout: Duration) -> Result<Self, Cause> {
-        let path = path_beside(monitor);
-        // QEMU often runs as another user than this process: the owner of the monitor.
-        let peers = Peers::own_and([fs::metadata(monitor)?.uid()]);
-        let listener = Listener::bind_for(&Address::Unix(path.clone()), stall_timeout, peers)?;
-        Ok(Self { listener, path })
-    }
+pub(super) fn listen_beside(monitor: &Path, stall_timeout: Duration) -> Result<Listener, Cause> {
+    let address = Address::Unix(path_beside(monitor));
+    // QEMU often runs as another user than this process: the owner of the monitor.
+    let peers = Peers::own_and([fs::metadata(monitor)?.uid()]);
+    Ok(Listener::bind_for(&address, stall_timeout, peers)?)
 }
 
 /// `NAME.outgoing` beside `NAME.qmp`.
@@ -45,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_with_dots_have_sockets_of_their_own() {
+    fn monitors_with_dots_in_their_names_have_distinct_sockets() {
         for (monitor, socket) in [
             ("/run/vms/web1.qmp", "/run/vms/web1.outgoing"),
             ("/run/vms/web.1.qmp", "/run/vms/web.1.outgoing"),

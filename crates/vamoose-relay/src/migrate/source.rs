@@ -64,9 +64,8 @@ impl SourceQemu {
     /// Connects to the monitor at `path` and changes nothing.
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
         let mut qemu = Qemu::connect(path)?;
-        let uuid = qemu.uuid()?;
         Ok(Self {
-            instance: Instance::of(&mut qemu, path, uuid),
+            instance: Instance::of(&mut qemu, path)?,
             ram_bytes: qemu.ram_bytes()?,
             is_wanted: false,
             stopped: None,
@@ -81,7 +80,7 @@ impl SourceQemu {
         })
     }
 
-    /// Reads how the guest is before an attempt of its own begins.
+    /// Reads the guest's state before a new attempt begins.
     pub(super) fn look(&mut self) -> Result<(), QemuError> {
         // Events from before are in the state.
         while self.qemu.next_event(Duration::ZERO)?.is_some() {}
@@ -93,7 +92,7 @@ impl SourceQemu {
         Ok(())
     }
 
-    /// Takes the events from before the migration. Only the owner's wish counts of them.
+    /// Takes the events from before the migration. Of these, only the owner's wish counts.
     pub(super) fn begin(&mut self) -> Result<(), QemuError> {
         self.take_events(Duration::ZERO)?;
         self.forget();
@@ -212,7 +211,9 @@ impl SourceQemu {
             // The guest already runs again. An event will follow.
             Some(state) if ALIVE.contains(&state.as_str()) => self.stopped = None,
             Some(state) if !is_switchover(&state) => {
-                info!("the guest was paused, not by the migration: it is `{state}` and moves so");
+                info!(
+                    "the guest was paused, but not by the migration: it is `{state}` and stays so"
+                );
                 self.stopped = None;
                 self.is_wanted = false;
             }
@@ -413,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_has_run_since_it_was_sent_has_come_back() {
+    fn sent_guest_that_ran_since_has_come_back() {
         let Some((mut process, mut source)) = running() else {
             return;
         };
@@ -426,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_is_looked_at_anew_when_an_earlier_attempt_is_over() {
+    fn look_forgets_what_an_earlier_attempt_saw() {
         let Some((mut process, mut source)) = running() else {
             return;
         };
@@ -441,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn what_happens_while_qemu_is_asked_is_not_lost() {
+    fn events_during_a_query_are_kept() {
         let Some((mut process, mut source)) = running() else {
             return;
         };
@@ -461,7 +462,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_another_tool_sends_meanwhile_is_not_continued() {
+    fn guest_sent_by_another_tool_is_not_continued() {
         let Some((mut process, mut source)) = running() else {
             return;
         };
@@ -477,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn why_a_guest_stopped_is_asked_until_qemu_tells() {
+    fn reason_for_a_stop_is_queried_until_qemu_answers() {
         let Some((mut process, mut source)) = running() else {
             return;
         };

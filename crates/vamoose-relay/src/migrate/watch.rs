@@ -2,14 +2,13 @@
 
 use std::{
     mem,
-    path::Path,
     sync::atomic::Ordering,
     time::{Duration, Instant},
 };
 
 use serde_json::{Value, json};
 use tracing::{info, warn};
-use vamoose_link::{Hangup, Session, Stats};
+use vamoose_link::{Address, Hangup, Session, Stats};
 
 use super::{
     Cause, Migration, Progress,
@@ -26,8 +25,8 @@ const CANCELLING: Duration = Duration::from_secs(5);
 
 /// The relay beside the source.
 pub(super) struct Beside<'a> {
-    /// Socket for the source's connections.
-    pub(super) socket: &'a Path,
+    /// Where it accepts the source's connections.
+    pub(super) address: &'a Address,
     pub(super) stats: &'a Stats,
     pub(super) session: &'a Session,
     pub(super) hangup: &'a Hangup,
@@ -55,7 +54,7 @@ impl Migration<'_> {
             return Err(Cause::Cancelled);
         }
         source.begin()?;
-        let uri = format!("unix:{}", relay.socket.display());
+        let uri = relay.address.to_string();
         source.qemu.execute("migrate", json!({ "uri": uri }))?;
         let mut stopping: Option<Stop> = None;
         let mut asked = None;
@@ -149,8 +148,8 @@ impl Stop {
     fn begin(cause: Cause, source: &mut SourceQemu, hangup: &Hangup) -> Result<Self, Cause> {
         info!("{cause}");
         let since = Instant::now();
-        // A QEMU that does not cancel safely loses its main stream first, and then its channels. Another one may block in a write of
-        // device state, and not answer its monitor.
+        // The hangup closes the main stream of a QEMU that does not cancel safely first, and then its channels. A QEMU that cancels
+        // safely may block while it writes device state, and not answer its monitor.
         let is_safe = source.qemu.cancels_safely();
         if !is_safe || !matches!(cause, Cause::Cancelled) {
             hangup.hang_up();

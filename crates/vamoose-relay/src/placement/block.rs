@@ -21,7 +21,7 @@ use vm_memory::{FileOffset, MmapRegion, VolatileMemory as _, bitmap::AtomicBitma
 
 use super::PlaceError;
 
-/// A RAM block of QEMU's.
+/// The memory of one RAM block.
 pub(crate) struct Block {
     pub(super) name: BlockName,
     /// The file, the block's offset in it, and its length.
@@ -122,14 +122,14 @@ impl Block {
                 self.write_zeros(&run, true)?;
                 self.written.reset_addr_range(run.start, run.len());
             } else {
-                self.clear_what_is_not_zero(&run)?;
+                self.clear_nonzero_pages(&run)?;
             }
         }
         Ok(())
     }
 
     /// Reads pages that were not written here, and clears those that are not zeros.
-    fn clear_what_is_not_zero(&self, run: &Range<usize>) -> Result<(), PlaceError> {
+    fn clear_nonzero_pages(&self, run: &Range<usize>) -> Result<(), PlaceError> {
         let mut buffer = [0; PIECE];
         for piece in pieces(run, PIECE) {
             let content = &mut buffer[..piece.len()];
@@ -217,7 +217,7 @@ const TMPFS: FsWord = 0x0102_1994;
 fn map(file: &File, start: u64, len: usize) -> io::Result<MmapRegion> {
     let at = FileOffset::new(file.try_clone()?, start);
     let memory = MmapRegion::from_file(at, len).map_err(io::Error::other)?;
-    // Of no byte: this is refused only if the kernel does not know it.
+    // With no bytes, this fails only if the kernel does not support it.
     populate(&memory.get_slice(0, 0).map_err(io::Error::other)?)?;
     Ok(memory)
 }

@@ -277,11 +277,11 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_fresh_that_has_no_name_or_is_younger_than_its_process() {
+    fn unnamed_or_younger_file_is_fresh() {
         let since = SystemTime::now().checked_sub(Duration::from_secs(1));
         let young = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         assert!(is_fresh(young.as_file(), since).unwrap());
-        // By a process that began behind it, or of which that is not known.
+        // The process began later, or its start is unknown.
         assert!(!is_fresh(young.as_file(), Some(SystemTime::now())).unwrap());
         assert!(!is_fresh(young.as_file(), None).unwrap());
         let nameless = tempfile::tempfile_in("/dev/shm").unwrap();
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_in_pieces_is_one_mapping() {
+    fn contiguous_mappings_of_a_block_become_one() {
         let whole = found(0x7f1e_dbff_f000, 64 << 20).unwrap();
         assert_eq!(
             (whole.device, whole.inode, whole.offset),
@@ -300,8 +300,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_shared_as_a_whole_is_not_found() {
-        // Private memory, before and behind; two files; read-only; a private mapping of a file; nothing.
+    fn partly_shared_block_is_not_found() {
+        // Private memory, before and after; two files; read-only; a private mapping of a file; nothing.
         for (address, len) in [
             (0x7f1e_db00_0000, 0x1000),
             (0x7f1e_dbff_f000, 65 << 20),

@@ -65,7 +65,7 @@ const CLOSING: Duration = Duration::from_secs(3);
 type Ended = Option<Result<Outcome, RelayError>>;
 
 impl<'a> Supervisor<'a> {
-    /// Of `channels` readers and writers of channels.
+    /// Supervises `channels` readers and writers, and the main stream.
     pub(crate) fn new(
         main: &'a MainState,
         syncs: &'a Syncs,
@@ -224,7 +224,7 @@ mod tests {
     use super::*;
     use crate::main_stream::{ReturnWitness, Witness as _};
 
-    /// What the supervisor of one channel each way makes of `reports`, after `state` has seen its bytes.
+    /// The supervisor's outcome for one channel each way, after `reports`.
     fn judge(state: &MainState, hangup: &Hangup, reports: Vec<Report>) -> Result<Outcome, String> {
         let (report, all) = channel();
         for ending in reports {
@@ -237,7 +237,7 @@ mod tests {
             .map_err(|error| error.to_string())
     }
 
-    /// A main stream on which these bytes came, and these back.
+    /// A main stream with these bytes in the two directions.
     fn seen(forward: &[u8], back: &[u8]) -> MainState {
         let state = MainState::default();
         state.received(forward);
@@ -254,7 +254,7 @@ mod tests {
     const PONG: [u8; 8] = [0, 2, 0, 4, 0, 0, 0, 1];
 
     #[test]
-    fn without_a_return_path_either_may_close_first() {
+    fn either_direction_may_close_first_without_a_return_path() {
         let hangup = Hangup::new().unwrap();
         for ends in [
             [Direction::Back, Direction::Forward],
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_main_stream_that_closes_before_its_end_breaks_off() {
+    fn main_stream_closed_before_its_end_is_an_error() {
         let hangup = Hangup::new().unwrap();
         for direction in [Direction::Back, Direction::Forward] {
             let closed = Err(RelayError::MainClosed(direction).to_string());
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_been_delivered_counts_though_cancelled() {
+    fn delivered_confirmation_counts_even_if_cancelled() {
         let hangup = Hangup::new().unwrap();
         hangup.hang_up();
         let reports = vec![

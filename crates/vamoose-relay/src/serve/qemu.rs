@@ -190,8 +190,7 @@ impl DestinationQemu {
             return work(qemu);
         }
         let mut qemu = Qemu::connect(&self.instance.monitor)?;
-        let uuid = qemu.uuid()?;
-        let found = Instance::of(&mut qemu, &self.instance.monitor, uuid);
+        let found = Instance::of(&mut qemu, &self.instance.monitor)?;
         if !found.is_same(&self.instance) {
             return Err(QemuError::Replaced);
         }

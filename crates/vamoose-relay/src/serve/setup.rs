@@ -1,10 +1,6 @@
 //! Prepares a waiting QEMU for a guest, if it matches the guest.
 
-use std::{
-    io,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{io, path::PathBuf, sync::Arc};
 
 use handover::{
     AttemptId, Destination, DestinationMessage, DestinationState, FrameError, Prepare,
@@ -44,17 +40,15 @@ impl Server {
         check(&mut qemu, &request)?;
         // If the migration fails, QEMU holds half a guest and has to be ended, with proof.
         qemu.check_owner().map_err(PrepareError::Unidentified)?;
-        let incoming = self
-            .config
-            .qmp_dir
-            .join(format!("{}.incoming", request.name));
+        let name = format!("{}.incoming", request.name);
+        let incoming = Address::Unix(self.config.qmp_dir.join(name));
         let offer = to_details(&Offer {
             qemu: qemu.version.to_string(),
             knows_zero_pages: qemu.knows_zero_pages(),
             keeps_suspended: qemu.keeps_suspended(),
         })?;
-        let instance = Instance::of(&mut qemu, &monitor, request.uuid.clone());
-        let dialer = Dialer::new(Address::Unix(incoming.clone()));
+        let instance = Instance::of(&mut qemu, &monitor)?;
+        let dialer = Dialer::new(incoming.clone());
         let observer = self.observer.clone();
         let mut transfer = Transfer::new(session.clone(), dialer, config, observer)?;
         let mut entry = self.jobs.journal.claim(Record {
@@ -111,7 +105,7 @@ impl Server {
         qemu: &mut Qemu,
         request: &Request,
         config: &mut Config,
-        incoming: &Path,
+        incoming: &Address,
     ) -> Result<(), PrepareError> {
         let may_decode = self.config.qemu_decodes && self.config.placement != PlacementMode::On;
         config.passed = may_decode.then(|| decoded_by(qemu, request)).flatten();
@@ -225,9 +219,9 @@ fn check(qemu: &mut Qemu, request: &Request) -> Result<(), PrepareError> {
     Ok(())
 }
 
-fn listen(qemu: &mut Qemu, incoming: &Path) -> Result<(), QemuError> {
+fn listen(qemu: &mut Qemu, incoming: &Address) -> Result<(), QemuError> {
     // In this state `stop` means: do not start when everything is loaded, as -S does.
     qemu.execute("stop", json!({}))?;
-    let uri = format!("unix:{}", incoming.display());
+    let uri = incoming.to_string();
     qemu.execute("migrate-incoming", json!({ "uri": uri }))
 }

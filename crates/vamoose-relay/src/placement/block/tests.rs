@@ -56,7 +56,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 proptest! {
     #[test]
-    fn the_file_is_what_was_written(
+    fn file_has_the_written_pages(
         before in prop_oneof![vec(0..3_u8, PAGES), Just(vec![0; PAGES])],
         is_fresh: bool,
         steps in vec(step(), 1..20),
@@ -85,7 +85,7 @@ proptest! {
 }
 
 #[test]
-fn clearing_what_was_never_written_takes_no_memory() {
+fn clearing_unwritten_pages_allocates_nothing() {
     let block = block(&[0; 4 * PAGE]);
     block.clear(&[0, 0x1000, 0x3000], false).unwrap();
     assert_eq!(allocated(&block), 0);
@@ -94,7 +94,7 @@ fn clearing_what_was_never_written_takes_no_memory() {
 }
 
 #[test]
-fn one_byte_that_is_not_zero_is_cleared() {
+fn single_nonzero_byte_is_cleared() {
     let mut before = vec![0; 2 * PAGE];
     before[2 * PAGE - 1] = 1;
     let block = block(&before);
@@ -103,7 +103,7 @@ fn one_byte_that_is_not_zero_is_cleared() {
 }
 
 #[test]
-fn what_others_may_have_written_is_looked_at() {
+fn pages_others_may_have_written_are_read() {
     let block = block(&[1; PAGE]).fresh(true);
     block.clear(&[0], false).unwrap();
     assert_eq!(content(&block)[0], 1);
@@ -112,7 +112,7 @@ fn what_others_may_have_written_is_looked_at() {
 }
 
 #[test]
-fn a_page_outside_is_refused() {
+fn page_outside_the_block_is_refused() {
     let block = block(&[0; 2 * PAGE]);
     for offset in [0x2000, u64::MAX - 0xfff, 1 << 63] {
         for result in [
