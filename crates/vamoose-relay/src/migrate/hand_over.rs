@@ -229,13 +229,10 @@ impl<'a> Attempt<'a> {
         })
     }
 
-    /// Tells the destination of an attempt that is over that it has failed; whether it knows now.
+    /// Tells the destination of a finished attempt that the attempt has failed. Returns whether the destination knows now.
     pub(super) fn notify(mut self, cause: String) -> bool {
         self.send(&SourceMessage::Abort { cause });
-        self.wait_for_abort() && {
-            self.entry.record.side.confirmed = true;
-            self.entry.write().is_ok()
-        }
+        self.wait_for_abort() && self.record_confirmation()
     }
 
     /// Waits until the destination confirms that it has given the guest up. If it does not, a later command notifies it, or a
@@ -249,10 +246,17 @@ impl<'a> Attempt<'a> {
             );
             return;
         }
+        // A failure to write is logged. A later command notifies the destination again.
+        self.record_confirmation();
+    }
+
+    /// Records that the destination knows of the failure; whether that was written.
+    fn record_confirmation(&mut self) -> bool {
         self.entry.record.side.confirmed = true;
-        if let Err(error) = self.entry.write() {
-            debug!("{}", chain(&error));
-        }
+        let written = self.entry.write();
+        written
+            .inspect_err(|error| debug!("{}", chain(error)))
+            .is_ok()
     }
 
     fn wait_for_abort(&mut self) -> bool {

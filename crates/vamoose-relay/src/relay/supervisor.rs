@@ -169,31 +169,31 @@ impl<'a> Supervisor<'a> {
                 self.open_channels = 0;
                 None
             }
-            Phase::Closing => Some(closed_out_of_order()),
+            // The destination has the guest and the source knows: what breaks now is only the connections' end.
+            Phase::Closing => {
+                debug!("the connections ended out of order after the guest had been loaded");
+                Some(Ok(Outcome::Loaded))
+            }
         }
     }
 
     /// At the deadline, or when all threads have ended.
     fn nothing_came(&mut self, error: RecvTimeoutError) -> Ended {
-        match self.phase {
-            // It cannot end before the channels that it waits for.
-            Phase::Moving { extended: false }
-                if error == RecvTimeoutError::Timeout && self.syncs.are_awaited() =>
-            {
-                self.phase = Phase::Moving { extended: true };
-                self.wait(self.timeout);
-                None
-            }
-            Phase::Moving { .. } => Some(Err(match self.closed_channel {
-                Some(channel) if self.forward_open => RelayError::ChannelClosed(channel),
-                _ => RelayError::NeverFinished(self.timeout.max(CLOSING)),
-            })),
-            Phase::BrokenOff(_) => {
-                self.open_channels = 0;
-                None
-            }
-            Phase::Closing => Some(closed_out_of_order()),
+        // The main stream cannot end before the channels that it waits for.
+        if let Phase::Moving {
+            extended: extended @ false,
+        } = &mut self.phase
+            && error == RecvTimeoutError::Timeout
+            && self.syncs.are_awaited()
+        {
+            *extended = true;
+            self.wait(self.timeout);
+            return None;
         }
+        self.failed(match self.closed_channel {
+            Some(channel) if self.forward_open => RelayError::ChannelClosed(channel),
+            _ => RelayError::NeverFinished(self.timeout.max(CLOSING)),
+        })
     }
 
     /// Whether this direction of the main stream has ended before the migration. A destination without a return
@@ -209,12 +209,6 @@ impl<'a> Supervisor<'a> {
     fn wait(&mut self, time: Duration) {
         self.deadline = Some(Instant::now() + time);
     }
-}
-
-/// The destination has the guest and the source knows: what breaks now is only the connections' end.
-fn closed_out_of_order() -> Result<Outcome, RelayError> {
-    debug!("the connections ended out of order after the guest had been loaded");
-    Ok(Outcome::Loaded)
 }
 
 #[cfg(test)]
