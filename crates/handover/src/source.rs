@@ -70,6 +70,18 @@ impl SourceState {
         }
     }
 
+    /// Whether `aborted` from this destination proves that the guest has never run there. After a `commit`, only the destination that
+    /// accepted the attempt can prove it.
+    pub fn accepts_abort_of(&self, from: Incarnation) -> bool {
+        match self {
+            Self::Moving { incarnation: None } | Self::Returning { .. } => true,
+            Self::Moving { incarnation } | Self::Committing { incarnation, .. } => {
+                *incarnation == Some(from)
+            }
+            Self::Over { .. } => false,
+        }
+    }
+
     /// Where the guest is, as far as this is known: until a `commit` may have been sent, at the source.
     pub fn guest(&self) -> GuestLocation {
         match self {
@@ -329,7 +341,7 @@ impl Source {
         guest_died: bool,
     ) -> Vec<SourceAction> {
         match event {
-            SourceEvent::Message(message) => self.answered(message, accepted_by, guest_died),
+            SourceEvent::Message(message) => self.answered(message, guest_died),
             SourceEvent::Connected | SourceEvent::AskAgain => vec![self.ask()],
             SourceEvent::Closed { complete } => {
                 self.message_lost |= !complete;
@@ -376,12 +388,7 @@ impl Source {
         }
     }
 
-    fn answered(
-        &mut self,
-        message: DestinationMessage,
-        accepted_by: Option<Incarnation>,
-        guest_died: bool,
-    ) -> Vec<SourceAction> {
+    fn answered(&mut self, message: DestinationMessage, guest_died: bool) -> Vec<SourceAction> {
         match message {
             DestinationMessage::Starting => {
                 self.started = true;
@@ -398,7 +405,7 @@ impl Source {
                 self.over(GuestLocation::Destination, None, [SETTLED])
             }
             DestinationMessage::Aborted { incarnation, cause }
-                if accepted_by == Some(incarnation) =>
+                if self.state.accepts_abort_of(incarnation) =>
             {
                 self.take_back(cause, guest_died)
             }

@@ -6,8 +6,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use handover::{
-    AttemptId, DestinationMessage, GuestLocation, Incarnation, SourceEvent, SourceMessage,
-    SourceState,
+    AttemptId, DestinationMessage, GuestLocation, SourceEvent, SourceMessage, SourceState,
 };
 use thiserror::Error;
 use tracing::info;
@@ -305,7 +304,9 @@ fn confirm_that_it_never_ran(
     let answer = ask(&to, record.attempt, &abort, SETTLING);
     let not_asked = |error| SettleError::NotAsked(record.side.to.clone(), error);
     match answer.map_err(not_asked)?.0 {
-        DestinationMessage::Aborted { incarnation, .. } if counts(&record.state, incarnation) => {
+        DestinationMessage::Aborted { incarnation, .. }
+            if record.state.accepts_abort_of(incarnation) =>
+        {
             info!("the destination confirms that the guest has never run there");
             Ok(())
         }
@@ -315,17 +316,6 @@ fn confirm_that_it_never_ran(
             Err(SettleError::Contradicted(format!("{answer:?}")))
         }
         answer => Err(SettleError::NoProof(format!("{answer:?}"))),
-    }
-}
-
-/// Whether the answer of this destination counts: after a `commit`, only that of the destination that accepted the attempt.
-fn counts(state: &SourceState, answers: Incarnation) -> bool {
-    match state {
-        SourceState::Moving { incarnation: None } | SourceState::Returning { .. } => true,
-        SourceState::Moving { incarnation } | SourceState::Committing { incarnation, .. } => {
-            *incarnation == Some(answers)
-        }
-        SourceState::Over { .. } => false,
     }
 }
 
