@@ -43,6 +43,7 @@ use vamoose_link::wait_for;
 
 pub(crate) use monitor::Monitor;
 use monitor::listening;
+pub(crate) use monitor::sockets;
 
 /// A process, as identified in a journal. Its number alone may be reused by another process.
 ///
@@ -262,7 +263,7 @@ impl QemuProcess {
 }
 
 /// All processes. One that starts later cannot be the one that serves the monitor now.
-fn pids() -> Result<Vec<u32>, ProcessError> {
+pub(crate) fn pids() -> Result<Vec<u32>, ProcessError> {
     let entries = fs::read_dir("/proc").map_err(ProcessError::NoProc)?;
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     Ok(names.filter_map(|name| name.parse().ok()).collect())

@@ -12,26 +12,22 @@
 
 use std::{
     collections::{BTreeSet, VecDeque},
-    io::{self, IoSlice, Read, Write},
+    io::{self, IoSlice},
     mem::MaybeUninit,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
 use rustix::{
-    event::{PollFd, PollFlags},
     fd::BorrowedFd,
     net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg},
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
 use thiserror::Error;
-use vamoose_link::{Address, Socket, dial, left, wait_until};
+use vamoose_link::{Address, Socket, dial, left};
 
-use crate::{
-    main_stream::is_transient,
-    process::{Monitor, ProcessError, QemuProcess},
-};
+use crate::process::{Monitor, ProcessError, QemuProcess};
 
 pub(crate) struct Qmp {
     stream: Socket,
@@ -209,15 +205,13 @@ impl Qmp {
     pub(crate) fn send(&mut self, command: &str, arguments: Value) -> Result<u64, QmpError> {
         self.next_id += 1;
         let id = self.next_id;
-        let mut line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
-        line.push('\n');
-        (&self.stream)
-            .write_all(line.as_bytes())
-            .map_err(|source| {
-                // Part of the line may have been sent, so nothing may follow it.
-                self.stream.shut_down();
-                self.broken(source)
-            })?;
+        let line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
+        let written = self.stream.write_both(line.as_bytes(), b"\n");
+        written.map_err(|source| {
+            // Part of the line may have been sent, so nothing may follow it.
+            self.stream.shut_down();
+            self.broken(source)
+        })?;
         self.unanswered.insert(id);
         Ok(id)
     }
@@ -273,12 +267,6 @@ impl Qmp {
         Ok(())
     }
 
-    /// Breaks the connection, as nothing but a fault would.
-    #[cfg(test)]
-    pub(crate) fn cut(&self) {
-        self.stream.shut_down();
-    }
-
     fn queue_event(&mut self, message: Value) -> Result<(), QmpError> {
         let event = serde_json::from_value(message).map_err(|e| self.garbage(&e.to_string()))?;
         self.events.push_back(event);
@@ -297,17 +285,14 @@ impl Qmp {
             if self.received.len() > LONGEST_LINE {
                 return Err(self.garbage("an endless line"));
             }
-            let mut fds = [PollFd::new(&self.stream, PollFlags::IN)];
-            if left(deadline).is_zero()
-                || !wait_until(&mut fds, Some(deadline)).map_err(|error| self.broken(error))?
-            {
+            if left(deadline).is_zero() {
                 return Ok(None);
             }
             let mut piece = [0; 16 * 1024];
-            match (&self.stream).read(&mut piece) {
-                Ok(0) => return Err(self.broken(io::ErrorKind::UnexpectedEof.into())),
-                Ok(read) => self.received.extend_from_slice(&piece[..read]),
-                Err(error) if is_transient(&error) => {}
+            match self.stream.read_until(&mut piece, Some(deadline)) {
+                Ok(None) => return Ok(None),
+                Ok(Some(0)) => return Err(self.broken(io::ErrorKind::UnexpectedEof.into())),
+                Ok(Some(read)) => self.received.extend_from_slice(&piece[..read]),
                 Err(error) => return Err(self.broken(error)),
             }
         }
@@ -336,7 +321,7 @@ impl Qmp {
 #[cfg(test)]
 mod tests {
     use std::{
-        io::{BufRead as _, BufReader},
+        io::{BufRead as _, BufReader, Write as _},
         os::unix::net::{UnixListener, UnixStream},
         thread,
     };
@@ -347,6 +332,13 @@ mod tests {
     };
 
     use super::*;
+
+    impl Qmp {
+        /// Breaks the connection.
+        pub(crate) fn cut(&self) {
+            self.stream.shut_down();
+        }
+    }
 
     /// A monitor that answers each line with the lines that are given for it, after the negotiation.
     struct Fake {

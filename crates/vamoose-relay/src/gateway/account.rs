@@ -1,6 +1,6 @@
 //! The log line about a migration through a gateway.
 
-use std::{fmt, time::Duration};
+use std::fmt;
 
 use tracing::{info, warn};
 
@@ -60,14 +60,17 @@ impl Account {
         };
         let migration = &self.observation.migration;
         let moved = migration.stats.snapshot();
-        let [before, after] = [moved.received_bytes, moved.wire_bytes].map(Size);
-        let took = Seconds(migration.began.elapsed());
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        let (before, after) = (mib(moved.received_bytes), mib(moved.wire_bytes));
+        let took = migration.began.elapsed().as_secs_f64();
         let (peer, target) = (&migration.peer, &self.target);
         let role = match migration.role {
             Role::Source => "to",
             Role::Destination => "from",
         };
-        format!("{guest} {role} {peer}, {target}: {end}; {before} as {after} in {took}")
+        format!(
+            "{guest} {role} {peer}, {target}: {end}; {before:.1} MiB as {after:.1} MiB in {took:.2} s"
+        )
     }
 }
 
@@ -113,22 +116,6 @@ impl fmt::Display for MigrationEnd {
             Some(reason) => write!(f, ": {reason}"),
             None => Ok(()),
         }
-    }
-}
-
-struct Size(u64);
-
-impl fmt::Display for Size {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:.1} MiB", self.0 as f64 / f64::from(1 << 20))
-    }
-}
-
-struct Seconds(Duration);
-
-impl fmt::Display for Seconds {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:.2} s", self.0.as_secs_f64())
     }
 }
 

@@ -4,38 +4,26 @@
 //! process has it open. /proc/PID/cmdline has the guest's name (`-name guest=NAME`, or `-name NAME`). Reading the files of
 //! other users' processes needs CAP_SYS_PTRACE: without it, the name is unknown.
 
-use std::{fs, path::Path};
+use std::fs;
 
 use vamoose_link::{Stream, peer_inode};
 
 use super::announce::printable;
+use crate::process::{pids, sockets};
 
 /// The name of the guest at the other end.
 pub(super) fn name_of(stream: &Stream) -> Option<String> {
     let socket = stream.socket()?;
+    let name = |pid| name_in(&fs::read(format!("/proc/{pid}/cmdline")).ok()?);
     if let Some(pid) = socket.peer_pid() {
-        return name_in(&fs::read(format!("/proc/{pid}/cmdline")).ok()?);
+        return name(pid);
     }
-    let inode = peer_inode(socket).ok()??;
-    let socket = format!("socket:[{inode}]");
-    let processes = fs::read_dir("/proc").ok()?.flatten();
-    let mut named = processes.filter_map(|process| {
-        let path = process.path();
-        let name = name_in(&fs::read(path.join("cmdline")).ok()?)?;
-        has_open(&path, &socket).then_some(name)
+    let inode = peer_inode(socket).ok()??.into();
+    let mut names = pids().ok()?.into_iter().filter_map(|pid| {
+        let name = name(pid)?;
+        sockets(pid).contains(&inode).then_some(name)
     });
-    named.next()
-}
-
-/// Whether the process has the socket open.
-fn has_open(process: &Path, socket: &str) -> bool {
-    let Ok(files) = fs::read_dir(process.join("fd")) else {
-        return false;
-    };
-    let mut links = files
-        .flatten()
-        .filter_map(|file| fs::read_link(file.path()).ok());
-    links.any(|link| link.as_os_str() == socket)
+    names.next()
 }
 
 /// The guest's name on a command line, whose arguments end with zeros.

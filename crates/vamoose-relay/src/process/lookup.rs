@@ -5,8 +5,8 @@
 
 use std::{
     ffi::{OsStr, OsString},
-    os::unix::ffi::OsStringExt as _,
-    path::{Component, Path},
+    os::unix::ffi::{OsStrExt as _, OsStringExt as _},
+    path::Path,
 };
 
 use rustix::{
@@ -22,20 +22,21 @@ const MOST_LINKS: usize = 40;
 /// out of it. The last part is not followed, as a bound socket is not a link.
 pub(super) fn in_root(root: BorrowedFd<'_>, path: &Path) -> Result<OwnedFd, Errno> {
     // The folders from the root to the present position.
-    let mut way = Vec::new();
+    let mut folders = Vec::new();
     let mut ahead = Vec::new();
     push_parts(&mut ahead, path);
     let mut links = 0;
     while let Some(part) = ahead.pop() {
-        match part {
-            Part::Root => way.clear(),
+        match part.as_bytes() {
+            b"/" => folders.clear(),
             // The root's parent is the root.
-            Part::Parent => drop(way.pop()),
-            Part::Name(name) => {
-                let file = entry(way.last().map_or(root, OwnedFd::as_fd), &name)?;
+            b".." => drop(folders.pop()),
+            b"." => {}
+            _ => {
+                let file = entry(folders.last().map_or(root, OwnedFd::as_fd), &part)?;
                 let is_link = FileType::from_raw_mode(fstat(&file)?.st_mode) == FileType::Symlink;
                 if !is_link || ahead.is_empty() {
-                    way.push(file);
+                    folders.push(file);
                     continue;
                 }
                 links += 1;
@@ -47,29 +48,18 @@ pub(super) fn in_root(root: BorrowedFd<'_>, path: &Path) -> Result<OwnedFd, Errn
             }
         }
     }
-    way.pop().ok_or(Errno::INVAL)
+    folders.pop().ok_or(Errno::INVAL)
+}
+
+/// Pushes the parts of `path` so that the first is on top.
+fn push_parts(ahead: &mut Vec<OsString>, path: &Path) {
+    ahead.extend(path.iter().rev().map(OsStr::to_owned));
 }
 
 /// Opens a file of this folder, without following a link.
 pub(super) fn entry(folder: impl AsFd, name: impl AsRef<Path>) -> Result<OwnedFd, Errno> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     openat(folder, name.as_ref(), flags, Mode::empty())
-}
-
-enum Part {
-    Root,
-    Parent,
-    Name(OsString),
-}
-
-/// Pushes the parts so that the first is on top.
-fn push_parts(ahead: &mut Vec<Part>, path: &Path) {
-    ahead.extend(path.components().rev().filter_map(|part| match part {
-        Component::RootDir => Some(Part::Root),
-        Component::ParentDir => Some(Part::Parent),
-        Component::Normal(name) => Some(Part::Name(OsStr::to_owned(name))),
-        Component::CurDir | Component::Prefix(_) => None,
-    }));
 }
 
 #[cfg(test)]

@@ -147,7 +147,7 @@ fn parse_listening(line: &[u8]) -> Option<(u64, PathBuf)> {
 }
 
 /// Inodes of a process's sockets. Empty if the process cannot be inspected.
-fn sockets(pid: u32) -> Vec<u64> {
+pub(crate) fn sockets(pid: u32) -> Vec<u64> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd"));
     let links = entries
         .into_iter()

@@ -88,17 +88,25 @@ impl Settings {
         }
     }
 
-    /// The settings that differ in `now`, with their values here.
-    fn differing_from(&self, now: &Self) -> Vec<String> {
+    /// The settings that differ in `now`.
+    fn differing_from(mut self, now: &Self) -> Self {
+        self.capabilities
+            .retain(|name, on| now.capabilities.get(name) != Some(on));
+        self.parameters
+            .retain(|name, value| now.parameters.get(name) != Some(value));
+        self
+    }
+
+    /// Each setting with its value.
+    fn list(&self) -> Vec<String> {
+        let on_or_off = |on| if on { "on" } else { "off" };
         let capabilities = self.capabilities.iter();
-        let capabilities = capabilities
-            .filter(|(name, on)| now.capabilities.get(*name) != Some(*on))
-            .map(|(name, on)| format!("`{name}` (was {})", if *on { "on" } else { "off" }));
+        let capabilities = capabilities.map(|(name, on)| (name, on_or_off(*on).to_owned()));
         let parameters = self.parameters.iter();
-        let parameters = parameters
-            .filter(|(name, value)| now.parameters.get(*name) != Some(*value))
-            .map(|(name, value)| format!("`{name}` (was {value})"));
-        capabilities.chain(parameters).collect()
+        let parameters = parameters.map(|(name, value)| (name, value.to_string()));
+        let all = capabilities.chain(parameters);
+        all.map(|(name, value)| format!("`{name}` (was {value})"))
+            .collect()
     }
 
     fn switched_on(&self) -> impl Iterator<Item = (&str, Meaning)> {
@@ -136,7 +144,7 @@ impl Qemu {
         if let Value::Object(parameters) = parameters {
             wanted.parameters = parameters;
         }
-        let applied = self.apply(&wanted);
+        let applied = self.apply(wanted);
         if applied.is_err() {
             self.put_back();
         }
@@ -146,11 +154,15 @@ impl Qemu {
     /// Restores the capabilities and parameters from before [`Qemu::set_up`]. Best effort: QEMU may be exiting.
     pub(crate) fn put_back(&mut self) {
         let before = std::mem::take(&mut self.before);
-        let Err(error) = self.wait_until_idle().and_then(|()| self.apply(&before)) else {
+        let idle = self.wait_until_idle();
+        let Err(error) = idle.and_then(|()| self.apply(before.clone())) else {
             return;
         };
         let error = chain(&error);
-        match self.settings().map(|now| before.differing_from(&now)) {
+        match self
+            .settings()
+            .map(|now| before.differing_from(&now).list())
+        {
             Ok(left) if !left.is_empty() => warn!(
                 "QEMU keeps these migration settings of the attempt, to be put back by hand: {}: {error}",
                 left.join(", ")
@@ -196,16 +208,14 @@ impl Qemu {
     }
 
     /// Applies the wanted settings that differ from the present ones.
-    fn apply(&mut self, wanted: &Settings) -> Result<(), QemuError> {
-        let now = self.settings()?;
-        let differs = |(name, on): &(&String, &bool)| now.capabilities.get(*name) != Some(*on);
+    fn apply(&mut self, wanted: Settings) -> Result<(), QemuError> {
+        let wanted = wanted.differing_from(&self.settings()?);
         // Off before on, as some capabilities exclude each other.
         for turn_on in [false, true] {
             let list = wanted
                 .capabilities
                 .iter()
                 .filter(|(_, on)| **on == turn_on)
-                .filter(differs)
                 .map(|(name, on)| json!({ "capability": name, "state": on }))
                 .collect::<Vec<_>>();
             if !list.is_empty() {
@@ -213,15 +223,9 @@ impl Qemu {
                 self.qmp.execute("migrate-set-capabilities", arguments)?;
             }
         }
-        let parameters = wanted
-            .parameters
-            .iter()
-            .filter(|(name, value)| now.parameters.get(*name) != Some(*value))
-            .map(|(name, value)| (name.clone(), value.clone()))
-            .collect::<Map<_, _>>();
-        if !parameters.is_empty() {
-            self.qmp
-                .execute("migrate-set-parameters", Value::Object(parameters))?;
+        if !wanted.parameters.is_empty() {
+            let parameters = Value::Object(wanted.parameters);
+            self.qmp.execute("migrate-set-parameters", parameters)?;
         }
         Ok(())
     }
@@ -274,8 +278,8 @@ mod tests {
             "`xbzrle` (was on)",
             "`multifd-channels` (was 2)",
         ];
-        assert_eq!(before.differing_from(&now), left);
-        assert!(now.differing_from(&now).is_empty());
+        assert_eq!(before.differing_from(&now).list(), left);
+        assert!(now.clone().differing_from(&now).list().is_empty());
     }
 
     #[test]
