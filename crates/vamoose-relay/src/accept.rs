@@ -6,11 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::event::{PollFd, PollFlags};
 use tracing::warn;
 use vamoose_link::{Listener, PollQueue, Sessions, SocketError, Stream};
 
-use crate::{chain, config::RELAYED};
+use crate::config::RELAYED;
 
 /// A source of connections that can be polled.
 pub trait Accept: AsFd + Sync {
@@ -35,53 +34,8 @@ impl Accept for Listener {
     }
 }
 
-/// Accepts connections; pauses while the system has no file descriptors left.
-pub(crate) struct Acceptor<'a> {
-    accept: &'a dyn Accept,
-    again_at: Option<Instant>,
-}
-
 /// Pause while the system has no file descriptors. A full queue keeps the listener readable, so polling would be a busy wait.
 pub(crate) const PAUSE: Duration = Duration::from_millis(100);
-
-impl<'a> Acceptor<'a> {
-    pub(crate) fn new(accept: &'a dyn Accept) -> Self {
-        Self {
-            accept,
-            again_at: None,
-        }
-    }
-
-    /// Returns a waiting connection, except during a pause.
-    pub(crate) fn next(&mut self) -> Result<Option<Arc<Stream>>, SocketError> {
-        let was_out = self.again_at.is_some();
-        if self.again_at.is_some_and(|again| Instant::now() < again) {
-            return Ok(None);
-        }
-        self.again_at = None;
-        match self.accept.try_accept() {
-            Err(error) if error.is_exhaustion() => {
-                if !was_out {
-                    warn!("{}; trying again", chain(&error));
-                }
-                self.again_at = Some(Instant::now() + PAUSE);
-                Ok(None)
-            }
-            taken => taken,
-        }
-    }
-
-    /// The descriptor to poll for connections, except during a pause.
-    pub(crate) fn poll_fd(&self) -> Option<PollFd<'a>> {
-        let accept: &'a dyn Accept = self.accept;
-        (self.again_at.is_none()).then(|| PollFd::from_borrowed_fd(accept.as_fd(), PollFlags::IN))
-    }
-
-    /// When the pause ends.
-    pub(crate) fn again_at(&self) -> Option<Instant> {
-        self.again_at
-    }
-}
 
 /// The first byte of a stream that another Vamoose has opened, which is the stream's kind.
 pub(crate) fn kind_of(stream: &Stream) -> Option<u8> {

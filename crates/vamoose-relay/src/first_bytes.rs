@@ -12,10 +12,10 @@ use rustix::{
     io::Errno,
     net::{RecvFlags, recv},
 };
-use tracing::debug;
+use tracing::{debug, warn};
 use vamoose_link::{Hangup, SocketError, Stream, wait_until};
 
-use crate::{Accept, RelayError, accept::Acceptor};
+use crate::{Accept, RelayError, accept::PAUSE, chain};
 
 /// What a connection begins with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,9 +151,11 @@ impl UnclassifiedConnection {
     }
 }
 
-/// Accepts connections and keeps those that are unclassified.
+/// Accepts connections and keeps those that are unclassified. Pauses while the system has no file descriptors left.
 pub(crate) struct Arrivals<'a> {
-    acceptor: Acceptor<'a>,
+    accept: &'a dyn Accept,
+    /// When the pause ends.
+    again_at: Option<Instant>,
     hangup: &'a Hangup,
     pub(crate) unclassified: Vec<UnclassifiedConnection>,
     /// Limit of unclassified connections.
@@ -184,7 +186,8 @@ impl<'a> Arrivals<'a> {
         unclassified: Vec<UnclassifiedConnection>,
     ) -> Self {
         Self {
-            acceptor: Acceptor::new(accept),
+            accept,
+            again_at: None,
             hangup,
             unclassified,
             most: MOST_UNCLASSIFIED,
@@ -193,7 +196,7 @@ impl<'a> Arrivals<'a> {
     }
 
     pub(crate) fn accept_all(&mut self) -> Result<(), SocketError> {
-        while let Some(stream) = self.acceptor.next()? {
+        while let Some(stream) = self.next()? {
             self.hangup.register(&stream);
             if self.unclassified.len() >= self.most {
                 debug!("{} connections wait already: one is closed", self.most);
@@ -210,15 +213,35 @@ impl<'a> Arrivals<'a> {
         Ok(())
     }
 
+    /// A waiting connection, except during a pause.
+    fn next(&mut self) -> Result<Option<Arc<Stream>>, SocketError> {
+        if self.again_at.is_some_and(|again| Instant::now() < again) {
+            return Ok(None);
+        }
+        let has_paused = self.again_at.take().is_some();
+        match self.accept.try_accept() {
+            Err(error) if error.is_exhaustion() => {
+                if !has_paused {
+                    warn!("{}; trying again", chain(&error));
+                }
+                self.again_at = Some(Instant::now() + PAUSE);
+                Ok(None)
+            }
+            accepted => accepted,
+        }
+    }
+
     /// Whether connections may be waiting that could not be accepted.
     pub(crate) fn is_pausing(&self) -> bool {
-        self.acceptor.again_at().is_some()
+        self.again_at.is_some()
     }
 
     /// Waits for a connection or for bytes, until `deadline`.
     pub(crate) fn wait(&self, deadline: Option<Instant>) -> Result<(), RelayError> {
         let mut fds = vec![PollFd::new(self.hangup, PollFlags::IN)];
-        fds.extend(self.acceptor.poll_fd());
+        if !self.is_pausing() {
+            fds.push(PollFd::from_borrowed_fd(self.accept.as_fd(), PollFlags::IN));
+        }
         let mut read_at = None;
         for connection in &self.unclassified {
             match connection.stream.socket() {
@@ -226,7 +249,7 @@ impl<'a> Arrivals<'a> {
                 None => read_at = Some(Instant::now() + READ_EVERY),
             }
         }
-        let deadlines = [deadline, read_at, self.acceptor.again_at()];
+        let deadlines = [deadline, read_at, self.again_at];
         let next = deadlines.into_iter().flatten().min();
         wait_until(&mut fds, next).map_err(RelayError::SetUp)?;
         match self.hangup.is_hung_up() {

@@ -9,9 +9,9 @@
 //! number of channels known (configured or announced):  done when main and all of them are there
 //! unknown, channels there when `ram` is on the main:    done when the backlog is empty
 //! unknown, no channel when `ram` is on the main:        a migration without multifd, if the source is on this host
-//! unknown, no channel a second after main came:        what seems one: on a link a channel may be late. Of a source on this
-//!                                                      host it is half of the timeout, for mains that hide `ram`
-//! first bytes 0x16 0x03 (TLS) on any connection:        all is passed through
+//! unknown, no channel a second after main came:        perhaps one: a channel from another host may be late. If the source is on
+//!                                                      this host, half of the timeout, for mains in which `ram` is not found
+//! first bytes 0x16 0x03 (TLS) on any connection:        everything is forwarded as bytes
 //! ```
 //!
 //! A connection that is silent when `ram` is on the main stream is not a channel, because a channel has sent its SYNC by then. It
@@ -95,12 +95,13 @@ pub(crate) fn gather(
             return Ok(gathering.into_opaque("it is TLS", Opaque::Tls));
         }
         let now = Instant::now();
-        if gathering.has_no_channels(now)? {
+        // Before the look at the channels, as it may find some.
+        let is_settled = gathering.is_settled(now)?;
+        if is_settled && gathering.has_no_channels() {
             let why = "the source uses a single main connection";
             return Ok(gathering.into_opaque(why, Opaque::Single));
         }
-        // Behind the look for channels, which may have found all of them.
-        if let Some(main) = gathering.complete(now)? {
+        if let Some(main) = gathering.complete(is_settled)? {
             return Ok(gathering.into_multifd(main));
         }
         if gathering.plain_at().is_some_and(|at| now >= at) {
@@ -152,7 +153,7 @@ struct Main {
 
 impl Gathering<'_> {
     /// The main stream, once all channels have arrived.
-    fn complete(&mut self, now: Instant) -> Result<Option<Arc<Stream>>, RelayError> {
+    fn complete(&self, is_settled: bool) -> Result<Option<Arc<Stream>>, RelayError> {
         if let Some(expected) = self.expected
             && let Some(id) = self
                 .channels
@@ -168,17 +169,26 @@ impl Gathering<'_> {
         };
         let is_complete = match self.expected {
             Some(expected) => self.channels.len() == expected,
-            None => {
-                self.all_have_come(&main)?
-                    && self.only_silent_ones_are_left(now)?
-                    && self.ids_are_contiguous()
-            }
+            None => is_settled && self.ids_are_contiguous(),
         };
         Ok(is_complete.then_some(main))
     }
 
-    /// Whether no unclassified connection can be a channel, once the section `ram` is on the main stream.
-    fn only_silent_ones_are_left(&mut self, now: Instant) -> Result<bool, RelayError> {
+    /// Whether all channels have arrived, if their number is unknown: `ram` is on the main stream, all connections that came
+    /// before that have been accepted, and no unclassified one can be a channel.
+    fn is_settled(&mut self, now: Instant) -> Result<bool, RelayError> {
+        let has_begun = |main: &&Main| main.is_near || !self.channels.is_empty();
+        let main = self.main.as_ref().filter(has_begun);
+        let main = main.filter(|_| self.expected.is_none());
+        // Before accepting: connections made before `ram` was sent are waiting by now.
+        if !main.is_some_and(|main| has_ram(&main.stream)) {
+            return Ok(false);
+        }
+        self.arrivals.accept_all()?;
+        // Without file descriptors, some connections may not have been accepted.
+        if self.arrivals.is_pausing() {
+            return Ok(false);
+        }
         let seen = *self.ram_seen.get_or_insert(now);
         let has_come = |connection: &UnclassifiedConnection| {
             let socket = connection.stream.socket();
@@ -198,30 +208,10 @@ impl Gathering<'_> {
         highest.is_some_and(|(id, _)| usize::from(*id) + 1 == self.channels.len())
     }
 
-    /// Whether the source opens no channels: `ram` is on the main stream, and channels would have arrived before it. From another
-    /// host they may arrive later.
-    fn has_no_channels(&mut self, now: Instant) -> Result<bool, RelayError> {
-        if self.expected.is_some() || !self.channels.is_empty() {
-            return Ok(false);
-        }
-        let near = self.main.as_ref().filter(|main| main.is_near);
-        let Some(main) = near.map(|main| main.stream.clone()) else {
-            return Ok(false);
-        };
-        Ok(self.all_have_come(&main)?
-            && self.only_silent_ones_are_left(now)?
-            && self.channels.is_empty())
-    }
-
-    /// Whether `ram` is on the main stream and all connections that came before that have been accepted.
-    fn all_have_come(&mut self, main: &Stream) -> Result<bool, RelayError> {
-        // Before accepting: connections made before `ram` was sent are waiting by now.
-        if !has_ram(main) {
-            return Ok(false);
-        }
-        self.arrivals.accept_all()?;
-        // Without file descriptors, some connections may not have been accepted.
-        Ok(!self.arrivals.is_pausing())
+    /// Whether the source opens no channels, once the connections have settled. Channels from another host may arrive later.
+    fn has_no_channels(&self) -> bool {
+        let is_near = self.main.as_ref().is_some_and(|main| main.is_near);
+        is_near && self.expected.is_none() && self.channels.is_empty()
     }
 
     /// When to assume a migration without multifd, unless a channel arrives first.

@@ -17,36 +17,29 @@ use multifd::Layout;
 
 /// Parses a main stream that arrives in pieces of any size.
 pub(crate) struct Marks {
-    state: State,
+    /// The item being read. `None` if there are no more marks.
+    item: Option<Item>,
+    /// Bytes to skip before the item.
+    skip: u64,
+    /// The bytes of the item so far, as a number, and how many there are.
+    value: u128,
+    got: usize,
     page_size: u64,
-    /// Of the section `ram`.
+    /// The id of the section `ram`.
     id: u64,
     section: Section,
     /// Total size of the RAM blocks that the list has yet to name.
     unlisted: u64,
-    /// The source sends FLUSH, so EOS is no mark.
+    /// The source sends FLUSH, so EOS is not a mark.
     flushes: bool,
     /// A page with content has been seen.
     pages: bool,
 }
 
-enum State {
-    /// Searching for the section's start; holds the last 16 bytes.
-    Seek(u128),
-    /// Collecting a number.
-    Number {
-        what: Number,
-        missing: usize,
-        value: u64,
-    },
-    /// Skipping bytes before a number.
-    Skip { left: u64, then: Number },
-    /// There are no more marks.
-    Over,
-}
-
-#[derive(Clone, Copy)]
-enum Number {
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Item {
+    /// The start of the section `ram`, which may be anywhere.
+    Start,
     /// Address and flags of a record.
     Record,
     /// Length of the name in a list of RAM blocks.
@@ -67,7 +60,7 @@ enum Number {
     Command,
 }
 
-/// Which of the sections `ram` this is.
+/// The kind of a section `ram`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Section {
     Start,
@@ -79,7 +72,10 @@ impl Marks {
     /// Starts at a main stream's first bytes, or shortly after them.
     pub(crate) fn new(layout: Layout) -> Self {
         Self {
-            state: State::Seek(0),
+            item: Some(Item::Start),
+            skip: 0,
+            value: 0,
+            got: 0,
             page_size: layout.page_size() as u64,
             id: 0,
             section: Section::Start,
@@ -93,42 +89,37 @@ impl Marks {
     /// they contain no mark: then all of them have been parsed.
     pub(crate) fn next(&mut self, bytes: &[u8]) -> Option<usize> {
         let mut at = 0;
-        while at < bytes.len() {
-            match &mut self.state {
-                State::Over => return None,
-                State::Skip { left, then } => {
-                    let there = bytes.len() - at;
-                    let skipped = usize::try_from(*left).map_or(there, |left| left.min(there));
-                    at += skipped;
-                    *left -= skipped as u64;
-                    if *left == 0 {
-                        self.state = then.collect();
-                    }
-                }
-                State::Seek(seen) => {
-                    *seen = *seen << 8 | u128::from(bytes[at]);
-                    at += 1;
-                    if *seen & START_MASK == START {
-                        self.id = u64::try_from(*seen >> 96).unwrap_or(0);
-                        self.state = Number::Record.collect();
-                    }
-                }
-                State::Number {
-                    what,
-                    missing,
-                    value,
-                } => {
-                    *value = *value << 8 | u64::from(bytes[at]);
-                    *missing -= 1;
-                    at += 1;
-                    if *missing == 0 {
-                        let (what, value) = (*what, *value);
-                        let is_mark = self.is_mark(what, value);
-                        self.state = self.after(what, value);
-                        if is_mark {
-                            return Some(at);
-                        }
-                    }
+        while let Some(item) = self.item
+            && at < bytes.len()
+        {
+            if self.skip > 0 {
+                let there = bytes.len() - at;
+                let skipped = usize::try_from(self.skip).map_or(there, |skip| skip.min(there));
+                at += skipped;
+                self.skip -= skipped as u64;
+                continue;
+            }
+            self.value = self.value << 8 | u128::from(bytes[at]);
+            self.got += 1;
+            at += 1;
+            let is_complete = match item {
+                Item::Start => self.value & START_MASK == START,
+                _ => self.got == item.len(),
+            };
+            if is_complete {
+                let value = std::mem::take(&mut self.value);
+                self.got = 0;
+                // The id precedes the start. All other items have 8 bytes at most.
+                let value = if item == Item::Start {
+                    value >> 96
+                } else {
+                    value
+                };
+                let value = u64::try_from(value).unwrap_or(0);
+                let is_mark = self.is_mark(item, value);
+                self.item = self.after(item, value);
+                if is_mark {
+                    return Some(at);
                 }
             }
         }
@@ -137,7 +128,7 @@ impl Marks {
 
     /// Ends the search for marks.
     pub(crate) fn stop(&mut self) {
-        self.state = State::Over;
+        self.item = None;
     }
 
     /// Whether pages with content may have been sent: some were seen, or the stream cannot be parsed any more.
@@ -147,103 +138,92 @@ impl Marks {
 
     /// Whether the search for marks has ended.
     pub(crate) fn are_over(&self) -> bool {
-        matches!(self.state, State::Over)
+        self.item.is_none()
     }
 
-    fn is_mark(&mut self, what: Number, value: u64) -> bool {
-        match (what, value) {
-            (Number::Record, FLUSH) => {
+    fn is_mark(&mut self, item: Item, value: u64) -> bool {
+        match (item, value) {
+            (Item::Record, FLUSH) => {
                 self.flushes |= self.section == Section::Start;
                 true
             }
-            (Number::Record, EOS) => !self.flushes,
+            (Item::Record, EOS) => !self.flushes,
             _ => false,
         }
     }
 
-    fn after(&mut self, what: Number, value: u64) -> State {
-        match what {
-            Number::Record => self.after_record(value),
-            Number::BlockName => Number::BlockLength.behind(value),
-            Number::BlockLength => match self.unlisted.checked_sub(value) {
-                Some(0) => Number::Record.collect(),
-                Some(unlisted) => {
-                    self.unlisted = unlisted;
-                    Number::BlockName.collect()
-                }
-                None => State::Over,
-            },
-            // A name, and the byte that the page is full of.
-            Number::ZeroName => Number::Record.behind(value + 1),
-            Number::PageName => Number::Record.behind(value + self.page_size),
-            Number::SectionType => self.after_section_type(value),
-            Number::SectionId if value == self.id => Number::Record.collect(),
-            Number::FooterId if value == self.id => Number::SectionType.collect(),
-            Number::SectionId | Number::FooterId => State::Over,
-            Number::Command if POSTCOPY.contains(&(value >> 16)) => State::Over,
-            Number::Command => Number::SectionType.behind(value & 0xffff),
+    /// The item after this one.
+    fn after(&mut self, item: Item, value: u64) -> Option<Item> {
+        match item {
+            Item::Start => {
+                self.id = value;
+                Some(Item::Record)
+            }
+            Item::Record => self.after_record(value),
+            Item::BlockName => self.behind(value, Item::BlockLength),
+            Item::BlockLength => {
+                self.unlisted = self.unlisted.checked_sub(value)?;
+                Some(match self.unlisted {
+                    0 => Item::Record,
+                    _ => Item::BlockName,
+                })
+            }
+            // A name, and the byte that fills the page.
+            Item::ZeroName => self.behind(value + 1, Item::Record),
+            Item::PageName => self.behind(value + self.page_size, Item::Record),
+            Item::SectionType => self.after_section_type(value),
+            Item::SectionId => (value == self.id).then_some(Item::Record),
+            Item::FooterId => (value == self.id).then_some(Item::SectionType),
+            Item::Command if POSTCOPY.contains(&(value >> 16)) => None,
+            Item::Command => self.behind(value & 0xffff, Item::SectionType),
         }
     }
 
-    fn after_record(&mut self, value: u64) -> State {
+    fn after_record(&mut self, value: u64) -> Option<Item> {
         let flags = value & (self.page_size - 1);
+        self.pages |= [PAGE, PAGE_IN_SAME_BLOCK].contains(&flags);
         match flags {
             MEM_SIZE if self.section == Section::Start => {
                 self.unlisted = value - flags;
-                Number::BlockName.collect()
+                Some(Item::BlockName)
             }
-            ZERO => Number::ZeroName.collect(),
-            ZERO_IN_SAME_BLOCK => Number::Record.behind(1),
-            PAGE | PAGE_IN_SAME_BLOCK => {
-                self.pages = true;
-                match flags {
-                    PAGE => Number::PageName.collect(),
-                    _ => Number::Record.behind(self.page_size),
-                }
-            }
-            FLUSH => Number::Record.collect(),
+            ZERO => Some(Item::ZeroName),
+            ZERO_IN_SAME_BLOCK => self.behind(1, Item::Record),
+            PAGE => Some(Item::PageName),
+            PAGE_IN_SAME_BLOCK => self.behind(self.page_size, Item::Record),
+            FLUSH => Some(Item::Record),
             // Only device state follows the last section.
-            EOS if self.section == Section::End => State::Over,
-            EOS => Number::SectionType.collect(),
-            _ => State::Over,
+            EOS => (self.section != Section::End).then_some(Item::SectionType),
+            _ => None,
         }
     }
 
-    fn after_section_type(&mut self, value: u64) -> State {
-        match value {
-            FOOTER => Number::FooterId.collect(),
-            COMMAND => Number::Command.collect(),
-            PART | END => {
-                self.section = if value == PART {
-                    Section::Part
-                } else {
-                    Section::End
-                };
-                Number::SectionId.collect()
-            }
-            _ => State::Over,
-        }
+    fn after_section_type(&mut self, value: u64) -> Option<Item> {
+        self.section = match value {
+            FOOTER => return Some(Item::FooterId),
+            COMMAND => return Some(Item::Command),
+            PART => Section::Part,
+            END => Section::End,
+            _ => return None,
+        };
+        Some(Item::SectionId)
+    }
+
+    /// `item`, which follows after `skip` bytes.
+    fn behind(&mut self, skip: u64, item: Item) -> Option<Item> {
+        self.skip = skip;
+        Some(item)
     }
 }
 
-impl Number {
-    fn collect(self) -> State {
-        State::Number {
-            what: self,
-            missing: match self {
-                Self::BlockName | Self::ZeroName | Self::PageName | Self::SectionType => 1,
-                Self::SectionId | Self::FooterId | Self::Command => 4,
-                Self::Record | Self::BlockLength => 8,
-            },
-            value: 0,
-        }
-    }
-
-    /// Collects the number after skipping `left` bytes.
-    fn behind(self, left: u64) -> State {
-        match left {
-            0 => self.collect(),
-            left => State::Skip { left, then: self },
+impl Item {
+    /// Number of bytes.
+    fn len(self) -> usize {
+        match self {
+            Self::BlockName | Self::ZeroName | Self::PageName | Self::SectionType => 1,
+            Self::SectionId | Self::FooterId | Self::Command => 4,
+            Self::Record | Self::BlockLength => 8,
+            Self::Start => 16,
         }
     }
 }

@@ -4,31 +4,16 @@
 //! type u16 BE, length u16 BE, then `length` bytes;  type 1 = SHUT: u32 BE, 0 = loaded, else failed
 //! ```
 
-/// Follows the messages of a return path, whatever the pieces in which they come.
+/// Follows the messages of a return path, which may arrive in pieces of any size.
 #[derive(Default)]
 pub(crate) struct ReturnPath {
-    state: State,
+    /// Bytes of the present message: its header, and the code of a SHUT.
+    message: Vec<u8>,
+    /// Bytes left of another message.
+    skip: u16,
     spoke: bool,
-}
-
-enum State {
-    /// Collecting type and length.
-    Header { bytes: [u8; 4], got: usize },
-    /// Collecting the code of a SHUT.
-    Shut { bytes: [u8; 4], got: usize },
-    /// Skipping the content of another message.
-    Skip(usize),
-    /// Not a known return path: the rest is not interpreted.
-    Lost,
-}
-
-impl Default for State {
-    fn default() -> Self {
-        Self::Header {
-            bytes: [0; 4],
-            got: 0,
-        }
-    }
+    /// This is no known return path: the rest is not interpreted.
+    is_lost: bool,
 }
 
 const SHUT: u16 = 1;
@@ -36,11 +21,32 @@ const SHUT: u16 = 1;
 const HIGHEST_TYPE: u16 = 32;
 
 impl ReturnPath {
-    /// Takes the next bytes; returns the code of a SHUT that they complete.
+    /// Reads the next bytes; returns the code of a SHUT that they complete.
     pub(crate) fn feed(&mut self, bytes: &[u8]) -> Option<u32> {
         let mut shut = None;
         for byte in bytes {
-            shut = self.step(*byte).or(shut);
+            if self.is_lost {
+                break;
+            }
+            if self.skip > 0 {
+                self.skip -= 1;
+                continue;
+            }
+            self.message.push(*byte);
+            match self.message[..] {
+                [a, b, c, d] => {
+                    self.spoke = true;
+                    match (u16::from_be_bytes([a, b]), u16::from_be_bytes([c, d])) {
+                        // Its code follows.
+                        (SHUT, 4) => continue,
+                        (SHUT | 0 | HIGHEST_TYPE.., _) => self.is_lost = true,
+                        (_, length) => self.skip = length,
+                    }
+                }
+                [_, _, _, _, a, b, c, d] => shut = Some(u32::from_be_bytes([a, b, c, d])),
+                _ => continue,
+            }
+            self.message.clear();
         }
         shut
     }
@@ -48,48 +54,6 @@ impl ReturnPath {
     /// Whether the destination has sent a message: then the return path is on, and a SHUT must come.
     pub(crate) fn spoke(&self) -> bool {
         self.spoke
-    }
-
-    fn step(&mut self, byte: u8) -> Option<u32> {
-        let mut shut = None;
-        self.state = match std::mem::replace(&mut self.state, State::Lost) {
-            State::Header { mut bytes, got } => {
-                bytes[got] = byte;
-                match got + 1 {
-                    4 => {
-                        self.spoke = true;
-                        after_header(bytes)
-                    }
-                    got => State::Header { bytes, got },
-                }
-            }
-            State::Shut { mut bytes, got } => {
-                bytes[got] = byte;
-                match got + 1 {
-                    4 => {
-                        shut = Some(u32::from_be_bytes(bytes));
-                        State::default()
-                    }
-                    got => State::Shut { bytes, got },
-                }
-            }
-            State::Skip(1) => State::default(),
-            State::Skip(left) => State::Skip(left - 1),
-            State::Lost => State::Lost,
-        };
-        shut
-    }
-}
-
-fn after_header([a, b, c, d]: [u8; 4]) -> State {
-    match (u16::from_be_bytes([a, b]), u16::from_be_bytes([c, d])) {
-        (SHUT, 4) => State::Shut {
-            bytes: [0; 4],
-            got: 0,
-        },
-        (SHUT | 0, _) | (HIGHEST_TYPE.., _) => State::Lost,
-        (_, 0) => State::default(),
-        (_, length) => State::Skip(length.into()),
     }
 }
 
