@@ -1,19 +1,19 @@
 //! The work of the data channels' threads.
 //!
 //! ```text
-//!  as many out as in:   [ read, decode, encode, write ]                  one thread a channel
-//!  otherwise:           [ read, decode ] ─> exchange ─> [ encode, write ]  one thread a channel and side
-//!  several streams:     [ read, decode ] ─> exchange ─> [ encode, write ]  one thread a stream on the way out
-//!  QEMU decodes:        [ read, write ]                                  one thread a channel
-//!  placement:           [ read, decode into QEMU's memory; SYNCs and the rest: write ]  one thread a channel
+//!  as many out as in:   [ read, decode, encode, write ]                    one thread per channel
+//!  otherwise:           [ read, decode ] ─> exchange ─> [ encode, write ]  one thread per channel and side
+//!  several streams:     [ read, decode ] ─> exchange ─> [ encode, write ]  one thread per outgoing stream
+//!  QEMU decodes:        [ read, write ]                                    one thread per channel
+//!  placement:           [ read, decode into QEMU's memory; SYNCs and the rest: write ]  one thread per channel
 //! ```
 //!
-//! One thread for both sides is cheaper: a packet leaves from the cache, no thread is woken for it, and half as
-//! many packets wait in the relay. No barrier is needed: packets behind a SYNC stay behind it on their channel, and
+//! One thread for both sides is cheaper: it sends a packet while that is in the cache, no other thread has to wake up, and half as
+//! many packets wait in the relay. No barrier is needed: packets after a SYNC stay after it on their channel, and
 //! the destination waits for the SYNCs of all channels, as it does without a relay.
 
-use multifd::{Method, PacketKind};
-use vamoose_link::{ChannelReader, ChannelWriter, Packet, ReadError, Received, Stats, WriteError};
+use multifd::{Layout, PacketKind};
+use vamoose_link::{ChannelReader, ChannelWriter, Packet, Received, Stats, WriteError};
 
 use crate::{
     Config, RelayError, ZeroPages,
@@ -30,10 +30,15 @@ pub(crate) struct Out<'a> {
     pub(crate) syncs: &'a Syncs,
 }
 
-/// Takes one channel's packets to another one, in their order, until the source ends the channel.
+/// Forwards the packets of one channel to another one, in order, until the source ends the channel. A packet is
+/// - written into the destination's memory, if it belongs into a RAM block of `placement` (module `placement` has the rules);
+/// - forwarded as it is, if the destination QEMU decodes the packets itself. QEMU's decoder has a state, so it has to decode all
+///   packets from the first to the last;
+/// - decoded and encoded otherwise.
 pub(crate) fn pass_on(
     reader: &mut ChannelReader,
     writer: &mut ChannelWriter,
+    placement: Option<&Placement>,
     config: &Config,
     out: Out<'_>,
 ) -> Result<(), RelayError> {
@@ -41,108 +46,114 @@ pub(crate) fn pass_on(
     let channel = out.channel;
     let read = |error| RelayError::SourceChannel(channel, error);
     let write = |error| RelayError::DestinationChannel(channel, error);
-    while let Some(arrived) = receive(reader, &mut packet, config.zero_pages).map_err(read)? {
-        if arrived.has_content {
-            writer.write(&mut packet).map_err(write)?;
-        }
-        if let Some(packet_num) = arrived.sync {
-            send_sync(writer, packet_num, out).map_err(write)?;
-        }
-    }
-    Ok(())
-}
-
-/// Like [`pass_on`], for packets that are all encoded by `method`, to a QEMU that decodes them: payloads are passed on
-/// unread. QEMU's decoder has a state, so it has to decode all packets from the first to the last.
-pub(crate) fn pass_encoded(
-    reader: &mut ChannelReader,
-    writer: &mut ChannelWriter,
-    method: Method,
-    config: &Config,
-    out: Out<'_>,
-) -> Result<(), RelayError> {
-    let mut packet = Packet::new(config.layout);
-    let channel = out.channel;
-    let read = |error| RelayError::SourceChannel(channel, error);
-    let write = |error| RelayError::DestinationChannel(channel, error);
+    let mut placer = placement.map(|placement| Placer::new(placement, config.layout, out));
+    let passed = config.passed.filter(|_| placement.is_none());
     while reader.read_start(&mut packet).map_err(read)? == Received::Packet {
-        let arrived = arrived(&mut packet, ZeroPages::Pass);
         if packet.kind() == PacketKind::DeviceState {
             writer.write(&mut packet).map_err(write)?;
-        } else if arrived.has_content {
-            let sent = packet.ram().method;
-            if sent != method {
-                return Err(RelayError::OtherMethod(channel, sent, method));
-            }
-            reader.read_encoded(&mut packet).map_err(read)?;
-            writer.write_encoded(&mut packet).map_err(write)?;
+            continue;
         }
-        if let Some(packet_num) = arrived.sync {
-            send_sync(writer, packet_num, out).map_err(write)?;
-        }
-    }
-    Ok(())
-}
-
-/// Passes one channel's packets on in order, and writes pages that can be placed into the destination's memory, until the
-/// source ends the channel. Module `placement` has the rules.
-pub(crate) fn place(
-    reader: &mut ChannelReader,
-    writer: &mut ChannelWriter,
-    placement: &Placement,
-    config: &Config,
-    out: Out<'_>,
-) -> Result<(), RelayError> {
-    let mut packet = Packet::new(config.layout);
-    let channel = out.channel;
-    let read = |error| RelayError::SourceChannel(channel, error);
-    let write = |error| RelayError::DestinationChannel(channel, error);
-    let place = |error| RelayError::Placement(channel, error);
-    let mut syncs = 0;
-    // The last SYNC, until it is known that QEMU has gone on from there.
-    let mut behind = None;
-    while reader.read_start(&mut packet).map_err(read)? == Received::Packet {
-        let block = match packet.kind() {
-            PacketKind::Ram if !packet.ram().is_empty() => placement.block(&packet.ram().block),
-            _ => None,
+        // Before zero pages are detected or expanded, which leaves the SYNC.
+        let (sync, method) = (sync_of(&packet), packet.ram().method);
+        let is_placed = match &mut placer {
+            Some(placer) => placer.place(reader, writer, &mut packet)?,
+            None => false,
         };
-        let sync = packet.ram().sync.then_some(packet.ram().packet_num);
-        if let Some(block) = block {
-            if syncs == 0 {
-                return Err(place(PlaceError::TooEarly));
+        match passed.filter(|_| !packet.ram().is_empty()) {
+            _ if is_placed => {}
+            Some(announced) if announced != method => {
+                return Err(RelayError::OtherMethod(channel, method, announced));
             }
-            if let Some(packet_num) = behind.take() {
-                let is_due = || out.syncs.is_marked(syncs);
-                writer.wait_for_reader(packet_num, &is_due).map_err(write)?;
+            Some(_) => {
+                reader.read_encoded(&mut packet).map_err(read)?;
+                writer.write_encoded(&mut packet).map_err(write)?;
             }
-            // Before `place`: closing the placement waits for writes in progress, and must not wait for the source.
-            reader.read_rest(&mut packet).map_err(read)?;
-            let others = out.syncs.main_has_pages();
-            let placed = placement.place(block, &packet, others);
-            placed.map_err(place)?;
-            let header = packet.ram();
-            let (normal, zero) = (header.normal_offsets().len(), header.zero_offsets().len());
-            out.stats
-                .add_packet(normal, zero, normal * config.layout.page_size());
-        } else if packet.kind() == PacketKind::DeviceState {
-            writer.write(&mut packet).map_err(write)?;
-        } else {
-            reader.read_rest(&mut packet).map_err(read)?;
-            if arrived(&mut packet, config.zero_pages).has_content {
-                writer.write(&mut packet).map_err(write)?;
+            None => {
+                reader.read_rest(&mut packet).map_err(read)?;
+                apply(config.zero_pages, &mut packet);
+                if !packet.ram().is_empty() {
+                    writer.write(&mut packet).map_err(write)?;
+                }
             }
         }
         if let Some(packet_num) = sync {
             send_sync(writer, packet_num, out).map_err(write)?;
-            syncs += 1;
-            behind = Some(packet_num);
+            if let Some(placer) = &mut placer {
+                placer.synced(packet_num);
+            }
         }
     }
     Ok(())
 }
 
-/// Takes one channel's packets to the exchange, until the source ends the channel or all writers
-/// have ended.
+/// Writes the pages of one channel into the destination's memory.
+struct Placer<'a> {
+    placement: &'a Placement,
+    page_size: usize,
+    out: Out<'a>,
+    /// SYNCs sent on this channel.
+    syncs: u64,
+    /// The last SYNC, until QEMU is known to have continued after it.
+    behind: Option<u64>,
+}
+
+impl<'a> Placer<'a> {
+    fn new(placement: &'a Placement, layout: Layout, out: Out<'a>) -> Self {
+        Self {
+            placement,
+            page_size: layout.page_size(),
+            out,
+            syncs: 0,
+            behind: None,
+        }
+    }
+
+    /// Reads and writes the pages of a packet, if they belong into one of the RAM blocks.
+    fn place(
+        &mut self,
+        reader: &mut ChannelReader,
+        writer: &mut ChannelWriter,
+        packet: &mut Packet,
+    ) -> Result<bool, RelayError> {
+        let Out {
+            channel,
+            stats,
+            syncs,
+        } = self.out;
+        let failed = |error| RelayError::Placement(channel, error);
+        if packet.ram().is_empty() {
+            return Ok(false);
+        }
+        let Some(block) = self.placement.block(&packet.ram().block) else {
+            return Ok(false);
+        };
+        if self.syncs == 0 {
+            return Err(failed(PlaceError::TooEarly));
+        }
+        if let Some(packet_num) = self.behind.take() {
+            let is_due = || syncs.is_marked(self.syncs);
+            let waited = writer.wait_for_reader(packet_num, &is_due);
+            waited.map_err(|error| RelayError::DestinationChannel(channel, error))?;
+        }
+        // Before `place`: closing the placement waits for writes in progress, and must not wait for the source.
+        let read = reader.read_rest(packet);
+        read.map_err(|error| RelayError::SourceChannel(channel, error))?;
+        let placed = self.placement.place(block, packet, syncs.main_has_pages());
+        placed.map_err(failed)?;
+        let header = packet.ram();
+        let (normal, zero) = (header.normal_offsets().len(), header.zero_offsets().len());
+        stats.add_packet(normal, zero, normal * self.page_size);
+        Ok(true)
+    }
+
+    /// Notes a SYNC that has been sent on this channel.
+    fn synced(&mut self, packet_num: u64) {
+        self.syncs += 1;
+        self.behind = Some(packet_num);
+    }
+}
+
+/// Takes the packets of one channel to the exchange, until the source ends the channel or all writers have ended.
 pub(crate) fn read(
     channel: usize,
     reader: &mut ChannelReader,
@@ -150,31 +161,38 @@ pub(crate) fn read(
     zero_pages: ZeroPages,
 ) -> Result<(), RelayError> {
     let failed = |error| RelayError::SourceChannel(channel, error);
-    while let Ok(mut packet) = end.take() {
-        let arrived = loop {
-            match receive(reader, &mut packet, zero_pages).map_err(failed)? {
-                None => return Ok(()),
-                Some(arrived) if arrived.has_content => break arrived,
-                // Without content nothing has to be handed over: the packet is read into again.
-                Some(arrived) => {
-                    if pass_sync(end, arrived.sync) == Err(Closed) {
-                        return Ok(());
-                    }
-                }
-            }
+    let mut free = None;
+    loop {
+        // A packet without content is not submitted, and read into again.
+        let Ok(mut packet) = free.take().map_or_else(|| end.take(), Ok) else {
+            return Ok(());
+        };
+        if reader.read(&mut packet).map_err(failed)? == Received::End {
+            return Ok(());
+        }
+        let sync = sync_of(&packet);
+        let is_ram = packet.kind() == PacketKind::Ram;
+        if is_ram {
+            apply(zero_pages, &mut packet);
+        }
+        let submitted = if is_ram && packet.ram().is_empty() {
+            free = Some(packet);
+            Ok(())
+        } else {
+            end.submit(packet)
         };
         // Pages inside a SYNC come before the barrier.
-        let submitted = end
-            .submit(packet)
-            .and_then(|()| pass_sync(end, arrived.sync));
-        if submitted == Err(Closed) {
-            break;
+        let synced = submitted.and_then(|()| match sync {
+            Some(packet_num) => end.sync(packet_num),
+            None => Ok(()),
+        });
+        if synced == Err(Closed) {
+            return Ok(());
         }
     }
-    Ok(())
 }
 
-/// Sends what the exchange has on one channel, until all readers have ended; perhaps beside others.
+/// Sends packets from the exchange on one channel, until all readers have ended. Other writers may share the channel.
 pub(crate) fn write(
     writer: &mut ChannelWriter,
     end: &WriterEnd,
@@ -204,54 +222,24 @@ pub(crate) fn write(
     Ok(())
 }
 
-/// What to do with a received packet.
-struct Arrived {
-    /// Pages or device state, to be sent on.
-    has_content: bool,
-    /// A SYNC behind them, with the packet's number.
-    sync: Option<u64>,
-}
-
-/// Receives a packet, as it is to be sent on; `None` at the channel's end.
-fn receive(
-    reader: &mut ChannelReader,
-    packet: &mut Packet,
-    zero_pages: ZeroPages,
-) -> Result<Option<Arrived>, ReadError> {
-    Ok(match reader.read(packet)? {
-        Received::Packet => Some(arrived(packet, zero_pages)),
-        Received::End => None,
-    })
-}
-
-/// What to do with a received packet.
-fn arrived(packet: &mut Packet, zero_pages: ZeroPages) -> Arrived {
-    if packet.kind() == PacketKind::DeviceState {
-        return Arrived {
-            has_content: true,
-            sync: None,
-        };
-    }
+fn apply(zero_pages: ZeroPages, packet: &mut Packet) {
     match zero_pages {
         ZeroPages::Pass => {}
         ZeroPages::Expand => packet.expand_zero_pages(),
         ZeroPages::Detect => packet.detect_zero_pages(),
     }
-    let header = packet.ram();
-    Arrived {
-        has_content: !header.is_empty(),
-        sync: header.sync.then_some(header.packet_num),
-    }
 }
 
-fn pass_sync(end: &ReaderEnd, sync: Option<u64>) -> Result<(), Closed> {
-    sync.map_or(Ok(()), |packet_num| end.sync(packet_num))
+/// The number of a packet that is a SYNC, with or without pages.
+fn sync_of(packet: &Packet) -> Option<u64> {
+    let is_sync = packet.kind() == PacketKind::Ram && packet.ram().sync;
+    is_sync.then(|| packet.ram().packet_num)
 }
 
 fn send_sync(writer: &mut ChannelWriter, packet_num: u64, out: Out<'_>) -> Result<(), WriteError> {
     writer.write_sync(packet_num)?;
     out.syncs.sent(out.channel);
-    // A SYNC goes out on every channel and is one all the same.
+    // Each SYNC is sent on all channels, and counted once.
     if out.channel == 0 {
         out.stats.add_sync();
     }
@@ -266,7 +254,7 @@ mod tests {
         sync::Arc,
     };
 
-    use multifd::{BlockName, RamHeader};
+    use multifd::{BlockName, Method, RamHeader};
     use vamoose_codec::{Decoder, Engines, Settings};
 
     use super::*;
@@ -290,7 +278,8 @@ mod tests {
     fn packets_are_passed_as_they_came_if_they_are_of_the_announced_method() {
         let (mut source, incoming) = UnixStream::pair().unwrap();
         let (outgoing, mut qemu) = UnixStream::pair().unwrap();
-        let config = Config::new(Engines::software(Settings::default()));
+        let mut config = Config::new(Engines::software(Settings::default()));
+        config.passed = Some(Method::Zstd);
         let stats = Arc::<Stats>::default();
         let (layout, decoder) = (config.layout, Decoder::new(config.layout));
         let encoder = config.method.encoder(layout, stats.health()).unwrap();
@@ -305,7 +294,7 @@ mod tests {
             stats: &stats,
             syncs: &Syncs::new(1),
         };
-        let passed = pass_encoded(&mut reader, &mut writer, Method::Zstd, &config, out);
+        let passed = pass_on(&mut reader, &mut writer, None, &config, out);
         let is_refused = matches!(
             passed,
             Err(RelayError::OtherMethod(0, Method::Zlib, Method::Zstd))

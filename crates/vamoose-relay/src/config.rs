@@ -1,8 +1,8 @@
-//! What a relay does with the pages that cross it, and how it reaches the destination.
+//! The configuration of a relay, and its connections to the destination.
 
 use std::{
     num::{NonZeroU64, NonZeroUsize},
-    sync::{Arc, Mutex, OnceLock},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -35,19 +35,19 @@ pub struct Config {
     /// Packets encoded in parallel per channel, for engines with a latency. More than 1 has an effect only
     /// where the method's packets are independent (auto, lz4, zstd-frames, qpl, qatzip).
     pub streams: NonZeroUsize,
-    /// The destination's memory, where its pages are written by the relay. It has an effect with as many channels out as in
-    /// and a single stream.
+    /// The destination's memory, to which the relay writes pages. Requires as many outgoing channels as incoming ones, and a
+    /// single stream.
     pub placement: Option<Arc<Placement>>,
-    /// The method of all packets, where they go to a destination QEMU as they come: it decodes them itself. With as many
-    /// channels out as in and a single stream.
+    /// The method of all packets, if the destination QEMU decodes them itself. Requires as many outgoing channels as incoming
+    /// ones, and a single stream.
     pub(crate) passed: Option<Method>,
-    /// Whether pages that were sent before go as differences where that pays: over a session whose server keeps them too,
-    /// by methods whose packets may hold them.
+    /// Whether to send differences for pages that were sent before, where that is shorter. Requires a session whose server keeps
+    /// the pages, and a method whose packets can hold differences.
     pub delta: bool,
 }
 
 impl Config {
-    /// A relay that passes pages on by `method`, everything else by default.
+    /// A relay that sends pages by `method`, with defaults for everything else.
     pub fn new(method: impl Into<MethodChoice>) -> Self {
         let method = method.into();
         Self {
@@ -70,7 +70,7 @@ impl Config {
 /// What a relay does with pages that are all zeros, which a source may send as offsets without data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ZeroPages {
-    /// Passes them on: for destinations from QEMU 9.0 on, and for another relay.
+    /// Forwards them: for destinations from QEMU 9.0 on, and for another relay.
     #[default]
     Pass,
     /// Expands them to normal pages: for older destinations, which would lose them silently.
@@ -87,125 +87,89 @@ pub struct Dialer {
 }
 
 enum To {
-    Socket(Address),
-    /// The first connection is open already.
-    Dialled(Mutex<Option<Socket>>, Address),
-    Remote(Remote, Mutex<Option<Session>>),
-    Session(Session),
-    Announced(Announce, OnceLock<Session>),
+    /// A QEMU, or a relay that accepts plain connections. The first connection may be open already.
+    Socket(Address, Mutex<Option<Socket>>),
+    /// Another Vamoose. The first connection begins the session.
+    Session(Begin, Mutex<Option<Session>>),
 }
 
-/// Begins a session, or says why the peer does not want it.
-type Announce = Box<dyn Fn() -> Result<Session, RelayError> + Send + Sync>;
+/// Begins a session. The first stream may be open then.
+type Begin = Box<dyn Fn() -> Result<(Session, Option<Stream>), RelayError> + Send + Sync>;
 
 /// First byte of each stream from relay to relay: a session announces a stream with its first byte, and a QEMU may
-/// send none for long.
+/// send none for a long time.
 pub(crate) const RELAYED: u8 = b'r';
 
 impl Dialer {
-    /// To a QEMU, or to a relay that takes plain connections.
+    /// To a QEMU, or to a relay that accepts plain connections.
     pub fn new(address: Address) -> Self {
-        Self::of(To::Socket(address))
+        Self::dialled(address, None)
     }
 
     /// To another relay, over a session that the first connection begins.
     pub fn remote(remote: Remote) -> Self {
+        let begin = move || {
+            let (session, stream) = remote.dial()?;
+            Ok((session, Some(stream)))
+        };
+        Self::session(begin, &[RELAYED])
+    }
+
+    /// To a QEMU, over the connection in `first` if there is one.
+    pub(crate) fn dialled(address: Address, first: Option<Socket>) -> Self {
         Self {
-            preamble: vec![RELAYED],
-            ..Self::of(To::Remote(remote, Mutex::default()))
+            to: To::Socket(address, Mutex::new(first)),
+            preamble: Vec::new(),
         }
     }
 
-    /// To a server that the session is with; each stream begins with `preamble`.
-    pub(crate) fn session(session: Session, preamble: &[u8]) -> Self {
+    /// To another Vamoose, over the session from `begin`. Each stream begins with `preamble`.
+    pub(crate) fn session(
+        begin: impl Fn() -> Result<(Session, Option<Stream>), RelayError> + Send + Sync + 'static,
+        preamble: &[u8],
+    ) -> Self {
         Self {
+            to: To::Session(Box::new(begin), Mutex::default()),
             preamble: preamble.to_vec(),
-            ..Self::of(To::Session(session))
         }
     }
 
-    /// To a QEMU to which a first connection is open.
-    pub(crate) fn dialled(first: Socket, address: Address) -> Self {
-        Self::of(To::Dialled(Mutex::new(Some(first)), address))
-    }
-
-    /// To another gateway, which `announce` asks before the first stream; each stream begins with `preamble`.
-    pub(crate) fn announced(announce: Announce, preamble: &[u8]) -> Self {
-        Self {
-            preamble: preamble.to_vec(),
-            ..Self::of(To::Announced(announce, OnceLock::new()))
-        }
-    }
-
-    fn of(to: To) -> Self {
-        let preamble = Vec::new();
-        Self { to, preamble }
-    }
-
-    /// The session, if there is one.
+    /// The session, once a first connection has been dialled over it.
     pub fn with(&self) -> Option<Session> {
         match &self.to {
-            To::Socket(_) | To::Dialled(..) => None,
-            To::Remote(_, session) => lock(session).clone(),
-            To::Session(session) => Some(session.clone()),
-            To::Announced(_, session) => session.get().cloned(),
+            To::Socket(..) => None,
+            To::Session(_, session) => lock(session).clone(),
         }
     }
 
-    /// Whether the other end is a relay that classifies the migration, over a session.
-    pub(crate) fn is_to_relay(&self) -> bool {
-        matches!(self.to, To::Remote(..) | To::Announced(..))
+    /// Whether the other end may be a QEMU.
+    pub(crate) fn is_to_qemu(&self) -> bool {
+        matches!(self.to, To::Socket(..))
     }
 
     pub(crate) fn dial(&self, first: &[u8], timeout: Duration) -> Result<Stream, RelayError> {
-        let stream = match &self.to {
-            To::Socket(address) => return self.dial_qemu(None, address, first, timeout),
-            To::Dialled(socket, address) => {
-                let dialled = lock(socket).take();
-                return self.dial_qemu(dialled, address, first, timeout);
+        match &self.to {
+            To::Socket(address, dialled) => {
+                let dialled = lock(dialled).take();
+                let socket = dialled.map_or_else(|| dial(address, timeout), Ok)?;
+                let written = socket.write_both(&self.preamble, first);
+                written.map_err(|source| SocketError::dial(address, source))?;
+                Ok(socket.into())
             }
-            To::Session(session) => session.open()?,
-            To::Announced(announce, session) => {
-                let session = match session.get() {
-                    Some(session) => session,
-                    None => {
-                        let begun = announce()?;
-                        session.get_or_init(|| begun)
-                    }
-                };
-                session.open()?
-            }
-            To::Remote(remote, session) => {
+            To::Session(begin, session) => {
                 let mut session = lock(session);
-                match &*session {
-                    Some(session) => session.open()?,
-                    None => {
-                        let (begun, stream) = remote.dial()?;
-                        *session = Some(begun);
-                        stream
-                    }
-                }
+                let (known, opened) = match &*session {
+                    Some(known) => (known.clone(), None),
+                    None => begin()?,
+                };
+                let stream = opened.map_or_else(|| known.open(), Ok)?;
+                *session = Some(known);
+                drop(session);
+                stream
+                    .write_both(&self.preamble, first)
+                    .map_err(RelayError::Opening)?;
+                Ok(stream)
             }
-        };
-        stream
-            .write_both(&self.preamble, first)
-            .map_err(RelayError::Opening)?;
-        Ok(stream)
-    }
-
-    fn dial_qemu(
-        &self,
-        dialled: Option<Socket>,
-        address: &Address,
-        first: &[u8],
-        timeout: Duration,
-    ) -> Result<Stream, RelayError> {
-        let socket = match dialled {
-            Some(socket) => socket,
-            None => dial(address, timeout)?,
-        };
-        let written = socket.write_both(&self.preamble, first);
-        written.map_err(|source| SocketError::dial(address, source))?;
-        Ok(socket.into())
+        }
     }
 }

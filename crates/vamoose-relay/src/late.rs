@@ -92,8 +92,7 @@ fn pass(relay: &Relay<'_>, near: &Arc<Stream>, first: [u8; 4]) {
     };
     info!("passing a channel for post-copy on");
     relay.stats.add_received(first.len());
-    let stall_timeout = relay.config.stall_timeout;
-    if let Err(error) = forward(near, &far, relay.stats, stall_timeout, Unseen, Unseen) {
+    if let Err(error) = forward(near, &far, relay.stats, Unseen, Unseen) {
         debug!("a channel for post-copy broke: {}", chain(&error));
     }
 }

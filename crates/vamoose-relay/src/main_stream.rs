@@ -1,13 +1,13 @@
 //! The main stream: a relay forwards its bytes without interpreting them, except for its marks (`syncs`).
 
 use std::{
-    io::{self, Read, Write},
+    io::{self, Read as _, Write as _},
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU8, Ordering},
     },
     thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use tracing::Span;
@@ -67,20 +67,16 @@ impl MainState {
     }
 }
 
-/// Observes what goes through a [`Pump`].
+/// Writes bytes to the receiver of a [`Pump`].
+pub(crate) type Write<'a> = &'a dyn Fn(&[u8]) -> Result<(), RelayError>;
+
+/// Observes the bytes that go through a [`Pump`].
 pub(crate) trait Witness {
-    /// A piece has been received.
-    fn received(&mut self, piece: &[u8]);
     /// Forwards the whole piece, in one or several parts.
-    fn pass(
-        &mut self,
-        piece: &[u8],
-        write: &dyn Fn(&[u8]) -> Result<(), RelayError>,
-    ) -> Result<(), RelayError> {
+    fn pass(&mut self, piece: &[u8], write: Write<'_>) -> Result<(), RelayError> {
         write(piece)
     }
-    /// The piece has been forwarded.
-    fn delivered(&mut self) {}
+
     /// Whether to forward the stream's end.
     fn ends(&self) -> bool {
         true
@@ -92,7 +88,6 @@ pub(crate) trait Witness {
 pub(crate) struct ReturnWitness<'a, F> {
     path: ReturnPath,
     state: &'a MainState,
-    code: Option<u32>,
     on_shut: F,
 }
 
@@ -101,44 +96,55 @@ impl<'a, F: FnMut(u32)> ReturnWitness<'a, F> {
         Self {
             path: ReturnPath::default(),
             state,
-            code: None,
             on_shut,
         }
     }
 }
 
 impl<F: FnMut(u32)> Witness for ReturnWitness<'_, F> {
-    fn received(&mut self, piece: &[u8]) {
-        self.code = self.path.feed(piece);
-        let state = self.state;
-        state
-            .return_path
-            .store(self.path.spoke(), Ordering::Release);
+    fn pass(&mut self, piece: &[u8], write: Write<'_>) -> Result<(), RelayError> {
+        let code = self.path.feed(piece);
+        let (state, spoke) = (self.state, self.path.spoke());
+        state.return_path.store(spoke, Ordering::Release);
         state
             .shut_under_way
-            .fetch_or(self.code.is_some(), Ordering::AcqRel);
-    }
-
-    fn delivered(&mut self) {
-        if let Some(code) = self.code.take() {
+            .fetch_or(code.is_some(), Ordering::AcqRel);
+        write(piece)?;
+        if let Some(code) = code {
             (self.on_shut)(code);
         }
+        Ok(())
     }
 }
 
 /// One direction of a main stream.
 pub(crate) struct Pump<'a> {
     pub(crate) direction: Direction,
-    pub(crate) from: Arc<Stream>,
-    pub(crate) to: Arc<Stream>,
-    pub(crate) stats: &'a Stats,
-    pub(crate) pacer: Option<&'a Pacer>,
-    pub(crate) stall_timeout: Duration,
+    from: Arc<Stream>,
+    to: Arc<Stream>,
+    stats: &'a Stats,
+    pacer: Option<&'a Pacer>,
 }
 
-impl Pump<'_> {
+impl<'a> Pump<'a> {
+    pub(crate) fn new(
+        direction: Direction,
+        from: &Arc<Stream>,
+        to: &Arc<Stream>,
+        stats: &'a Stats,
+        pacer: Option<&'a Pacer>,
+    ) -> Self {
+        Self {
+            direction,
+            from: from.clone(),
+            to: to.clone(),
+            stats,
+            pacer,
+        }
+    }
+
     /// Forwards bytes until the sender ends, then forwards the end, unless the witness objects.
-    pub(crate) fn run(&self, mut witness: impl Witness) -> Result<(), RelayError> {
+    pub(crate) fn run(&self, witness: &mut impl Witness) -> Result<(), RelayError> {
         let mut buffer = vec![0; PIECE];
         loop {
             let piece = match (&*self.from).read(&mut buffer) {
@@ -148,9 +154,8 @@ impl Pump<'_> {
                 Err(error) if is_transient(&error) => continue,
                 Err(error) => return Err(RelayError::MainRead(self.direction, error)),
             };
-            witness.received(piece);
             if let Some(pacer) = self.pacer {
-                // Not held back behind pages: its end must be noticed at once.
+                // Does not wait behind pages: the end of the main stream must be noticed at once.
                 pacer.charge(piece.len());
             }
             witness.pass(piece, &|part| self.write(part))?;
@@ -158,7 +163,6 @@ impl Pump<'_> {
                 self.stats.add_received(piece.len());
                 self.stats.add_sent(piece.len());
             }
-            witness.delivered();
         }
         if witness.ends() {
             self.to.finish();
@@ -169,7 +173,7 @@ impl Pump<'_> {
     fn write(&self, part: &[u8]) -> Result<(), RelayError> {
         let written = (&*self.to).write_all(part);
         written.map_err(|error| match is_stall(&error) {
-            true => RelayError::MainStalled(self.direction, self.stall_timeout),
+            true => RelayError::MainStalled(self.direction, self.to.stall_timeout()),
             false => RelayError::MainWrite(self.direction, error),
         })
     }
@@ -180,11 +184,10 @@ pub(crate) fn forward(
     near: &Arc<Stream>,
     far: &Arc<Stream>,
     stats: &Stats,
-    stall_timeout: Duration,
-    there: impl Witness,
-    back: impl Witness + Send,
+    mut there: impl Witness,
+    mut back: impl Witness + Send,
 ) -> Result<(), RelayError> {
-    fn one_way(pump: &Pump<'_>, witness: impl Witness) -> Result<(), RelayError> {
+    fn one_way(pump: &Pump<'_>, witness: &mut impl Witness) -> Result<(), RelayError> {
         let passed = pump.run(witness);
         if passed.is_err() {
             pump.from.shut_down();
@@ -192,19 +195,12 @@ pub(crate) fn forward(
         }
         passed
     }
-    let pump = |direction, from: &Arc<Stream>, to: &Arc<Stream>| Pump {
-        direction,
-        from: from.clone(),
-        to: to.clone(),
-        stats,
-        pacer: None,
-        stall_timeout,
-    };
+    let pump_there = Pump::new(Direction::Forward, near, far, stats, None);
+    let pump_back = Pump::new(Direction::Back, far, near, stats, None);
     let span = Span::current();
     thread::scope(|scope| {
-        let pump_back = pump(Direction::Back, far, near);
-        let back = scope.spawn(move || span.in_scope(|| one_way(&pump_back, back)));
-        let forward = one_way(&pump(Direction::Forward, near, far), there);
+        let back = scope.spawn(move || span.in_scope(|| one_way(&pump_back, &mut back)));
+        let forward = one_way(&pump_there, &mut there);
         // A thread that panicked has no error to add.
         forward.and(back.join().unwrap_or(Ok(())))
     })
@@ -213,15 +209,13 @@ pub(crate) fn forward(
 /// Ignores the bytes.
 pub(crate) struct Unseen;
 
-impl Witness for Unseen {
-    fn received(&mut self, _: &[u8]) {}
-}
+impl Witness for Unseen {}
 
 /// Large enough for a migration without multifd to be cheap.
 const PIECE: usize = 128 * 1024;
 
 /// Whether to retry: a connection may be idle for any time.
-pub(crate) fn is_transient(error: &io::Error) -> bool {
+fn is_transient(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted

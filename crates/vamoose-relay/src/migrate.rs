@@ -236,7 +236,8 @@ impl Migration<'_> {
             return (None, Ended::failed(closed.into()));
         };
         let preamble = preamble(ConnectionKind::Data, hand_over.attempt.id());
-        let dialer = Dialer::session(session.clone(), &preamble);
+        let begun = session.clone();
+        let dialer = Dialer::session(move || Ok((begun.clone(), None)), &preamble);
         let mut config = self.config.clone();
         config.incoming_channels = Some(self.channels.into());
         config.outgoing_channels = Some(self.channels.into());

@@ -22,7 +22,7 @@ use vamoose_link::Stream;
 use crate::{
     Outcome, Relay, RelayError, Summary, chain,
     first_bytes::{Arrivals, FirstBytes, UnclassifiedConnection, classify},
-    main_stream::{MainState, ReturnWitness, Unseen, Witness, forward},
+    main_stream::{MainState, ReturnWitness, Unseen, Witness, Write, forward},
 };
 
 /// The kind of connections that are forwarded as bytes.
@@ -49,18 +49,7 @@ enum Report {
     Loaded,
 }
 
-/// Forwards a migration until every connection has ended.
-pub(crate) fn pass_migration(
-    relay: &Relay<'_>,
-    main: Option<Arc<Stream>>,
-    others: Vec<UnclassifiedConnection>,
-    kind: Opaque,
-    start: Instant,
-) -> Result<Summary, RelayError> {
-    pass(relay, main, others, kind, start, &mut || true)
-}
-
-/// Forwards connections until all have ended and there are `no_more`.
+/// Forwards bytes of unknown content until all connections have ended and there are `no_more`.
 pub(crate) fn pass_bytes(
     relay: &Relay<'_>,
     no_more: &mut dyn FnMut() -> bool,
@@ -69,7 +58,8 @@ pub(crate) fn pass_bytes(
     pass(relay, None, Vec::new(), Opaque::Bytes, start, no_more)
 }
 
-fn pass(
+/// Forwards the connections of a migration, until all have ended and there are `no_more`.
+pub(crate) fn pass(
     relay: &Relay<'_>,
     main: Option<Arc<Stream>>,
     others: Vec<UnclassifiedConnection>,
@@ -253,9 +243,9 @@ impl Connection<'_> {
     }
 
     fn pass(&self, far: &Arc<Stream>) -> Result<(), RelayError> {
-        let (stats, stall_timeout) = (self.relay.stats, self.relay.config.stall_timeout);
+        let stats = self.relay.stats;
         if !self.follows_main() {
-            return forward(&self.stream, far, stats, stall_timeout, Unseen, Unseen);
+            return forward(&self.stream, far, stats, Unseen, Unseen);
         }
         let main = MainState::default();
         let there = FirstPiece {
@@ -268,7 +258,7 @@ impl Connection<'_> {
             0 => self.report(Report::Loaded),
             code => self.report(Report::Failed(RelayError::Refused(code))),
         });
-        forward(&self.stream, far, stats, stall_timeout, there, back)?;
+        forward(&self.stream, far, stats, there, back)?;
         if self.is_main {
             main.verdict()?;
         }
@@ -289,15 +279,8 @@ struct FirstPiece<'a> {
 }
 
 impl Witness for FirstPiece<'_> {
-    fn received(&mut self, piece: &[u8]) {
+    fn pass(&mut self, piece: &[u8], write: Write<'_>) -> Result<(), RelayError> {
         self.main.received(piece);
-    }
-
-    fn pass(
-        &mut self,
-        piece: &[u8],
-        write: &dyn Fn(&[u8]) -> Result<(), RelayError>,
-    ) -> Result<(), RelayError> {
         if mem::take(&mut self.at_start) {
             match classify(piece, true) {
                 Some(FirstBytes::Channel) if self.kind == Opaque::PerhapsSingle => {

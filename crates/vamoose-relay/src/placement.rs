@@ -298,7 +298,7 @@ mod tests {
                 syncs,
             };
             let (reader, writer) = (&mut self.reader, &mut self.writer);
-            channels::place(reader, writer, placement, &self.config, out)
+            channels::pass_on(reader, writer, Some(placement), &self.config, out)
         }
     }
 

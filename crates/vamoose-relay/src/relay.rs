@@ -131,7 +131,7 @@ impl Relay<'_> {
                 kind,
             } => {
                 info!("passing the migration through unchanged: {why}");
-                opaque::pass_migration(self, main, others, kind, start)
+                opaque::pass(self, main, others, kind, start, &mut || true)
             }
         }?;
         if summary.outcome == Outcome::Unconfirmed {
@@ -150,27 +150,28 @@ impl Relay<'_> {
         Ok(stream)
     }
 
-    /// To a QEMU the main stream first, with its first bytes: it takes the first connection for it (7.2), or waits in its main
-    /// loop for any connection's first bytes (10.0). To another relay last: once that has the main stream, it takes a
-    /// migration for one without channels unless one comes soon.
+    /// To a QEMU, the main stream comes first, with its first bytes: QEMU treats its first connection as the main stream (7.2),
+    /// or waits in its main loop for any connection's first bytes (10.0). To another relay, the main stream comes last: a relay
+    /// that has a main stream and no channels soon assumes a migration without multifd.
     fn dial_all(&self, incoming: usize, uuid: [u8; 16]) -> Result<Connections, RelayError> {
         let number = self.config.outgoing_channels.unwrap_or(incoming);
         let dial_main = || self.dial_one(&MAIN_MAGIC.to_be_bytes());
         let dial_channels = || {
             let channels = (0..number).map(|id| {
-                // An id that does not fit a byte is refused by its number, which does not either.
+                // With more channels than a byte can number, `Initial::new` refuses `number`.
                 let id = u8::try_from(id).unwrap_or(u8::MAX);
                 self.dial_one(&Initial::new(uuid, id, number)?.to_bytes())
             });
             channels.collect::<Result<_, RelayError>>()
         };
-        if self.dialer.is_to_relay() {
-            let channels = dial_channels()?;
-            let main = dial_main()?;
-            return Ok(Connections { main, channels });
+        let (main, channels);
+        if self.dialer.is_to_qemu() {
+            main = dial_main()?;
+            channels = dial_channels()?;
+        } else {
+            channels = dial_channels()?;
+            main = dial_main()?;
         }
-        let main = dial_main()?;
-        let channels = dial_channels()?;
         Ok(Connections { main, channels })
     }
 

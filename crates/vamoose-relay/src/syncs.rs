@@ -12,13 +12,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use multifd::Layout;
 use tracing::warn;
 use vamoose_link::{Stats, lock};
 
 use crate::{
-    RelayError,
-    main_stream::{MainState, Witness},
+    Config, RelayError,
+    main_stream::{MainState, Witness, Write},
     marks::Marks,
 };
 
@@ -156,15 +155,14 @@ impl<'a> BehindSyncs<'a> {
         state: &'a MainState,
         syncs: &'a Syncs,
         stats: &'a Stats,
-        layout: Layout,
-        timeout: Duration,
+        config: &Config,
     ) -> Self {
         Self {
             state,
             syncs,
             stats,
-            timeout,
-            marks: Marks::new(layout),
+            timeout: config.stall_timeout,
+            marks: Marks::new(config.layout),
             found: 0,
         }
     }
@@ -193,15 +191,8 @@ impl<'a> BehindSyncs<'a> {
 }
 
 impl Witness for BehindSyncs<'_> {
-    fn received(&mut self, piece: &[u8]) {
+    fn pass(&mut self, piece: &[u8], write: Write<'_>) -> Result<(), RelayError> {
         self.state.received(piece);
-    }
-
-    fn pass(
-        &mut self,
-        piece: &[u8],
-        write: &dyn Fn(&[u8]) -> Result<(), RelayError>,
-    ) -> Result<(), RelayError> {
         let (mut written, mut followed) = (0, 0);
         while let Some(end) = self.marks.next(&piece[followed..]) {
             followed += end;
@@ -222,16 +213,12 @@ impl Witness for BehindSyncs<'_> {
             self.found
         };
         self.syncs.mark(marked);
+        self.state.sent();
         Ok(())
     }
 
-    fn delivered(&mut self) {
-        self.state.sent();
-    }
-
-    /// A destination that sees its main stream break off closes its channels, one after the other. A source
-    /// that waits until a SYNC is out on both never gets over that (seen with 7.2 and 10.0), so what it
-    /// has sent on its channels arrives first.
+    /// A destination whose main stream breaks off closes its channels, one after the other. A source that is sending a SYNC on
+    /// its channels then hangs (seen with 7.2 and 10.0). So what the source has sent on its channels arrives first.
     fn ends(&self) -> bool {
         !self.state.is_broken_off()
     }
@@ -240,6 +227,8 @@ impl Witness for BehindSyncs<'_> {
 #[cfg(test)]
 mod tests {
     use std::{sync::mpsc::channel, thread};
+
+    use vamoose_codec::{Engines, Settings};
 
     use super::*;
 
@@ -267,10 +256,12 @@ mod tests {
         let first = bytes.len() - 5 - 8 - 10;
         let second = bytes.len() - 5;
         let (syncs, state, stats) = (Syncs::new(2), MainState::default(), Stats::default());
+        let mut config = Config::new(Engines::software(Settings::default()));
+        config.stall_timeout = LIMIT;
         let (out, written) = channel();
         thread::scope(|scope| {
             scope.spawn(|| {
-                let mut main = BehindSyncs::new(&state, &syncs, &stats, Layout::X86, LIMIT);
+                let mut main = BehindSyncs::new(&state, &syncs, &stats, &config);
                 let out = out;
                 main.pass(&bytes, &|part| {
                     out.send(part.to_vec()).unwrap();

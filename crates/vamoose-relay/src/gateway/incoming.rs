@@ -108,7 +108,7 @@ impl IncomingMigration {
         &self,
         first: Arc<Stream>,
         config: &GatewayConfig,
-        slots: &Arc<Slots>,
+        slots: &Slots,
         draining: &Draining,
     ) {
         let mut conversation = Conversation::new(first);
@@ -139,7 +139,7 @@ impl IncomingMigration {
         &self,
         announced: Message,
         config: &GatewayConfig,
-        slots: &Arc<Slots>,
+        slots: &Slots,
         draining: &Draining,
     ) -> Result<Admitted, String> {
         let shown_peer = self.session.peer();
@@ -253,7 +253,7 @@ impl IncomingMigration {
     ) -> MigrationEnd {
         let relay = Relay {
             accept: self,
-            dialer: &Dialer::dialled(admitted.qemu, admitted.at),
+            dialer: &Dialer::dialled(admitted.at, Some(admitted.qemu)),
             config,
             hangup: &self.hangup,
             stats: &self.stats,

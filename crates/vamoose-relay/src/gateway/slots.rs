@@ -9,36 +9,20 @@ use vamoose_link::lock;
 
 use crate::Role;
 
-/// Number of migrations with each peer, in each direction.
+/// The migrations with each peer, in each direction.
 #[derive(Default)]
-pub(super) struct Slots(Mutex<HashMap<(Role, String), usize>>);
+pub(super) struct Slots(Mutex<HashMap<(Role, String), Slot>>);
 
-/// A counted migration, until dropped.
-pub(super) struct Slot {
-    slots: Arc<Slots>,
-    key: (Role, String),
-}
+/// Counts a migration until it is dropped.
+pub(super) type Slot = Arc<()>;
 
 impl Slots {
     /// Counts a migration, if there are fewer than `most`.
-    pub(super) fn take(self: &Arc<Self>, role: Role, peer: &str, most: usize) -> Option<Slot> {
-        let key = (role, peer.to_owned());
-        let mut taken = lock(&self.0);
-        let count = taken.entry(key.clone()).or_default();
-        if *count >= most {
-            return None;
-        }
-        *count += 1;
-        let slots = self.clone();
-        Some(Slot { slots, key })
-    }
-}
-
-impl Drop for Slot {
-    fn drop(&mut self) {
-        if let Some(count) = lock(&self.slots.0).get_mut(&self.key) {
-            *count -= 1;
-        }
+    pub(super) fn take(&self, role: Role, peer: &str, most: usize) -> Option<Slot> {
+        let mut slots = lock(&self.0);
+        let slot = slots.entry((role, peer.to_owned())).or_default();
+        // One is the map's.
+        (Arc::strong_count(slot) <= most).then(|| slot.clone())
     }
 }
 
@@ -48,7 +32,7 @@ mod tests {
 
     #[test]
     fn slots_are_counted_per_peer_and_direction() {
-        let slots = Arc::<Slots>::default();
+        let slots = Slots::default();
         let take = |role, peer| slots.take(role, peer, 1);
         let first = take(Role::Source, "a");
         assert!(first.is_some() && take(Role::Source, "a").is_none());

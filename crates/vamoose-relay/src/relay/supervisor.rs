@@ -236,7 +236,8 @@ mod tests {
         let state = MainState::default();
         state.received(forward);
         if !back.is_empty() {
-            ReturnWitness::new(&state, |_| ()).received(back);
+            let mut witness = ReturnWitness::new(&state, |_| ());
+            witness.pass(back, &|_| Ok(())).unwrap();
         }
         state
     }

@@ -17,7 +17,7 @@ use crate::{
     syncs::{BehindSyncs, Syncs},
 };
 
-/// Starts the threads of a migration, within its span; each reports its end.
+/// Starts the threads of a migration, within its span. Each thread reports its end.
 pub(super) struct Threads<'scope, 'env> {
     pub(super) scope: &'scope Scope<'scope, 'env>,
     pub(super) report: Sender<Report>,
@@ -57,13 +57,7 @@ impl<'scope, 'env> Threads<'scope, 'env> {
     ) {
         let (config, placement, out) = (self.config, self.placement, self.out(channel));
         self.spawn(move |report| {
-            let (from, to) = (&mut reader, &mut writer);
-            let passed = match (placement, config.passed) {
-                (Some(placement), _) => channels::place(from, to, placement, config, out),
-                (None, Some(method)) => channels::pass_encoded(from, to, method, config, out),
-                (None, None) => channels::pass_on(from, to, config, out),
-            };
-            match passed {
+            match channels::pass_on(&mut reader, &mut writer, placement, config, out) {
                 Ok(()) => {
                     writer.finish();
                     report(Report::ChannelRead { channel });
@@ -81,39 +75,17 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         pacer: Option<&'env Pacer>,
         state: &'env MainState,
     ) {
-        let Config {
-            layout,
-            stall_timeout,
-            ..
-        } = *self.config;
-        let behind = BehindSyncs::new(state, self.syncs, self.stats, layout, stall_timeout);
-        let pump = self.pump(Direction::Forward, from, to, pacer);
-        self.spawn(move |report| report(main_ended(&pump, behind)));
+        let mut behind = BehindSyncs::new(state, self.syncs, self.stats, self.config);
+        let pump = Pump::new(Direction::Forward, from, to, self.stats, pacer);
+        self.spawn(move |report| report(main_ended(&pump, &mut behind)));
     }
 
     pub(super) fn return_main(&self, from: &Arc<Stream>, to: &Arc<Stream>, state: &'env MainState) {
-        let pump = self.pump(Direction::Back, from, to, None);
+        let pump = Pump::new(Direction::Back, from, to, self.stats, None);
         self.spawn(move |report| {
-            let witness = ReturnWitness::new(state, |code| report(Report::Shut { code }));
-            report(main_ended(&pump, witness));
+            let mut witness = ReturnWitness::new(state, |code| report(Report::Shut { code }));
+            report(main_ended(&pump, &mut witness));
         });
-    }
-
-    fn pump(
-        &self,
-        direction: Direction,
-        from: &Arc<Stream>,
-        to: &Arc<Stream>,
-        pacer: Option<&'env Pacer>,
-    ) -> Pump<'env> {
-        Pump {
-            direction,
-            from: from.clone(),
-            to: to.clone(),
-            stats: self.stats,
-            pacer,
-            stall_timeout: self.config.stall_timeout,
-        }
     }
 
     fn out(&self, channel: usize) -> Out<'env> {
@@ -124,23 +96,21 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         }
     }
 
-    /// `work` owns its connections and reports while they are open: what a QEMU does about a
-    /// connection that closes must not be reported before the reason for it.
+    /// `work` owns its connections, and reports while they are open: the reason must be reported before the consequences of a
+    /// closed connection.
     fn spawn(&self, work: impl FnOnce(&dyn Fn(Report)) + Send + 'scope) {
         let (report, span) = (self.report.clone(), Span::current());
         self.scope.spawn(move || {
             let _span = span.entered();
             work(&|end| {
-                // The supervisor may have seen enough and be gone.
+                // The supervisor may have returned already.
                 let _ = report.send(end);
             });
         });
     }
 }
 
-fn main_ended(pump: &Pump<'_>, witness: impl Witness) -> Report {
-    match pump.run(witness) {
-        Ok(()) => Report::MainEnded(pump.direction),
-        Err(error) => Report::Failed(error),
-    }
+fn main_ended(pump: &Pump<'_>, witness: &mut impl Witness) -> Report {
+    let ended = pump.run(witness);
+    ended.map_or_else(Report::Failed, |()| Report::MainEnded(pump.direction))
 }
