@@ -275,7 +275,7 @@ mod tests {
 
     /// QEMU is set up for one method, and decodes whatever it gets by that.
     #[test]
-    fn packets_are_passed_as_they_came_if_they_are_of_the_announced_method() {
+    fn packets_of_announced_method_are_forwarded_unchanged() {
         let (mut source, incoming) = UnixStream::pair().unwrap();
         let (outgoing, mut qemu) = UnixStream::pair().unwrap();
         let mut config = Config::new(Engines::software(Settings::default()));

@@ -8,7 +8,7 @@ use vamoose_link::{DialError, ReadError, SocketError, WriteError};
 
 use crate::{PlaceError, gateway::AnnounceError};
 
-/// Which way the bytes of a connection go.
+/// The direction of bytes on a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the source to the destination.
@@ -18,7 +18,7 @@ pub enum Direction {
 }
 
 impl Direction {
-    /// Who sends in this direction.
+    /// The side that sends in this direction.
     pub(crate) fn sender(self) -> &'static str {
         match self {
             Self::Forward => "source",
@@ -26,7 +26,7 @@ impl Direction {
         }
     }
 
-    /// Who receives in this direction.
+    /// The side that receives in this direction.
     pub(crate) fn receiver(self) -> &'static str {
         match self {
             Self::Forward => "destination",
@@ -102,10 +102,10 @@ pub enum RelayError {
     MainClosed(Direction),
     #[error("the destination reports that loading the guest failed (code {0})")]
     Refused(u32),
-    /// Nothing came from either side after the main stream's end.
+    /// Neither side sent anything after the end of the main stream.
     #[error("the destination did not finish within {} s after the source had sent everything", .0.as_secs_f32())]
     NeverFinished(Duration),
-    /// A multifd channel came in what seemed a migration without multifd: the number of channels must be configured.
+    /// The number of channels must be configured.
     #[error("a multifd channel came after the migration had been taken for one without multifd")]
     LateChannel,
     /// A connection of another migration.

@@ -1,4 +1,4 @@
-//! Between the readers of the incoming channels and the writers of the outgoing ones.
+//! Passes packets from the readers of the incoming channels to the writers of the outgoing channels.
 //!
 //! ```text
 //!  reader 0 ─┐  take() a free packet,                    ┌─ writer 0   next(),
@@ -6,17 +6,17 @@
 //!  reader N ─┘                                           └─ writer M   give_back()
 //! ```
 //!
-//! A channel has one writer, or several: **streams**, which encode the channel's packets in parallel, so that an engine with a
-//! latency stays busy. They share the channel's socket.
+//! A channel has one or several writers (**streams**), which encode the channel's packets in parallel, so that an engine with a
+//! latency stays busy. The writers of a channel share its socket.
 //!
-//! Between two SYNCs no page appears twice, so any writer may take any packet: the queue is shared
-//! and the faster channel gets more. **SYNC is a barrier on both sides**: the last reader to reach
+//! Between two SYNCs no page appears twice, so any writer may take any packet: the queue is shared,
+//! and a faster channel sends more packets. **SYNC is a barrier on both sides**: the last reader to reach
 //! it puts one SYNC per writer behind everything read so far, and no reader continues before that. The last of a channel's
 //! writers to take its SYNC sends it, after the other writers' packets. No writer continues before every channel has sent its SYNC.
 //!
-//! **The packets that exist are all the packets that can wait**: two per channel, or one per reader
-//! and stream where these are more. More would falsify the bandwidth that the source measures (it
-//! counts what is in the socket as sent) and with it the downtime that it promises.
+//! **All packets are allocated at the beginning**: two per channel, or one per reader and stream if these are more. More packets
+//! would falsify the bandwidth that the source measures (it counts bytes in the socket as sent), and its estimate of the
+//! downtime.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
@@ -24,8 +24,8 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use multifd::Layout;
 use vamoose_link::{Packet, lock};
 
-/// The ends for `readers` readers and for `streams` writers on each of `channels` channels, in the channels' order, and the
-/// barriers that release them.
+/// The ends for `readers` readers and for `streams` writers on each of `channels` channels, in the order of the channels, and
+/// their barriers.
 pub(crate) fn exchange(
     readers: usize,
     channels: usize,
@@ -36,7 +36,7 @@ pub(crate) fn exchange(
     let packets = (PACKETS_PER_CHANNEL * readers.max(channels)).max(readers + writers);
     let (give, take) = bounded(packets);
     for _ in 0..packets {
-        // Holds all of them, and both ends are here.
+        // The channel has room for all packets.
         let _ = give.try_send(Box::new(Packet::new(layout)));
     }
     let (submit, next) = bounded(packets + writers);
@@ -115,9 +115,9 @@ impl ReaderEnd {
 pub(crate) struct WriterEnd {
     work: Receiver<Work>,
     free: Sender<Box<Packet>>,
-    /// Of the channel's writers.
+    /// The barrier of the channel's writers.
     taken: Arc<Barrier>,
-    /// Of all writers.
+    /// The barrier of all writers.
     sync: Arc<Barrier>,
 }
 
@@ -128,22 +128,23 @@ impl WriterEnd {
     }
 
     pub(crate) fn give_back(&self, packet: Box<Packet>) {
-        // Holds every packet that exists; the readers may all have ended.
+        // The channel has room for all packets. The readers may all have ended.
         let _ = self.free.try_send(packet);
     }
 
-    /// Marks this writer as having taken its SYNC; returns when those of all channels are out. `send` is
-    /// run by one of the channel's writers, when all of them are here.
+    /// Marks this writer as having taken its SYNC; returns when all channels have sent theirs. The last of the channel's
+    /// writers to arrive runs `send`.
     pub(crate) fn sync(&self, send: impl FnOnce() -> Result<(), Closed>) -> Result<(), Closed> {
         self.taken.wait(send)?;
         self.sync.wait(|| Ok(()))
     }
 }
 
+/// The barriers of an exchange.
 pub(crate) struct Barriers(Vec<Arc<Barrier>>);
 
 impl Barriers {
-    /// Ends every wait, when a thread will never reach its barrier.
+    /// Ends every wait, because a thread will never reach its barrier.
     pub(crate) fn give_up(&self) {
         for barrier in &self.0 {
             barrier.give_up();

@@ -95,7 +95,7 @@ pub(crate) fn gather(
             return Ok(gathering.into_opaque("it is TLS", Opaque::Tls));
         }
         let now = Instant::now();
-        // Before the look at the channels, as it may find some.
+        // Before `complete`: it may find further channels.
         let is_settled = gathering.is_settled(now)?;
         if is_settled && gathering.has_no_channels() {
             let why = "the source uses a single main connection";

@@ -28,8 +28,8 @@ impl MainState {
     /// Whether closing the main stream now aborts the migration: the destination has not reported the result of loading, or the
     /// stream is incomplete.
     ///
-    /// The source may close it upon the destination's report while the thread that delivered the report
-    /// is still at work, so the report counts from its arrival here.
+    /// The report counts from its arrival here: the source may close the stream when it has received the report, before the
+    /// thread that delivered the report has noted that.
     pub(crate) fn is_broken_off(&self) -> bool {
         !self.shut_under_way.load(Ordering::Acquire)
             && (self.return_path.load(Ordering::Acquire) || !self.is_at_end())
@@ -52,8 +52,7 @@ impl MainState {
         *lock(&self.last_sent)
     }
 
-    /// How a migration ended in which both ends closed the main stream and the destination has not
-    /// reported that it has loaded the guest.
+    /// The outcome of a migration whose main stream was closed by both ends without a report that the guest has been loaded.
     pub(crate) fn verdict(&self) -> Result<Outcome, RelayError> {
         if self.is_broken_off() {
             return Err(RelayError::MainClosed(Direction::Forward));

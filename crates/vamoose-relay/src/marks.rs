@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recorded_migration_has_a_mark_for_each_sync() {
+    fn recorded_migration_has_a_mark_for_each_sync() {
         for folder in FOLDERS {
             let main = recorded(folder, "main.bin.zst");
             for channel in ["channel0.bin.zst", "channel1.bin.zst"] {
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_are_at_the_same_places_in_any_pieces() {
+    fn marks_do_not_depend_on_pieces() {
         for folder in ["qemu-10.0.2-none", "qemu-7.2.22-none"] {
             let main = recorded(folder, "main.bin.zst");
             let whole = marks([&main[..]]);
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_is_not_understood_has_no_more_marks() {
+    fn unknown_content_ends_the_marks() {
         let main = recorded("qemu-7.2.22-none", "main.bin.zst");
         let second = marks([&main[..]])[1];
         for (at, other) in [
@@ -364,7 +364,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_followed_to_their_end(bytes: Vec<u8>, id: u32) {
+        fn any_bytes_are_parsed_to_their_end(bytes: Vec<u8>, id: u32) {
             let start = [&id.to_be_bytes()[..], &START.to_be_bytes()[4..]].concat();
             for bytes in [bytes.clone(), [start, bytes].concat()] {
                 prop_assert!(marks([&bytes[..]]).iter().all(|end| *end <= bytes.len()));

@@ -1,4 +1,4 @@
-//! Finds the process behind a monitor by the socket that it holds, never by its name.
+//! Finds the process that serves a monitor by the socket that the process holds, never by its name.
 //!
 //! The process that listens on the monitor's socket is QEMU. A process name proves nothing: QEMU changes its name on request
 //! (`-name process=`), and may run under the name of a loader or wrapper. The credentials of the socket prove nothing either:

@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_comes_late_is_not_taken_for_the_next_one() {
+    fn late_answer_is_not_the_next_answer() {
         let fake = Fake::start(&[
             &[],
             &[
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_comes_late_is_no_event() {
+    fn late_answer_is_not_an_event() {
         let fake = Fake::start(&[
             &[],
             &[
@@ -429,7 +429,7 @@ mod tests {
 
     /// Clients that wait in the queue are connected and are not greeted; the third is not connected.
     #[test]
-    fn a_monitor_that_is_held_is_told_in_time() {
+    fn held_monitor_is_reported_in_time() {
         for waiting in [2, 1, 0] {
             let (dir, _clients, _listener) = held(waiting);
             let start = Instant::now();
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn a_monitor_that_is_let_go_is_taken() {
+    fn released_monitor_is_used() {
         let (dir, clients, listener) = held(2);
         let path = dir.path().join("qmp");
         thread::scope(|scope| {
@@ -477,7 +477,7 @@ mod tests {
 
     /// Ids that were never given out, or that have been answered, are a fault and no matter of time.
     #[test]
-    fn an_answer_to_nothing_is_garbage() {
+    fn answer_to_no_command_is_an_error() {
         for answer in [
             r#"{"return": {}, "id": 99}"#,
             r#"{"return": {}, "id": 1}"#,

@@ -7,8 +7,8 @@
 //!  tear down   every connection at once, whatever happened; after a failure a source QEMU's channels last (source_channels)
 //! ```
 //!
-//! Whether the guest has arrived is reported by the destination, on the return path. Without one (QEMU's
-//! default, against which the documentation warns) the end of the source's stream has to do.
+//! The destination reports on the return path that it has loaded the guest. Without a return path (QEMU's default, which the
+//! documentation advises against), the end of the source's main stream is the only sign.
 
 mod source_channels;
 mod supervisor;
@@ -51,11 +51,11 @@ pub struct Relay<'a> {
     pub dialer: &'a Dialer,
     /// What happens to the pages.
     pub config: &'a Config,
-    /// Ends the migration when thrown.
+    /// Ends the migration when it hangs up.
     pub hangup: &'a Hangup,
     /// Counts while it runs.
     pub stats: &'a Arc<Stats>,
-    /// Called once, when the source has received the destination's message that it has loaded the guest.
+    /// Called once, when the source has received the message that the destination has loaded the guest.
     pub on_loaded: &'a (dyn Fn() + Sync),
 }
 
@@ -67,16 +67,16 @@ pub enum Outcome {
     /// Everything was delivered without an error, but there is no return path (or it cannot be read) on which
     /// the destination could have confirmed it.
     Unconfirmed,
-    /// Everything was passed on unread (behind QEMU's TLS, for one): only the QEMUs know whether it was a guest.
+    /// Everything was forwarded unread, as with QEMU's TLS: only the QEMUs know whether it was a guest.
     Unseen,
 }
 
-/// A migration that went through.
+/// A successful migration.
 #[derive(Clone, Copy, Debug)]
 pub struct Summary {
     /// How certain it is that the guest has arrived.
     pub outcome: Outcome,
-    /// Channels that the source opened; 0 when the bytes were passed through unchanged.
+    /// Channels that the source opened; 0 if the connections were forwarded as bytes.
     pub incoming_channels: usize,
     /// Channels opened towards the destination.
     pub outgoing_channels: usize,
@@ -84,7 +84,7 @@ pub struct Summary {
     pub setup_time: Duration,
     /// From the source's first bytes to the end.
     pub total_time: Duration,
-    /// When the steps of the switchover were done, where that was seen.
+    /// When the steps of the switchover finished, if the relay saw them.
     pub switchover: Option<Switchover>,
 }
 
@@ -92,7 +92,7 @@ impl Relay<'_> {
     /// Runs the migration to its end.
     ///
     /// # Errors
-    /// The first thing that went wrong. Every connection is closed by then, so both QEMUs know.
+    /// The first error. All connections are closed by then, so both QEMUs notice it.
     pub fn run(&self) -> Result<Summary, RelayError> {
         error_span!("migration", role = "relay").in_scope(|| self.relay())
     }
@@ -177,7 +177,7 @@ impl Relay<'_> {
 
     /// Streams of each outgoing channel.
     fn streams(&self) -> usize {
-        // The method that is restored may be one of a stream.
+        // The source QEMU's method may be one whose packets depend on each other.
         if self.config.restore {
             return 1;
         }
@@ -200,7 +200,7 @@ impl Relay<'_> {
         cache.map(Arc::new)
     }
 
-    /// The memory that the pages go to, if it is that of the QEMU at the other end of `destination`.
+    /// The memory to write pages to, if it belongs to the QEMU at the other end of `destination`.
     fn placement(
         &self,
         is_one_to_one: bool,
@@ -224,7 +224,7 @@ impl Relay<'_> {
         Ok(None)
     }
 
-    /// The writers of all channels: those of the first, then those of the next.
+    /// The writers of all channels, in the order of the channels.
     fn writers(
         &self,
         channels: Vec<Arc<Stream>>,
@@ -333,7 +333,7 @@ impl Relay<'_> {
             let (near, far) = (&source.main, &destination.main);
             threads.forward_main(near, far, pacer.as_deref(), &main_state);
             threads.return_main(far, near, &main_state);
-            // From here on only the threads can report, so their end is seen as well.
+            // From here on, only the threads can report, so the supervisor notices when all of them have ended.
             drop(threads);
             let span = Span::current();
             scope.spawn(move || span.in_scope(|| late::attend(self, silent)));
@@ -341,7 +341,7 @@ impl Relay<'_> {
             let supervisor = Supervisor::new(&main_state, &syncs, *stall_timeout, ends, &on_loaded);
             let outcome = supervisor.run(&reports, self.hangup);
             self.hangup.hang_up();
-            // After the sockets: what was held back must not go out now.
+            // After the sockets are shut down: a mark that waits for its SYNCs must not be sent now.
             syncs.give_up();
             if let Some(barriers) = &barriers {
                 barriers.give_up();
@@ -359,8 +359,8 @@ impl Relay<'_> {
             }
             outcome
         });
-        // The source may have been given the destination's message while something else broke, or was cancelled:
-        // then it has completed, and that is what counts.
+        // The source may have received the destination's message while something else failed, or the migration was cancelled.
+        // Then the source has completed, and the migration has succeeded.
         let outcome = outcome.or_else(|error| {
             let mut rest = reports.try_iter();
             if rest.any(|report| matches!(report, Report::Shut { code: 0 })) {

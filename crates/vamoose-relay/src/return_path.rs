@@ -77,7 +77,7 @@ mod tests {
 
     /// A destination acknowledges the switchover once, or once for each of its devices.
     #[test]
-    fn acknowledgements_of_the_switchover_are_passed_over() {
+    fn switchover_acknowledgements_are_ignored() {
         let acknowledged = [0, 7, 0, 0];
         for count in 0..4 {
             let mut path = ReturnPath::default();
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shut_inside_another_message_is_not_one() {
+    fn shut_inside_another_message_is_ignored() {
         let mut path = ReturnPath::default();
         let inner = [&[0, 5, 0, 8][..], &SHUT_OK].concat();
         assert_eq!(path.feed(&inner), None);
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_not_followed() {
+    fn unknown_return_path_is_ignored() {
         let mut path = ReturnPath::default();
         assert!(!path.spoke());
         assert_eq!(path.feed(&[0xff; 64]), None);

@@ -28,12 +28,14 @@ pub(crate) struct Syncs {
 }
 
 struct State {
+    /// SYNCs sent on each channel.
     out: Vec<u64>,
     last: Option<Instant>,
     /// Marks sent on the main stream.
     marked: u64,
     /// Pages with content may have been sent on the main stream.
     main_has_pages: bool,
+    /// The main stream waits for a SYNC.
     awaited: bool,
     given_up: bool,
 }
@@ -41,10 +43,10 @@ struct State {
 /// How waiting for SYNCs ended.
 #[derive(Debug, PartialEq, Eq)]
 enum Waited {
-    /// They have been sent.
-    Out,
-    /// Nothing moved within the timeout.
-    InVain,
+    /// The SYNCs have been sent.
+    Sent,
+    /// Nothing was received or sent within the timeout.
+    TimedOut,
     /// The migration is over.
     GivenUp,
 }
@@ -96,7 +98,7 @@ impl Syncs {
         lock(&self.state).marked = number;
     }
 
-    /// When the last one was sent on its channel.
+    /// When the last SYNC was sent.
     pub(crate) fn last(&self) -> Option<Instant> {
         lock(&self.state).last
     }
@@ -121,7 +123,7 @@ impl Syncs {
                 break Waited::GivenUp;
             }
             if state.out.iter().all(|out| *out >= number) {
-                break Waited::Out;
+                break Waited::Sent;
             }
             state.awaited = true;
             let (woken, waited) = self
@@ -131,7 +133,7 @@ impl Syncs {
             state = woken;
             let now = moved();
             if waited.timed_out() && now == before {
-                break Waited::InVain;
+                break Waited::TimedOut;
             }
             before = now;
         };
@@ -174,10 +176,10 @@ impl<'a> BehindSyncs<'a> {
             moved.received_bytes + moved.wire_bytes
         };
         match self.syncs.wait_for(self.found, self.timeout, moved) {
-            Waited::Out => Ok(()),
+            Waited::Sent => Ok(()),
             Waited::GivenUp => Err(RelayError::Cancelled),
-            Waited::InVain => {
-                // This was not a mark, or the destination will not get its SYNC either.
+            Waited::TimedOut => {
+                // This was not a mark, or the destination will not receive its SYNC either.
                 warn!(
                     "the source's main stream seems to ask for SYNC {} and no such SYNC comes: \
                      from here on it is passed on at once",
@@ -251,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_goes_out_when_its_sync_is_out_on_all_channels() {
+    fn mark_is_sent_after_its_sync_on_all_channels() {
         let bytes = stream();
         let first = bytes.len() - 5 - 8 - 10;
         let second = bytes.len() - 5;
@@ -294,8 +296,8 @@ mod tests {
     }
 
     #[test]
-    fn a_sync_that_never_comes_is_not_waited_for_when_nothing_moves() {
+    fn missing_sync_times_out_without_progress() {
         let waited = Syncs::new(1).wait_for(1, Duration::from_millis(1), || 0);
-        assert_eq!(waited, Waited::InVain);
+        assert_eq!(waited, Waited::TimedOut);
     }
 }

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leads_nowhere_is_an_error() {
+    fn path_to_nowhere_is_an_error() {
         assert_eq!(look(&[("a", "b"), ("b", "a")], "/a/qmp"), Err(Errno::LOOP));
         assert_eq!(look(&[], "/vms/qmp/qmp"), Err(Errno::NOTDIR));
         assert_eq!(look(&[], "/vms/none"), Err(Errno::NOENT));

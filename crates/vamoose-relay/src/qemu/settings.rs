@@ -179,7 +179,7 @@ impl Qemu {
     fn wait_until_idle(&mut self) -> Result<(), QemuError> {
         self.ask_until("no migration", CLEANING_UP, |qemu| {
             let instances = match qemu.qmp.execute("query-yank", json!({})) {
-                // Before 6.0 there was no yank to go wrong.
+                // Before 6.0 there is no yank.
                 Err(QmpError::Refused { .. }) => return Ok(ControlFlow::Break(())),
                 answer => answer?,
             };

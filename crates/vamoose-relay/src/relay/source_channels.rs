@@ -1,11 +1,11 @@
 //! Closes a source QEMU's connections when its migration fails: the main stream first, the channels last.
 //!
 //! A QEMU handles the end of its main stream well: it takes its images back and continues the guest. It does not handle
-//! channels well that break while it writes to them:
+//! channels that break while it writes to them:
 //! - in the last round, 7.2 continues the guest without its images, and aborts at the guest's next write;
 //! - while a SYNC goes out, 7.2 and 10.0 may wait for that SYNC for ever; the guest runs, but can never be migrated again.
 //!
-//! So what the source still sends on its channels is read and dropped until the source has closed them.
+//! So the relay reads and drops what the source still sends on its channels, until the source has closed them.
 
 use std::{
     sync::Arc,
@@ -18,15 +18,15 @@ use vamoose_link::{Hangup, Stream};
 
 use crate::gather::Connections;
 
-/// The channels of a source QEMU, which the migration's [`Hangup`] leaves open. Of another relay there are none: what breaks
-/// there is a session's.
+/// The channels of a source QEMU, which the migration's [`Hangup`] leaves open. Empty if the source is another
+/// relay: its session handles the break.
 pub(super) struct SourceChannels {
     channels: Vec<Arc<Stream>>,
 }
 
 /// How long a source may take to close its channels after the end of its main stream.
 const CLOSING: Duration = Duration::from_secs(3);
-/// Bytes that are dropped at once.
+/// Bytes that are read at a time.
 const PIECE: usize = 64 << 10;
 
 impl SourceChannels {
@@ -39,8 +39,8 @@ impl SourceChannels {
         Self { channels }
     }
 
-    /// Waits until the source has closed its channels, behind the end of its main stream; then, or when that takes too long, they
-    /// are shut down. Once it has returned, it returns at once.
+    /// Waits until the source has closed its channels after the end of its main stream, but not for too long. Then shuts the
+    /// channels down. A second call returns at once.
     pub(super) fn wait(&self) {
         let deadline = Instant::now() + CLOSING;
         thread::scope(|scope| {
