@@ -69,7 +69,6 @@ mod handle;
 mod iaa;
 mod machine;
 mod memory;
-mod random;
 pub mod selftest;
 mod validate;
 

@@ -20,6 +20,8 @@ use std::{
     sync::Arc,
 };
 
+use fastrand::Rng;
+
 use super::{
     Statistics,
     config::{Config, DeviceConfig},
@@ -27,7 +29,6 @@ use super::{
     faults::{Faults, InjectedFault, On, Scripted},
     memory::Pages,
     nanoseconds,
-    random::Random,
     validate::validate,
 };
 pub(super) use admission::Denied;
@@ -54,7 +55,7 @@ pub(super) struct Machine {
     /// Descriptors that will never complete.
     stuck: Vec<Unit>,
     deliveries: Vec<Delivery>,
-    random: Random,
+    random: Rng,
     sequence: u64,
     workshop: Arc<Workshop>,
 }
@@ -140,7 +141,7 @@ impl Machine {
             drains: Vec::new(),
             stuck: Vec::new(),
             deliveries: Vec::new(),
-            random: Random::new(config.seed),
+            random: Rng::with_seed(config.seed),
             sequence: 0,
             workshop: Arc::new(Workshop {
                 pages: Pages::default(),
@@ -172,7 +173,7 @@ impl Machine {
         if actions.is_empty() {
             return false;
         }
-        let action = actions.swap_remove(self.random.index(actions.len()));
+        let action = actions.swap_remove(self.random.usize(..actions.len()));
         self.act(action);
         true
     }
@@ -297,7 +298,7 @@ impl Machine {
 
     /// Does the work of a descriptor, and returns what its record reports.
     fn work(&mut self, unit: &Unit) -> RecordImage {
-        let random = self.random.next();
+        let random = self.random.u64(..);
         let kind = self.devices[unit.device].kind;
         self.workshop
             .work(kind, &unit.descriptor, unit.fault, random)
@@ -476,7 +477,8 @@ impl Machine {
     }
 
     fn choose(&mut self, device: usize) -> Option<Choice> {
-        let index = self.random.index(self.choices(device).count());
+        let count = self.choices(device).count();
+        let index = self.random.usize(..count.max(1));
         self.choices(device).nth(index)
     }
 
@@ -505,10 +507,15 @@ impl Machine {
         let random = &mut self.random;
         let mut chances = self.faults.chances.iter();
         let chance = chances.find(|chance| {
-            chance.on.fits(unit.device, code, member) && random.per_mille(chance.per_mille)
+            chance.on.fits(unit.device, code, member) && is_due(random, chance.per_mille)
         });
         chance.map(|chance| chance.fault)
     }
+}
+
+/// Whether a fault with this probability, per mille, happens now. An impossible one draws no random number.
+fn is_due(random: &mut Rng, per_mille: u16) -> bool {
+    per_mille > 0 && random.u16(..1000) < per_mille
 }
 
 #[derive(Clone, Copy, Debug)]

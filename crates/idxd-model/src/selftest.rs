@@ -196,10 +196,8 @@ fn is_so(
 
 /// Bytes without a pattern, always the same.
 fn noise(length: usize) -> Vec<u8> {
-    let mut random = crate::random::Random::new(length as u64);
-    (0..length)
-        .map(|_| random.next().to_le_bytes()[0])
-        .collect()
+    let mut random = fastrand::Rng::with_seed(length as u64);
+    (0..length).map(|_| random.u8(..)).collect()
 }
 
 fn size(bytes: usize) -> u32 {

@@ -1,5 +1,6 @@
 //! What each of DSA's operations does, against the obvious way to do it.
 
+use fastrand::Rng;
 use idxd::{Descriptor, Flags, opcode};
 use proptest::prelude::*;
 
@@ -7,7 +8,6 @@ use super::{Outcome, execute};
 use crate::{
     config::Work,
     memory::{Fault, Memory},
-    random::Random,
 };
 
 const BASE: u64 = 0x10_0000;
@@ -26,10 +26,8 @@ fn plain(opcode: u8) -> Descriptor {
 }
 
 fn noise(length: usize) -> Vec<u8> {
-    let mut random = Random::new(7);
-    (0..length)
-        .map(|_| random.next().to_le_bytes()[0])
-        .collect()
+    let mut random = Rng::with_seed(7);
+    (0..length).map(|_| random.u8(..)).collect()
 }
 
 /// `bytes` lie at `base`; accesses elsewhere fault.

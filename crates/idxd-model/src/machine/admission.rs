@@ -1,6 +1,6 @@
 //! Admits descriptors to a work queue, by the rules of the instructions and of the kernel's `write`.
 
-use super::{Client, Machine, Unit};
+use super::{Client, Machine, Unit, is_due};
 use crate::PortalKind;
 use idxd::{Descriptor, Mode, opcode};
 
@@ -100,8 +100,8 @@ impl Machine {
 
     /// Whether a shared queue is full.
     fn full(&mut self, device: usize, queue: usize) -> bool {
-        let competitor = self.random.below(u64::from(self.faults.competitor) + 1);
-        let unlucky = self.random.per_mille(self.faults.full_per_mille);
+        let competitor = self.random.u64(..=u64::from(self.faults.competitor));
+        let unlucky = is_due(&mut self.random, self.faults.full_per_mille);
         let queue = &mut self.devices[device].queues[queue];
         if queue.full > 0 {
             // `u32::MAX` is always.

@@ -176,7 +176,7 @@ impl Machine {
         );
         let operation = unit.descriptor.opcode();
         // The number of random numbers must not depend on the status, which may depend on reused memory.
-        let is_page_only = self.random.next() & 1 == 0;
+        let is_page_only = self.random.u64(..) & 1 == 0;
         if fault && is_page_only {
             image.words[1] &= !(PAGE - 1);
         }
@@ -205,7 +205,7 @@ impl Machine {
             }
         }
         for (word, undefined) in image.words.iter_mut().zip(undefined) {
-            *word = *word & !undefined | self.random.next() & undefined;
+            *word = *word & !undefined | self.random.u64(..) & undefined;
         }
         image
     }

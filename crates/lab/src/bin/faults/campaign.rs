@@ -10,6 +10,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
+use lab::vamoose::program;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::fault::{Fault, Kind};
@@ -208,9 +209,6 @@ impl<'a> Campaign<'a> {
         if let Some(versions) = &options.versions {
             command += &format!(" --versions {}", versions.join(","));
         }
-        if options.short {
-            command += " --short";
-        }
         format!("{command} --experiment {number}")
     }
 
@@ -273,7 +271,7 @@ fn qemu_setting(options: &Options) -> Result<Option<qemu::Setting>> {
         .map(|binary| binary.version.to_string())
         .collect();
     println!("QEMU {}", versions.join(", "));
-    qemu::Setting::new(options.vamoose()?, binaries, kinds, options.short, table).map(Some)
+    qemu::Setting::new(program(None, "vamoose")?, binaries, kinds, table).map(Some)
 }
 
 fn live_setting(options: &Options) -> Result<Option<live::Setting>> {
@@ -281,7 +279,8 @@ fn live_setting(options: &Options) -> Result<Option<live::Setting>> {
     if kinds.is_empty() {
         return Ok(None);
     }
-    live::Setting::new(options.vmm()?, kinds).map(Some)
+    // The example of vamoose-live.
+    live::Setting::new(program(None, "examples/vmm")?, kinds).map(Some)
 }
 
 /// All kinds, or the named ones. Full disks need namespaces.

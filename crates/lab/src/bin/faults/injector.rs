@@ -63,6 +63,12 @@ pub(crate) struct State {
 /// The interval of [`Kind::ResetAgain`].
 pub(crate) const RESET_EVERY: Duration = Duration::from_millis(300);
 
+/// The limit for a migration without faults: many times its longest timeout.
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+
+/// All faults are repaired after this time.
+pub(crate) const REPAIRED: Duration = Duration::from_secs(25);
+
 /// A strike takes at most the seconds until a killed process is dead.
 const STRIKING: Duration = Duration::from_secs(60);
 

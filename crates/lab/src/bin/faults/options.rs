@@ -1,10 +1,9 @@
 //! The command line.
 
-use std::{num::NonZeroUsize, path::PathBuf, thread};
+use std::{num::NonZeroUsize, thread};
 
-use anyhow::Result;
 use clap::{Parser, ValueEnum};
-use lab::{process::now, vamoose::program};
+use lab::process::now;
 
 use crate::table::Table;
 
@@ -39,18 +38,9 @@ pub(crate) struct Options {
     /// Use only faults or rows whose name contains this, such as `kill` (repeatable)
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Vec<String>,
-    /// After the repair, run only the next migration and repeat no old command
-    #[arg(long)]
-    pub(crate) short: bool,
     /// Continue after a violation or an experiment that could not run, and count violations by kind
     #[arg(long)]
     pub(crate) keep_going: bool,
-    /// Program to break [default: the one beside this program]
-    #[arg(long, value_name = "PROGRAM")]
-    vamoose: Option<PathBuf>,
-    /// VMM to break, the example of vamoose-live [default: the one in examples/ beside this program]
-    #[arg(long, value_name = "PROGRAM")]
-    vmm: Option<PathBuf>,
 }
 
 /// What to break.
@@ -78,14 +68,6 @@ impl Options {
     pub(crate) fn jobs(&self) -> usize {
         let processors = || thread::available_parallelism().map_or(1, usize::from);
         self.jobs.map_or_else(|| 2 * processors(), usize::from)
-    }
-
-    pub(crate) fn vamoose(&self) -> Result<PathBuf> {
-        program(self.vamoose.as_deref(), "vamoose")
-    }
-
-    pub(crate) fn vmm(&self) -> Result<PathBuf> {
-        program(self.vmm.as_deref(), "examples/vmm")
     }
 }
 

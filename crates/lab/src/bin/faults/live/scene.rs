@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use super::plan::Plan;
 use super::vmm::{Event, Vmm};
 use crate::fault::{Kind, Role};
-use crate::injector::Injector;
+use crate::injector::{Injector, LIMIT, REPAIRED};
 use crate::link::Link;
 use crate::report::{Broken, Ended, Trouble, broken};
 use crate::timeline::doubled;
@@ -28,10 +28,6 @@ pub(crate) struct Scene<'a> {
 
 /// The limit for what is immediate, on a very busy machine.
 const SOON: Duration = Duration::from_secs(20);
-/// The limit for a migration without faults: many times its longest timeout.
-const LIMIT: Duration = Duration::from_secs(60);
-/// All faults are repaired after this time.
-const REPAIRED: Duration = Duration::from_secs(25);
 /// A source knows where the guest is within this time after the last fault.
 const KNOWS: Duration = Duration::from_secs(4);
 /// The interval of checks for due actions.

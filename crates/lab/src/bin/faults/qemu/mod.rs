@@ -32,7 +32,6 @@ pub(crate) struct Setting {
     program: PathBuf,
     binaries: Vec<Binary>,
     choices: Choices,
-    short: bool,
     /// The table of cuts, instead of random faults.
     pub(crate) table: Option<Vec<Row>>,
     clean: Duration,
@@ -50,7 +49,6 @@ impl Setting {
         program: PathBuf,
         binaries: Vec<Binary>,
         kinds: Vec<(u64, Kind)>,
-        short: bool,
         table: Option<Vec<Row>>,
     ) -> Result<Self> {
         let mut setting = Self {
@@ -58,7 +56,6 @@ impl Setting {
             binaries,
             // One in five of 1024 pages is zero, and the others hardly compress.
             choices: Choices::new(kinds, 2 << 20, 25),
-            short,
             table,
             clean: Duration::ZERO,
         };
@@ -119,7 +116,6 @@ impl<'a> Worker<'a> {
         let Setting {
             binaries,
             choices,
-            short,
             table,
             ..
         } = self.setting;
@@ -129,7 +125,7 @@ impl<'a> Worker<'a> {
         if let Some(row) = row {
             return Plan::of_row(number, row, &self.setting.sources(), binaries.len());
         }
-        Plan::draw(seed, number, choices, binaries.len(), *short)
+        Plan::draw(seed, number, choices, binaries.len())
     }
 
     /// Runs an experiment. After a failed one, the next one gets new hosts.

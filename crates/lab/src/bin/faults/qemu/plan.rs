@@ -52,17 +52,11 @@ pub(crate) struct Next {
 }
 
 impl Plan {
-    /// Draws a plan with `versions` QEMUs to choose from. If `short`, no old command is repeated.
-    pub(crate) fn draw(
-        seed: u64,
-        number: u64,
-        choices: &Choices,
-        versions: usize,
-        short: bool,
-    ) -> Self {
+    /// Draws a plan with `versions` QEMUs to choose from.
+    pub(crate) fn draw(seed: u64, number: u64, choices: &Choices, versions: usize) -> Self {
         let random = &mut Random::of_experiment(seed, number);
         let version = |_| usize::try_from(random.below(versions as u64)).unwrap_or(0);
-        let mut plan = Self {
+        Self {
             number,
             versions: [0, 1, 2].map(version),
             faults: choices.draw(random),
@@ -83,12 +77,7 @@ impl Plan {
                 old_command: random.percent(30),
             },
             row: None,
-        };
-        if short {
-            plan.then = Then::Nothing;
-            plan.next.old_command = false;
         }
-        plan
     }
 
     /// The plainest migration.
@@ -198,7 +187,7 @@ mod tests {
     fn a_plan_is_drawn_again_from_its_seed() {
         let kinds = vec![(1, Kind::Kill(Role::Serve)), (1, Kind::Cut)];
         let choices = Choices::new(kinds, 1000, 25);
-        let draw = |number| Plan::draw(7, number, &choices, 3, false).to_string();
+        let draw = |number| Plan::draw(7, number, &choices, 3).to_string();
         assert_eq!(draw(1), draw(1));
         assert_ne!(draw(1), draw(2));
     }

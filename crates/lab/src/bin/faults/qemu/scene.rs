@@ -20,7 +20,7 @@ use super::instance::{Instance, State};
 use super::plan::Plan;
 use crate::claim::Claim;
 use crate::fault::{Kind, Moment, Role};
-use crate::injector::Injector;
+use crate::injector::{Injector, LIMIT, REPAIRED};
 use crate::link::Link;
 use crate::report::{Broken, Trouble, broken};
 use crate::table::Row;
@@ -100,10 +100,6 @@ pub(crate) struct Outcome {
 
 /// The limit for a guest to begin to write, on a very busy machine.
 const BEGINS: Duration = Duration::from_secs(60);
-/// The limit for a command without faults: many times its longest timeout.
-const LIMIT: Duration = Duration::from_secs(60);
-/// All faults are repaired after this time.
-const REPAIRED: Duration = Duration::from_secs(25);
 /// A command knows where the guest is within this time after the last fault: it asks every few seconds.
 const KNOWS: Duration = Duration::from_secs(8);
 /// The bandwidth of a source that is not kept in its round.
