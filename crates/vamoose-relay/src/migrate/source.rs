@@ -212,7 +212,7 @@ impl SourceQemu {
             Some(state) if ALIVE.contains(&state.as_str()) => self.stopped = None,
             Some(state) if !is_switchover(&state) => {
                 info!(
-                    "the guest was paused, but not by the migration: it is `{state}` and stays so"
+                    "the guest was paused, but not by the migration: it is `{state}`, and will be at the destination"
                 );
                 self.stopped = None;
                 self.is_wanted = false;
