@@ -93,7 +93,7 @@ enum To {
     Session(Begin, Mutex<Option<Session>>),
 }
 
-/// Begins a session. The first stream may be open then.
+/// Begins a session. The first stream may be open then. Called again if no stream could be opened afterwards.
 type Begin = Box<dyn Fn() -> Result<(Session, Option<Stream>), RelayError> + Send + Sync>;
 
 /// First byte of each stream from relay to relay: a session announces a stream with its first byte, and a QEMU may

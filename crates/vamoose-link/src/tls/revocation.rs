@@ -133,6 +133,10 @@ impl Verifier {
                     .verify_server_cert(end_entity, intermediates, name, &[], chain.now)
                     .map(drop)
             }
+            // A client that judged a server like this would accept any name.
+            Self::OfClients(_) if chain.server_name.is_some() => {
+                Err(CertificateError::NotValidForName.into())
+            }
             Self::OfClients(verifier) => verifier
                 .verify_client_cert(end_entity, intermediates, chain.now)
                 .map(drop),

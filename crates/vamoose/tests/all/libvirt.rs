@@ -134,8 +134,12 @@ fn by_one_command(generation: &Generation) -> Result<()> {
         ensure!(!slow.has_ended()?, "{}", slow.stderr());
     }
     slow.signal(Signal::INT)?;
-    slow.finish(LIMIT)?.failure("cancelled")?;
-    domain.has_stayed()?;
+    let said = slow.finish(LIMIT)?.failure("cancelled")?;
+    let second = hosts.hosts[1].virsh(["list", "--all"])?.stdout;
+    let first = host.virsh(["list", "--all"])?.stdout;
+    domain
+        .has_stayed()
+        .with_context(|| format!("{}\n{first}\n{second}", said.stderr))?;
     // QEMU 7.2 loses writes of a guest that runs.
     host.virsh(["suspend", "web1"])?.success()?;
     let moved = Vamoose::start(&mut tools.migrate(&hosts, &[]))?.finish(LIMIT)?;
