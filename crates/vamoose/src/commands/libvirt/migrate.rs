@@ -15,7 +15,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -175,7 +175,8 @@ fn relayed(
     let mut virsh = options.virsh(port).spawn().map_err(virsh::cannot_run)?;
     let (relayed, status) = thread::scope(|scope| {
         let relay = scope.spawn(|| relay.run());
-        let status = wait(&mut virsh, &options.domain, &cancel);
+        let is_sending = || stats.snapshot().packets > 0;
+        let status = wait(&mut virsh, &options.domain, &cancel, is_sending);
         if !status.as_ref().is_ok_and(ExitStatus::success) {
             hangup.hang_up();
         }
@@ -201,19 +202,34 @@ fn relayed(
 }
 
 /// Waits for the end of `virsh migrate`, and cancels the migration when that is requested.
-fn wait(virsh: &mut Child, domain: &str, cancel: &AtomicBool) -> io::Result<ExitStatus> {
+///
+/// QEMU 10.0 aborts, and the guest ends, if libvirt cancels while QEMU sets up its channels and then switches multifd off before
+/// QEMU has cleaned up (docs/qemu.md). Therefore a migration that sends no packets yet is not cancelled before [`SETUP`] has passed.
+fn wait(
+    virsh: &mut Child,
+    domain: &str,
+    cancel: &AtomicBool,
+    is_sending: impl Fn() -> bool,
+) -> io::Result<ExitStatus> {
     const POLL: Duration = Duration::from_millis(200);
+    let mut requested = None;
     loop {
         if let Some(status) = virsh.try_wait()? {
             return Ok(status);
         }
         if cancel.load(Ordering::Relaxed) {
-            // Fails while there is no migration yet, and after it has been cancelled.
-            let _ = virsh::output(["domjobabort", "--domain", domain]);
+            let requested = requested.get_or_insert_with(Instant::now);
+            if is_sending() || requested.elapsed() >= SETUP {
+                // Fails while there is no migration yet, and after it has been cancelled.
+                let _ = virsh::output(["domjobabort", "--domain", domain]);
+            }
         }
         thread::sleep(POLL);
     }
 }
+
+/// Longest time that QEMU is given to set up its channels before it is told to cancel.
+const SETUP: Duration = Duration::from_secs(5);
 
 impl Options {
     fn virsh(&self, port: u16) -> Command {
