@@ -357,28 +357,35 @@ impl Inner {
     }
 
     fn report(&self, before: &DestinationState) {
-        let guest = &self.host.entry.record.name;
-        let (outcome, what) = match self.driver.state() {
-            now if now == before => return,
-            DestinationState::Receiving | DestinationState::Starting { .. } => return,
+        let name = &self.host.entry.record.name;
+        match self.driver.state() {
+            now if now == before => {}
             DestinationState::Loaded => {
-                (Some("loaded"), "loaded, waiting for the commit".to_owned())
+                info!(
+                    guest = name,
+                    outcome = "loaded",
+                    "{name}: loaded, waiting for the commit"
+                );
             }
             DestinationState::Running => {
-                (Some("running"), "committed, the guest is here".to_owned())
+                info!(
+                    guest = name,
+                    outcome = "running",
+                    "{name}: committed, the guest is here"
+                );
             }
-            DestinationState::Ended { cause } => (None, format!("the guest was here: {cause}")),
+            DestinationState::Ended { cause } => warn!("{name}: the guest was here: {cause}"),
             DestinationState::Aborting { cause } => {
-                let what = format!("migration failed, and its QEMU cannot be ended: {cause}");
-                (None, what)
+                warn!("{name}: migration failed, and its QEMU cannot be ended: {cause}");
             }
             DestinationState::Aborted { cause } => {
-                (Some("failed"), format!("migration failed: {cause}"))
+                warn!(
+                    guest = name,
+                    outcome = "failed",
+                    "{name}: migration failed: {cause}"
+                );
             }
-        };
-        match outcome {
-            Some("loaded" | "running") => info!(guest, outcome, "{guest}: {what}"),
-            _ => warn!(guest, outcome, "{guest}: {what}"),
+            DestinationState::Receiving | DestinationState::Starting { .. } => {}
         }
     }
 }
