@@ -34,8 +34,6 @@ pub struct Guest {
     pub memory: u64,
     /// Number of CPUs.
     pub cpus: u32,
-    /// Bytes a second that the guest writes, if known. A migration needs a higher rate to end.
-    pub dirty_rate: Option<u64>,
     /// Reasons why the guest cannot move at all.
     pub obstacles: Vec<String>,
     /// Reasons why the guest cannot move to a host.

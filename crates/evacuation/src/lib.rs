@@ -1,10 +1,10 @@
-//! Plans and schedules the evacuation of hosts: destinations of guests, order, concurrency and rates. No I/O, clocks or
+//! Plans and schedules the evacuation of hosts: destinations of guests, order, concurrency and retries. No I/O, clocks or
 //! threads.
 //!
 //! ```text
-//!  Fleet ──> Plan ──> Scheduler ── Action: start, set a rate, cancel ──> the caller, who migrates
+//!  Fleet ──> Plan ──> Scheduler ── Action: start, cancel ──────────────> the caller, who migrates
 //!                        ^                                                  │
-//!                        └────── Event: progress, ended (and where) <───────┘
+//!                        └────── Event: tick, ended (and where), stop <─────┘
 //! ```
 //! [`Plan`] admits guests, the largest first, and reserves their memory at a destination. It names the guests that cannot move
 //! before anything starts. [`Scheduler`] carries the plan out: it takes events with the time at which they happened, and
@@ -13,8 +13,6 @@
 //! # Rules
 //! - **Capacity**: the memory reserved at a destination never exceeds the memory that was free there.
 //! - **Slots**: the number of concurrent migrations is limited per source and per destination.
-//! - **Bandwidth**: all migrations have the same rate. After each single action the sum of the rates is within the limit: decreases
-//!   come before starts, and starts before increases.
 //! - **One outcome**: each guest ends as moved, staying, or in doubt. A guest in doubt is never tried again: a second
 //!   migration could leave two copies running.
 //! - **Observation**: after a migration, both hosts are asked where the guest is. The answer counts, not the migration's own
@@ -28,6 +26,4 @@ mod schedule;
 
 pub use fleet::{Fleet, FleetError, Guest, GuestId, Host, HostId};
 pub use plan::{Hindrance, Move, Plan};
-pub use schedule::{
-    Action, At, End, Event, Failure, FailureKind, Limits, Outcome, Scheduler, Stay, Stop,
-};
+pub use schedule::{Action, At, End, Event, Failure, Limits, Outcome, Scheduler, Stay, Stop};

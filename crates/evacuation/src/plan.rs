@@ -13,8 +13,6 @@ pub struct Plan {
     pub moves: Vec<Move>,
     /// The guests that cannot move.
     pub stays: Vec<(GuestId, Hindrance)>,
-    /// Bytes free on each host after all moves.
-    free: Vec<u64>,
 }
 
 /// A guest and where it goes.
@@ -52,38 +50,31 @@ impl Plan {
         }
     }
 
-    pub(crate) fn free(&self) -> &[u64] {
-        &self.free
-    }
-
     fn placed(fleet: &Fleet, preference: Preference) -> Self {
-        let free = fleet.hosts().iter().map(|host| host.memory_free).collect();
-        let mut plan = Self {
-            moves: Vec::new(),
-            stays: Vec::new(),
-            free,
-        };
+        let hosts = fleet.hosts().iter();
+        let mut free: Vec<_> = hosts.map(|host| host.memory_free).collect();
+        let (mut moves, mut stays) = (Vec::new(), Vec::new());
         let mut guests: Vec<_> = fleet.guest_ids().collect();
         guests.sort_by_key(|&id| (Reverse(fleet.guest(id).memory), id));
         for id in guests {
             let guest = fleet.guest(id);
             if !guest.obstacles.is_empty() {
                 let why = Hindrance::Obstacles(guest.obstacles.clone());
-                plan.stays.push((id, why));
+                stays.push((id, why));
                 continue;
             }
-            match choose(fleet, guest, &plan.free, preference) {
+            match choose(fleet, guest, &free, preference) {
                 Some(to) => {
-                    plan.free[to.0] -= guest.memory;
-                    plan.moves.push(Move { guest: id, to });
+                    free[to.0] -= guest.memory;
+                    moves.push(Move { guest: id, to });
                 }
                 None => {
-                    let why = refusals(fleet, guest, &plan.free);
-                    plan.stays.push((id, Hindrance::NoDestination(why)));
+                    let why = refusals(fleet, guest, &free);
+                    stays.push((id, Hindrance::NoDestination(why)));
                 }
             }
         }
-        plan
+        Self { moves, stays }
     }
 
     /// Bytes of the guests that found no destination.

@@ -1,14 +1,14 @@
-//! Hosts and guests in virtual time: migrations that take as long as their bytes at their rates.
+//! Hosts and guests in virtual time: migrations share the network equally, and take as long as their bytes at that rate.
 
 use std::{
     collections::BTreeMap,
-    num::{NonZeroU64, NonZeroUsize},
+    num::NonZeroUsize,
     time::{Duration, Instant},
 };
 
 use evacuation::{
-    Action, At, End, Event, Failure, FailureKind, Fleet, Guest, GuestId, Host, HostId, Limits,
-    Outcome, Plan, Scheduler,
+    Action, At, End, Event, Failure, Fleet, Guest, GuestId, Host, HostId, Limits, Outcome, Plan,
+    Scheduler,
 };
 
 /// What is simulated.
@@ -22,7 +22,7 @@ pub(crate) struct Scenario {
     pub(crate) guests: usize,
     /// Migrations at once, from and to each host.
     pub(crate) parallel: usize,
-    /// Bytes a second of all migrations.
+    /// Bytes a second of the network.
     pub(crate) bandwidth: u64,
     /// Of a thousand migrations, how many fail.
     pub(crate) failures: u32,
@@ -33,12 +33,12 @@ pub(crate) struct Scenario {
 pub(crate) struct Found {
     pub(crate) guests: usize,
     pub(crate) moved: usize,
-    pub(crate) tries: u32,
+    pub(crate) tries: usize,
     /// Memory of the guests.
     pub(crate) memory: u64,
     /// What was sent, with what guests wrote meanwhile, and what failed.
     pub(crate) sent: f64,
-    /// What all bytes of the memory take within the limit.
+    /// What all bytes of the memory take at the network's bandwidth.
     pub(crate) bound: Duration,
     /// What it took.
     pub(crate) took: Duration,
@@ -46,8 +46,6 @@ pub(crate) struct Found {
     pub(crate) planning: Duration,
     /// What all decisions of the scheduler took, on this machine.
     pub(crate) scheduling: Duration,
-    /// The most that was used at any moment, of the bandwidth.
-    pub(crate) most_used: f64,
 }
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -55,6 +53,9 @@ pub(crate) const GIB: u64 = 1 << 30;
 
 /// What a migration takes beside its bytes: connecting, and the switch at the end.
 const SETUP: f64 = 0.5;
+
+/// Seconds between two ticks.
+const TICK: f64 = 1.0;
 
 /// Memory that guests may have of a host, so that a rack finds room.
 const HOST_MEMORY: u64 = 512 * GIB;
@@ -84,7 +85,6 @@ impl Scenario {
             all.took += found.took;
             all.planning += found.planning;
             all.scheduling += found.scheduling;
-            all.most_used = all.most_used.max(found.most_used);
         }
         all
     }
@@ -100,7 +100,6 @@ impl Scenario {
                     host: HostId(host),
                     memory,
                     cpus: 4,
-                    dirty_rate: Some(random.u64(0..80) * MIB),
                     obstacles: Vec::new(),
                     barred: BTreeMap::new(),
                 });
@@ -142,9 +141,6 @@ impl Scenario {
         let limits = Limits {
             per_source: slots,
             per_destination: slots,
-            bandwidth: Some(self.bandwidth),
-            rate_unit: NonZeroU64::new(MIB).unwrap(),
-            least_rate: 5 * MIB,
             retries: 3,
             backoff: Duration::from_secs(5),
             timeout: None,
@@ -154,9 +150,9 @@ impl Scenario {
         let planning = start.elapsed();
         let mut world = World {
             running: BTreeMap::new(),
+            bandwidth: self.bandwidth as f64,
             now: 0.0,
             sent: 0.0,
-            most_used: 0.0,
         };
         let mut scheduling = Duration::ZERO;
         let mut scheduler = Scheduler::new(fleet, &plan, limits);
@@ -165,16 +161,16 @@ impl Scenario {
             let now = Duration::from_secs_f64(world.now);
             let start = Instant::now();
             let actions = scheduler.handle(now, event);
-            let wake = scheduler.wake(now);
             scheduling += start.elapsed();
             for action in actions {
-                world.act(fleet, action, random.u32(0..1000) < self.failures);
+                let fails = random.u32(0..1000) < self.failures;
+                let writes = random.u64(0..80) * MIB;
+                world.act(fleet, action, fails, writes as f64);
             }
-            world.most_used = world.most_used.max(world.used() / self.bandwidth as f64);
             if scheduler.is_done() {
                 break;
             }
-            event = world.next(wake.map(|wake| wake.as_secs_f64()));
+            event = world.next();
         }
         let ids = || (0..fleet.guests().len()).map(GuestId);
         let to = ids().map(|guest| match scheduler.outcome(guest) {
@@ -193,7 +189,6 @@ impl Scenario {
             took: Duration::from_secs_f64(world.now),
             planning,
             scheduling,
-            most_used: world.most_used,
         };
         (found, to)
     }
@@ -202,60 +197,55 @@ impl Scenario {
 /// Migrations under way, in virtual time.
 struct World {
     running: BTreeMap<GuestId, Migration>,
+    /// Bytes a second of the network.
+    bandwidth: f64,
     now: f64,
     sent: f64,
-    most_used: f64,
 }
 
 struct Migration {
     setup: f64,
     remaining: f64,
-    rate: f64,
+    /// Bytes a second that the guest writes.
     writes: f64,
     /// It fails when this is left.
     fails_at: Option<f64>,
 }
 
 impl World {
-    fn act(&mut self, fleet: &Fleet, action: Action, fails: bool) {
-        match action {
-            Action::Start { guest, rate, .. } => {
-                let is = fleet.guest(guest);
-                let memory = is.memory as f64;
-                let migration = Migration {
-                    setup: SETUP,
-                    remaining: memory,
-                    rate: rate.unwrap() as f64,
-                    writes: is.dirty_rate.unwrap_or(0) as f64,
-                    fails_at: fails.then_some(memory / 2.0),
-                };
-                assert!(self.running.insert(guest, migration).is_none());
-            }
-            Action::SetRate { guest, rate } => {
-                self.running.get_mut(&guest).unwrap().rate = rate as f64;
-            }
-            Action::Cancel { .. } => unreachable!("nothing is cancelled here"),
-        }
+    fn act(&mut self, fleet: &Fleet, action: Action, fails: bool, writes: f64) {
+        let Action::Start { guest, .. } = action else {
+            unreachable!("nothing is cancelled here");
+        };
+        let memory = fleet.guest(guest).memory as f64;
+        let migration = Migration {
+            setup: SETUP,
+            remaining: memory,
+            writes,
+            fails_at: fails.then_some(memory / 2.0),
+        };
+        assert!(self.running.insert(guest, migration).is_none());
     }
 
-    fn used(&self) -> f64 {
-        self.running.values().map(|it| it.rate).sum()
+    /// Bytes a second of each migration.
+    fn rate(&self) -> f64 {
+        self.bandwidth / self.running.len() as f64
     }
 
-    /// Goes to the next event, at `wake` at the latest.
-    fn next(&mut self, wake: Option<f64>) -> Event {
+    /// Goes to the end of a migration, but no further than to the next tick.
+    fn next(&mut self) -> Event {
+        let rate = self.rate();
         let first = self
             .running
             .iter()
-            .map(|(guest, it)| (it.ends_in(), *guest));
+            .map(|(guest, it)| (it.ends_in(rate), *guest));
         let first = first.min_by(|one, other| one.0.total_cmp(&other.0));
-        let until_wake = wake.map(|wake| wake - self.now);
         match first {
-            Some((after, guest)) if until_wake.is_none_or(|wake| after <= wake) => {
+            Some((after, guest)) if after <= TICK => {
                 self.pass(after);
                 let ended = self.running.remove(&guest).unwrap();
                 let failure = || Failure {
-                    kind: FailureKind::Temporary,
+                    is_temporary: true,
                     reason: "as simulated".to_owned(),
                 };
                 Event::Ended(match ended.fails_at {
@@ -272,17 +262,16 @@ impl World {
                 })
             }
             _ => {
-                self.pass(until_wake.expect("nothing runs, and nothing is waited for"));
-                // Not before, by rounding.
-                self.now = self.now.max(wake.unwrap());
+                self.pass(TICK);
                 Event::Tick
             }
         }
     }
 
     fn pass(&mut self, seconds: f64) {
+        let rate = self.rate();
         for migration in self.running.values_mut() {
-            self.sent += migration.pass(seconds);
+            self.sent += migration.pass(seconds, rate);
         }
         self.now += seconds;
     }
@@ -290,20 +279,20 @@ impl World {
 
 impl Migration {
     /// How fast less is left.
-    fn progress(&self) -> f64 {
-        // One that cannot end is made to: by auto-converge, or whatever it is.
-        (self.rate - self.writes).max(self.rate / 10.0)
+    fn progress(&self, rate: f64) -> f64 {
+        // A busy guest is slowed down, by auto-converge for example.
+        (rate - self.writes).max(rate / 10.0)
     }
 
-    fn ends_in(&self) -> f64 {
-        self.setup + (self.remaining - self.fails_at.unwrap_or(0.0)).max(0.0) / self.progress()
+    fn ends_in(&self, rate: f64) -> f64 {
+        self.setup + (self.remaining - self.fails_at.unwrap_or(0.0)).max(0.0) / self.progress(rate)
     }
 
     /// What is sent meanwhile.
-    fn pass(&mut self, seconds: f64) -> f64 {
+    fn pass(&mut self, seconds: f64, rate: f64) -> f64 {
         let setup = self.setup.min(seconds);
         self.setup -= setup;
-        self.remaining -= (seconds - setup) * self.progress();
-        (seconds - setup) * self.rate
+        self.remaining -= (seconds - setup) * self.progress(rate);
+        (seconds - setup) * rate
     }
 }

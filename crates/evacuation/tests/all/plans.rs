@@ -113,7 +113,6 @@ fn guest(name: &str, memory: u64) -> Guest {
         host: HostId(0),
         memory,
         cpus: 1,
-        dirty_rate: None,
         obstacles: Vec::new(),
         barred: BTreeMap::new(),
     }

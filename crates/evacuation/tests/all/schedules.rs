@@ -2,13 +2,13 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    num::{NonZeroU64, NonZeroUsize},
+    num::NonZeroUsize,
     time::Duration,
 };
 
 use evacuation::{
-    Action, At, End, Event, Failure, FailureKind, Fleet, GuestId, HostId, Limits, Outcome, Plan,
-    Scheduler, Stay, Stop,
+    Action, At, End, Event, Failure, Fleet, GuestId, HostId, Limits, Outcome, Plan, Scheduler,
+    Stay, Stop,
 };
 use proptest::{collection::vec, option, prelude::*};
 
@@ -17,8 +17,7 @@ use crate::strategies::fleet;
 /// What happens next.
 #[derive(Clone, Debug)]
 enum Step {
-    Ends(usize, At, Result<(), FailureKind>),
-    Writes(usize, u64),
+    Ends(usize, At, Result<(), Failure>),
     Time(u64),
     Stop(Stop),
 }
@@ -31,49 +30,42 @@ fn step() -> impl Strategy<Value = Step> {
         1 => Just(At::Neither),
         1 => Just(At::Unknown),
     ];
-    let kind = prop_oneof![
-        4 => Just(FailureKind::Temporary),
-        1 => Just(FailureKind::Permanent),
-        1 => Just(FailureKind::Cancelled),
+    let result = prop_oneof![
+        3 => Just(Ok(())),
+        2 => Just(Err(failure(true, "it failed"))),
+        1 => Just(Err(failure(false, "it failed for good"))),
     ];
-    let result = prop_oneof![Just(Ok(())).boxed(), kind.prop_map(Err).boxed()];
     prop_oneof![
         20 => (any::<usize>(), at, result).prop_map(|(guest, at, result)| Step::Ends(guest, at, result)),
-        4 => (any::<usize>(), 0..60_u64).prop_map(|(guest, rate)| Step::Writes(guest, rate)),
         10 => (1..20_u64).prop_map(Step::Time),
         1 => prop_oneof![Just(Stop::Finish), Just(Stop::Cancel)].prop_map(Step::Stop),
     ]
 }
 
 fn limits() -> impl Strategy<Value = Limits> {
-    let bandwidth = option::of(10..120_u64);
-    (
-        1..4_usize,
-        1..4_usize,
-        bandwidth,
-        (1..=10_u64, 0..40_u64),
-        0..3_u32,
-        option::of(5..40_u64),
+    (1..4_usize, 1..4_usize, 0..3_u32, option::of(5..40_u64)).prop_map(
+        |(source, destination, retries, timeout)| Limits {
+            per_source: NonZeroUsize::new(source).unwrap(),
+            per_destination: NonZeroUsize::new(destination).unwrap(),
+            retries,
+            backoff: Duration::from_secs(4),
+            timeout: timeout.map(Duration::from_secs),
+        },
     )
-        .prop_map(
-            |(source, destination, bandwidth, (unit, least_rate), retries, timeout)| Limits {
-                per_source: NonZeroUsize::new(source).unwrap(),
-                per_destination: NonZeroUsize::new(destination).unwrap(),
-                bandwidth,
-                rate_unit: NonZeroU64::new(unit).unwrap(),
-                least_rate,
-                retries,
-                backoff: Duration::from_secs(4),
-                timeout: timeout.map(Duration::from_secs),
-            },
-        )
+}
+
+fn failure(is_temporary: bool, reason: &str) -> Failure {
+    Failure {
+        is_temporary,
+        reason: reason.to_owned(),
+    }
 }
 
 /// Does what the scheduler says, and checks it.
 struct World<'a> {
     fleet: &'a Fleet,
     limits: Limits,
-    running: BTreeMap<GuestId, (HostId, Option<u64>)>,
+    running: BTreeMap<GuestId, HostId>,
     cancelled: BTreeSet<GuestId>,
     /// Where guests have moved to, or may have.
     taken: BTreeMap<GuestId, HostId>,
@@ -84,18 +76,13 @@ impl World<'_> {
     fn act(&mut self, actions: &[Action]) -> Result<(), TestCaseError> {
         for action in actions {
             match *action {
-                Action::Start { guest, to, rate } => {
-                    let before = self.running.insert(guest, (to, rate));
+                Action::Start { guest, to } => {
+                    let before = self.running.insert(guest, to);
                     prop_assert!(before.is_none(), "started while it runs");
                     prop_assert!(!self.taken.contains_key(&guest), "started when it is gone");
                     *self.tries.entry(guest).or_default() += 1;
                     prop_assert!(self.tries[&guest] <= 1 + self.limits.retries);
                     self.cancelled.remove(&guest);
-                }
-                Action::SetRate { guest, rate } => {
-                    let running = self.running.get_mut(&guest).unwrap();
-                    prop_assert!(running.1.is_some_and(|before| before != rate));
-                    running.1 = Some(rate);
                 }
                 Action::Cancel { guest } => {
                     prop_assert!(self.running.contains_key(&guest));
@@ -109,21 +96,14 @@ impl World<'_> {
 
     /// At any moment, also between two actions.
     fn check(&self) -> Result<(), TestCaseError> {
-        let mut all = 0;
         let (mut from, mut into) = (BTreeMap::new(), BTreeMap::new());
         let mut memory = BTreeMap::<HostId, u64>::new();
-        for (guest, (to, rate)) in &self.running {
+        for (guest, to) in &self.running {
             let guest = self.fleet.guest(*guest);
             *memory.entry(*to).or_default() += guest.memory;
             for (hosts, host) in [(&mut from, guest.host), (&mut into, *to)] {
                 *hosts.entry(host).or_insert(0_usize) += 1;
             }
-            let unit = self.limits.rate_unit.get();
-            prop_assert!(rate.is_none_or(|rate| rate >= unit && rate % unit == 0));
-            all += rate.unwrap_or(0);
-        }
-        if let Some(limit) = self.limits.bandwidth {
-            prop_assert!(all <= limit && self.running.values().all(|(_, rate)| rate.is_some()));
         }
         prop_assert!(
             from.values()
@@ -143,7 +123,7 @@ impl World<'_> {
     }
 
     fn ends(&mut self, guest: GuestId, at: At) {
-        let (to, _) = self.running.remove(&guest).unwrap();
+        let to = self.running.remove(&guest).unwrap();
         if at != At::Source {
             self.taken.insert(guest, to);
         }
@@ -179,24 +159,18 @@ proptest! {
         let mut steps = steps.into_iter().chain(last);
         while !scheduler.is_done() {
             let running: Vec<_> = world.running.keys().copied().collect();
-            prop_assert_eq!(&running, &{
-                let mut all: Vec<_> = scheduler.running().map(|(guest, _)| guest).collect();
-                all.sort();
-                all
-            });
             let event = match steps.next().unwrap() {
                 _ if running.is_empty() => {
-                    // Nothing happens any more: it says itself when to ask again.
-                    now = scheduler.wake(now).expect("nothing runs, and nothing is waited for");
+                    // All guests that are left wait for their next try.
+                    now += Duration::from_secs(1);
+                    prop_assert!(now < Duration::from_secs(100_000), "nothing starts any more");
                     Event::Tick
                 }
                 Step::Ends(index, at, result) => {
                     let guest = running[index % running.len()];
                     world.ends(guest, at);
-                    let failure = |kind| Failure { kind, reason: "it failed".to_owned() };
-                    Event::Ended(End { guest, at, result: result.map_err(failure) })
+                    Event::Ended(End { guest, at, result })
                 }
-                Step::Writes(index, rate) => Event::DirtyRate { guest: running[index % running.len()], rate },
                 Step::Time(seconds) => {
                     now += Duration::from_secs(seconds);
                     Event::Tick
@@ -219,7 +193,7 @@ prop_assert!(!actions.iter().any(is_start));
         prop_assert!(world.running.is_empty());
         let hindered: BTreeSet<_> = plan.stays.iter().map(|(guest, _)| *guest).collect();
         for guest in (0..fleet.guests().len()).map(GuestId) {
-            prop_assert_eq!(scheduler.tries(guest), world.tries.get(&guest).copied().unwrap_or(0));
+            prop_assert_eq!(scheduler.tries(guest), world.tries.get(&guest).copied().unwrap_or(0) as usize);
             match scheduler.outcome(guest).expect("a guest without an outcome") {
                 Outcome::Moved { to } | Outcome::InDoubt { to, .. } => {
                     prop_assert_eq!(world.taken.get(&guest), Some(to));
@@ -246,19 +220,16 @@ fn a_guest_that_failed_goes_elsewhere_after_a_while() {
     let failed = End {
         guest: GuestId(0),
         at: At::Source,
-        result: Err(Failure {
-            kind: FailureKind::Temporary,
-            reason: "no port is free".to_owned(),
-        }),
+        result: Err(failure(true, "no port is free")),
     };
     let seconds = Duration::from_secs;
     let failed = Event::Ended(failed);
     assert_eq!(scheduler.handle(seconds(1), failed.clone()), []);
-    assert_eq!(scheduler.wake(seconds(1)), Some(seconds(5)));
+    assert_eq!(scheduler.handle(seconds(4), Event::Tick), []);
     assert_eq!(scheduler.handle(seconds(5), Event::Tick), [start(2)]);
     // The second wait is twice as long.
     assert_eq!(scheduler.handle(seconds(6), failed.clone()), []);
-    assert_eq!(scheduler.wake(seconds(6)), Some(seconds(14)));
+    assert_eq!(scheduler.handle(seconds(13), Event::Tick), []);
     assert_eq!(scheduler.handle(seconds(14), Event::Tick), [start(1)]);
     assert_eq!(scheduler.handle(seconds(15), failed), []);
     let outcome = scheduler.outcome(GuestId(0)).unwrap();
@@ -273,10 +244,7 @@ fn a_guest_that_failed_goes_elsewhere_after_a_while() {
 fn the_observed_location_counts_not_the_result() {
     let fleet = small();
     let plan = Plan::new(&fleet);
-    let lost = Err(Failure {
-        kind: FailureKind::Temporary,
-        reason: "the connection was lost".to_owned(),
-    });
+    let lost = Err(failure(true, "the connection was lost"));
     for (at, result, is_moved) in [(At::Destination, lost, true), (At::Source, Ok(()), false)] {
         let mut scheduler = Scheduler::new(&fleet, &plan, one_at_once());
         scheduler.handle(Duration::ZERO, Event::Tick);
@@ -297,104 +265,27 @@ fn a_migration_that_takes_too_long_is_cancelled_once_and_tried_again() {
     };
     let mut scheduler = Scheduler::new(&fleet, &plan, limits);
     scheduler.handle(Duration::ZERO, Event::Tick);
-    let wake = scheduler.wake(Duration::ZERO).unwrap();
-    assert_eq!(wake, Duration::from_secs(60));
+    let seconds = Duration::from_secs;
     let guest = GuestId(0);
+    assert_eq!(scheduler.handle(seconds(59), Event::Tick), []);
     assert_eq!(
-        scheduler.handle(wake, Event::Tick),
+        scheduler.handle(seconds(60), Event::Tick),
         [Action::Cancel { guest }]
     );
-    assert_eq!(scheduler.handle(wake * 2, Event::Tick), []);
-    assert_eq!(scheduler.wake(wake * 2), None);
+    assert_eq!(scheduler.handle(seconds(120), Event::Tick), []);
     let end = End {
         guest,
         at: At::Source,
-        result: Err(Failure {
-            kind: FailureKind::Cancelled,
-            reason: "cancelled by the client".to_owned(),
-        }),
+        result: Err(failure(false, "cancelled by the client")),
     };
-    scheduler.handle(wake * 2, Event::Ended(end));
+    scheduler.handle(seconds(120), Event::Ended(end));
     assert!(scheduler.outcome(guest).is_none(), "it is not tried again");
-}
-
-#[test]
-fn a_busy_guest_gets_enough_bandwidth_to_converge() {
-    let fleet = small();
-    let guests = [70, 10].map(|dirty| evacuation::Guest {
-        dirty_rate: Some(dirty),
-        ..fleet.guests()[0].clone()
-    });
-    let fleet = Fleet::new(
-        fleet.hosts().to_vec(),
-        guests.to_vec(),
-        fleet.destinations().to_vec(),
-    );
-    let fleet = fleet.unwrap();
-    let limits = Limits {
-        per_source: NonZeroUsize::new(4).unwrap(),
-        bandwidth: Some(100),
-        ..one_at_once()
-    };
-    let plan = Plan::new(&fleet);
-    // Half of 100 is not enough for the first one.
-    let mut scheduler = Scheduler::new(&fleet, &plan, limits);
-    assert_eq!(scheduler.handle(Duration::ZERO, Event::Tick).len(), 1);
-    // It is not enough for it anyhow.
-    let limits = Limits {
-        bandwidth: Some(60),
-        ..limits
-    };
-    let mut scheduler = Scheduler::new(&fleet, &plan, limits);
-    assert_eq!(scheduler.handle(Duration::ZERO, Event::Tick).len(), 2);
-}
-
-#[test]
-fn no_more_run_than_have_the_least_rate() {
-    let fleet = small();
-    let guests = vec![fleet.guests()[0].clone(); 4];
-    let fleet = Fleet::new(
-        fleet.hosts().to_vec(),
-        guests,
-        fleet.destinations().to_vec(),
-    );
-    let fleet = fleet.unwrap();
-    let plan = Plan::new(&fleet);
-    for (bandwidth, started) in [(14, 2), (15, 3), (4, 1)] {
-        let limits = Limits {
-            per_source: NonZeroUsize::new(4).unwrap(),
-            per_destination: NonZeroUsize::new(4).unwrap(),
-            bandwidth: Some(bandwidth),
-            least_rate: 5,
-            ..one_at_once()
-        };
-        let mut scheduler = Scheduler::new(&fleet, &plan, limits);
-        let actions = scheduler.handle(Duration::ZERO, Event::Tick);
-        assert_eq!(actions.len(), started);
-    }
-}
-
-#[test]
-fn a_migration_has_at_least_one_unit() {
-    let fleet = small();
-    let limits = Limits {
-        bandwidth: Some(1),
-        rate_unit: NonZeroU64::new(2).unwrap(),
-        ..one_at_once()
-    };
-    let mut scheduler = Scheduler::new(&fleet, &Plan::new(&fleet), limits);
-    let actions = scheduler.handle(Duration::ZERO, Event::Tick);
-    assert!(
-        matches!(actions[..], [Action::Start { rate: Some(2), .. }]),
-        "{actions:?}"
-    );
 }
 
 fn start(to: usize) -> Action {
     Action::Start {
         guest: GuestId(0),
         to: HostId(to),
-        rate: None,
     }
 }
 
@@ -410,7 +301,6 @@ fn small() -> Fleet {
         host: HostId(0),
         memory: 4,
         cpus: 1,
-        dirty_rate: None,
         obstacles: Vec::new(),
         barred: BTreeMap::new(),
     };
@@ -422,9 +312,6 @@ fn one_at_once() -> Limits {
     Limits {
         per_source: NonZeroUsize::MIN,
         per_destination: NonZeroUsize::MIN,
-        bandwidth: None,
-        rate_unit: NonZeroU64::MIN,
-        least_rate: 1,
         retries: 2,
         backoff: Duration::from_secs(4),
         timeout: None,

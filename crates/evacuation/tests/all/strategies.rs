@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use evacuation::{Fleet, Guest, Host, HostId};
-use proptest::{collection::vec, option, prelude::*, sample::subsequence};
+use proptest::{collection::vec, prelude::*, sample::subsequence};
 
 /// Of up to three hosts to be emptied and up to five that take guests.
 pub(crate) fn fleet() -> impl Strategy<Value = Fleet> {
@@ -29,28 +29,18 @@ fn guest(sources: usize, destinations: usize) -> impl Strategy<Value = Guest> {
     let barred: Vec<_> = (sources..sources + destinations).collect();
     let barred = subsequence(barred, 0..=destinations);
     let barred = prop_oneof![2 => Just(Vec::new()), 1 => barred];
-    let dirty_rate = option::of(0..60_u64);
     let obstacles = prop_oneof![8 => Just(Vec::new()), 1 => Just(vec!["pinned".to_owned()])];
-    (
-        0..sources,
-        1..60_u64,
-        1..8_u32,
-        dirty_rate,
-        obstacles,
-        barred,
+    (0..sources, 1..60_u64, 1..8_u32, obstacles, barred).prop_map(
+        |(host, memory, cpus, obstacles, barred)| Guest {
+            name: format!("guest of {memory}"),
+            host: HostId(host),
+            memory,
+            cpus,
+            obstacles,
+            barred: barred
+                .into_iter()
+                .map(|host| (HostId(host), "barred".to_owned()))
+                .collect::<BTreeMap<_, _>>(),
+        },
     )
-        .prop_map(
-            |(host, memory, cpus, dirty_rate, obstacles, barred)| Guest {
-                name: format!("guest of {memory}"),
-                host: HostId(host),
-                memory,
-                cpus,
-                dirty_rate,
-                obstacles,
-                barred: barred
-                    .into_iter()
-                    .map(|host| (HostId(host), "barred".to_owned()))
-                    .collect::<BTreeMap<_, _>>(),
-            },
-        )
 }

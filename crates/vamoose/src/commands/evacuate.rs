@@ -7,22 +7,18 @@
 
 mod description;
 mod drive;
-mod host;
 mod libvirt;
 mod summary;
 mod survey;
 
-use std::{
-    num::{NonZeroU64, NonZeroUsize},
-    time::Duration,
-};
+use std::{num::NonZeroUsize, time::Duration};
 
 use anyhow::{Result, bail, ensure};
 use clap::Args;
 use evacuation::{Limits, Plan};
 use tracing::warn;
 
-use self::{description::Storage, libvirt::Migration, summary::Report, survey::Survey};
+use self::{summary::Report, survey::Survey};
 use vamoose::options::{JsonReport, Size};
 
 /// Move all running guests off a host of libvirt
@@ -47,6 +43,8 @@ pub(crate) struct Options {
     #[arg(long, default_value = "2", value_name = "N")]
     parallel: NonZeroUsize,
     /// Bandwidth limit of all migrations together, in bytes per second, as QEMU sends them
+    ///
+    /// Each migration may use an equal part of it: RATE divided by --parallel.
     #[arg(long, value_name = "RATE")]
     bandwidth: Option<Size>,
     /// Further tries for a guest whose migration failed, on other destinations if possible
@@ -83,15 +81,22 @@ pub(crate) struct Options {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let is_too_little = |rate: &Size| rate.0 < RATE_UNIT.get();
-    if let Some(rate) = options.bandwidth.filter(is_too_little) {
-        bail!("--bandwidth {rate}: at least 1M");
+    if let (Some(all), Some(each)) = (options.bandwidth, options.rate_of_each()) {
+        ensure!(
+            each >= LEAST_RATE,
+            "--bandwidth {all} is too little for {} migrations at once: each sends at least 5 MiB/s",
+            options.parallel
+        );
     }
     let survey = Survey::make(options)?;
     let plan = Plan::new(&survey.fleet);
-    let report = Report::of_plan(&survey, &plan);
+    let mut report = Report::of_plan(&survey, &plan);
     if options.dry_run {
-        report.lines().for_each(|line| println!("{line}"));
+        let moves = plan.moves.iter().map(|step| step.guest);
+        let stays = plan.stays.iter().map(|(guest, _)| *guest);
+        for guest in moves.chain(stays) {
+            println!("{}", report.guest(guest).line());
+        }
         say_shut_off(&survey);
         options.json.write(&report)?;
         let stay = plan.stays.len();
@@ -99,11 +104,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         return Ok(());
     }
     for (guest, why) in &plan.stays {
-        warn!("{} cannot move: {why}", survey.fleet.guest(*guest).name);
+        warn!("{} cannot move: {why}", survey.domain(*guest).name);
     }
     say_shut_off(&survey);
-    let report = drive::run(options, &survey, &plan)?;
-    report.lines().for_each(vamoose::say);
+    drive::run(options, &survey, &plan, &mut report)?;
+    for guest in &report.guests {
+        vamoose::say(guest.line());
+    }
     options.json.write(&report)?;
     let (all, moved) = (report.guests.len(), report.count("moved"));
     match (report.count("in-doubt"), report.status) {
@@ -124,9 +131,6 @@ fn say_shut_off(survey: &Survey) {
     }
 }
 
-/// libvirt's unit of rates, MiB a second.
-const RATE_UNIT: NonZeroU64 = NonZeroU64::MIN.saturating_add((1 << 20) - 1);
-
 /// QEMU sends at least one packet of 512 KiB ten times a second, whatever its limit.
 const LEAST_RATE: u64 = 5 << 20;
 
@@ -136,35 +140,19 @@ impl Options {
         (self.guests.is_empty() || is_one_of(&self.guests)) && !is_one_of(&self.except)
     }
 
-    fn storage(&self) -> Storage {
-        match (self.shared_storage, self.copy_storage) {
-            (true, _) => Storage::Shared,
-            (_, true) => Storage::Copied,
-            _ => Storage::Local,
-        }
+    /// Bandwidth limit of each migration.
+    fn rate_of_each(&self) -> Option<u64> {
+        let parallel = u64::try_from(self.parallel.get()).unwrap_or(u64::MAX);
+        Some(self.bandwidth?.0 / parallel)
     }
 
     fn limits(&self) -> Limits {
         Limits {
             per_source: self.parallel,
             per_destination: self.parallel,
-            bandwidth: self.bandwidth.map(|rate| rate.0),
-            rate_unit: RATE_UNIT,
-            least_rate: LEAST_RATE,
             retries: self.retries,
             backoff: Duration::from_secs(self.backoff),
             timeout: self.timeout.map(Duration::from_secs),
-        }
-    }
-
-    fn migration(&self) -> Migration {
-        Migration {
-            is_persistent: false,
-            copies_storage: self.copy_storage,
-            converges: self.auto_converge,
-            channels: self.channels,
-            rate: None,
-            is_by_host: self.p2p,
         }
     }
 }

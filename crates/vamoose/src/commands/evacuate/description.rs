@@ -11,23 +11,13 @@ pub(super) struct Description {
     pub(super) has_host_cpu: bool,
 }
 
-/// Where the images of disks are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Storage {
-    /// Files and block devices are those of one host.
-    Local,
-    /// They are the same on all hosts.
-    Shared,
-    /// They are copied.
-    Copied,
-}
-
 impl Description {
-    pub(super) fn parse(xml: &str, storage: Storage) -> Result<Self, roxmltree::Error> {
+    /// With `has_all_disks`, the destinations have the images of disks, or get copies of them.
+    pub(super) fn parse(xml: &str, has_all_disks: bool) -> Result<Self, roxmltree::Error> {
         let document = Document::parse(xml)?;
         let domain = document.root_element();
         Ok(Self {
-            obstacles: obstacles(domain, storage),
+            obstacles: obstacles(domain, has_all_disks),
             has_host_cpu: has_host_cpu(domain),
         })
     }
@@ -48,20 +38,19 @@ pub(super) fn host_uuid(capabilities: &str) -> Option<String> {
     uuid.text().map(str::to_owned)
 }
 
-/// libvirt itself refuses a destination that cannot provide a model; with these modes it does not look. An emulated CPU has nothing
-/// of the host's.
+/// Modes of a CPU that libvirt does not compare with the destination's. An emulated CPU has nothing of the host's.
 fn has_host_cpu(domain: Node<'_, '_>) -> bool {
     let mode = child(domain, "cpu").and_then(|cpu| cpu.attribute("mode"));
     let is_of_host = matches!(mode, Some("host-passthrough" | "maximum"));
     is_of_host && domain.attribute("type") == Some("kvm")
 }
 
-fn obstacles(domain: Node<'_, '_>, storage: Storage) -> Vec<String> {
+fn obstacles(domain: Node<'_, '_>, has_all_disks: bool) -> Vec<String> {
     let devices = child(domain, "devices");
     let devices = devices.iter().flat_map(|devices| devices.children());
     devices
         .filter_map(|device| match device.tag_name().name() {
-            "disk" if storage == Storage::Local => local_disk(device),
+            "disk" if !has_all_disks => local_disk(device),
             "hostdev" => passed_through(device),
             "interface" if device.attribute("type") == Some("hostdev") => passed_through(device),
             "filesystem" => Some(format!(
@@ -133,9 +122,12 @@ mod tests {
 
     #[test]
     fn obstacles_are_named() {
-        let obstacles = |storage| Description::parse(DOMAIN, storage).unwrap().obstacles;
-        let [disk, pci, usb, folder] = &obstacles(Storage::Local)[..] else {
-            panic!("{:?}", obstacles(Storage::Local));
+        let obstacles = |has_all_disks| {
+            let description = Description::parse(DOMAIN, has_all_disks);
+            description.unwrap().obstacles
+        };
+        let [disk, pci, usb, folder] = &obstacles(false)[..] else {
+            panic!("{:?}", obstacles(false));
         };
         assert!(
             disk.starts_with("disk vda is /images/a: use --shared-storage"),
@@ -144,18 +136,12 @@ mod tests {
         assert_eq!(pci, "a device of its host is passed through: 0000:3b:02.1");
         assert_eq!(usb, "a device of its host is passed through: usb");
         assert_eq!(folder, "a folder of its host is shared with it (share)");
-        for storage in [Storage::Shared, Storage::Copied] {
-            assert_eq!(obstacles(storage).len(), 3);
-        }
+        assert_eq!(obstacles(true).len(), 3);
     }
 
     #[test]
     fn guests_with_the_hosts_cpu_are_recognised() {
-        let cpu = |xml: &str| {
-            Description::parse(xml, Storage::Local)
-                .unwrap()
-                .has_host_cpu
-        };
+        let cpu = |xml: &str| Description::parse(xml, false).unwrap().has_host_cpu;
         for (xml, expected) in [
             (DOMAIN, false),
             (
@@ -174,6 +160,6 @@ mod tests {
 
     #[test]
     fn invalid_xml_is_an_error() {
-        assert!(Description::parse("<domain>", Storage::Local).is_err());
+        assert!(Description::parse("<domain>", false).is_err());
     }
 }

@@ -3,29 +3,30 @@
 use std::{
     collections::BTreeMap,
     io::{self, Read as _},
-    os::unix::net::UnixStream,
+    os::unix::{net::UnixStream, process::CommandExt as _},
+    process::Command,
     sync::mpsc::{self, Receiver, Sender},
     thread::{self, Scope},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result};
-use evacuation::{
-    Action, At, End, Event, Failure, FailureKind, GuestId, HostId, Move, Plan, Scheduler, Stop,
-};
+use evacuation::{Action, At, End, Event, Failure, GuestId, Move, Plan, Scheduler, Stop};
+use rustix::process::{Signal, set_parent_process_death_signal};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     low_level::pipe,
 };
 use tracing::{debug, error, info, warn};
+use vamoose_link::millis;
 
 use super::{
     Options,
-    host::LibvirtHost,
-    libvirt::{self, Connection, Domain, Migration, State},
-    summary::{GuestReport, Report},
-    survey::{Known, SOURCE, Survey},
+    libvirt::{Domain, Job, LibvirtHost, State},
+    summary::{Report, in_doubt},
+    survey::Survey,
 };
+use crate::commands::virsh;
 use vamoose::progress::Bar;
 
 /// Interval at which migrations are polled.
@@ -37,34 +38,24 @@ const LINE_EVERY: Duration = Duration::from_secs(5);
 /// Time for both hosts to agree on a guest's location after its migration.
 const SETTLE: Duration = Duration::from_secs(30);
 
-/// Totals of one guest's tries.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Account {
-    began: Option<Instant>,
-    /// From the start of the first try to the end of the last one.
-    pub(super) took: Duration,
-    /// Bytes sent by the last try.
-    pub(super) bytes: u64,
-    pub(super) downtime_ms: Option<u64>,
-    /// State on the host that has the guest.
-    pub(super) state: Option<&'static str>,
-    /// Bytes of memory at the destination, in the last try.
-    pub(super) done: u64,
-}
-
-/// Moves the guests.
-pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<Report> {
-    let memory = |step: &Move| survey.fleet.guest(step.guest).memory;
-    let scheduler = Scheduler::new(&survey.fleet, plan, options.limits());
+/// Moves the guests, and completes the report.
+pub(super) fn run(
+    options: &Options,
+    survey: &Survey,
+    plan: &Plan,
+    report: &mut Report,
+) -> Result<()> {
+    let memory = |step: &Move| survey.domain(step.guest).memory;
     let signals = Signals::catch(&[SIGINT, SIGTERM]).context("cannot catch signals")?;
     let (send, finished) = mpsc::channel();
     let mut drive = Drive {
         options,
         survey,
-        scheduler,
+        scheduler: Scheduler::new(&survey.fleet, plan, options.limits()),
         start: Instant::now(),
         running: BTreeMap::new(),
-        accounts: vec![Account::default(); survey.fleet.guests().len()],
+        began: BTreeMap::new(),
+        report,
         stop: None,
         bar: Bar::on_stderr(LINE_EVERY),
         moved: (0, 0),
@@ -72,21 +63,11 @@ pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<Rep
     };
     thread::scope(|scope| drive.until_done(scope, &send, &finished, &signals));
     drive.bar.end();
-    let Drive {
-        scheduler,
-        accounts,
-        ..
-    } = &drive;
-    let guests = accounts.iter().enumerate();
-    let guests =
-        guests.map(|(at, account)| GuestReport::of(survey, scheduler, GuestId(at), account));
-    let was_stopped = drive.stop.is_some();
-    Ok(Report::of(
-        survey,
-        guests.collect(),
-        was_stopped,
-        drive.start.elapsed(),
-    ))
+    let (was_stopped, took) = (drive.stop.is_some(), drive.start.elapsed());
+    drive
+        .report
+        .conclude(survey, &drive.scheduler, was_stopped, took);
+    Ok(())
 }
 
 /// Signals that are counted: each is a byte in a socket, so two between two polls are two.
@@ -109,21 +90,15 @@ impl Signals {
     }
 }
 
-/// A migration that has ended.
-struct Finished {
-    end: End,
-    state: Option<State>,
-    /// Statistics that the destination keeps.
-    job: Option<libvirt::Job>,
-}
-
 struct Drive<'a> {
     options: &'a Options,
     survey: &'a Survey,
     scheduler: Scheduler<'a>,
     start: Instant,
     running: BTreeMap<GuestId, Running>,
-    accounts: Vec<Account>,
+    /// Start of each guest's first try.
+    began: BTreeMap<GuestId, Instant>,
+    report: &'a mut Report,
     stop: Option<Stop>,
     bar: Bar,
     /// Memory and number of the guests that have moved.
@@ -133,20 +108,20 @@ struct Drive<'a> {
 }
 
 /// A migration under way.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 struct Running {
-    to: HostId,
-    /// New limit in bytes per second, until libvirt has taken it.
-    rate: Option<u64>,
-    is_cancelled: bool,
+    /// Bytes of memory at the destination.
+    done: u64,
+    /// When the migration was to be cancelled.
+    cancelled: Option<Instant>,
 }
 
 impl<'a> Drive<'a> {
     fn until_done<'scope>(
         &mut self,
         scope: &'scope Scope<'scope, 'a>,
-        send: &Sender<Finished>,
-        finished: &Receiver<Finished>,
+        send: &Sender<Finished<'a>>,
+        finished: &Receiver<Finished<'a>>,
         signals: &Signals,
     ) where
         'a: 'scope,
@@ -156,7 +131,26 @@ impl<'a> Drive<'a> {
             for event in events {
                 let now = self.start.elapsed();
                 for action in self.scheduler.handle(now, event) {
-                    self.act(scope, send, action);
+                    match action {
+                        Action::Start { guest, to } => {
+                            let migration = Migration {
+                                options: self.options,
+                                domain: self.survey.domain(guest),
+                                from: self.survey.source(),
+                                to: self.survey.host(to),
+                            };
+                            self.started(guest, &migration);
+                            let send = send.clone();
+                            // The receiver outlives it.
+                            scope.spawn(move || drop(send.send(migration.run(guest))));
+                        }
+                        Action::Cancel { guest } => {
+                            if let Some(running) = self.running.get_mut(&guest) {
+                                running.cancelled = Some(Instant::now());
+                            }
+                            self.ask(guest);
+                        }
+                    }
                 }
             }
             if self.scheduler.is_done() {
@@ -164,57 +158,25 @@ impl<'a> Drive<'a> {
             }
             events = match finished.recv_timeout(POLL) {
                 Ok(finished) => vec![self.finished(finished)],
-                Err(_) => self.poll(),
+                Err(_) => {
+                    self.poll();
+                    vec![Event::Tick]
+                }
             };
             events.extend((0..signals.pending()).map(|_| self.signalled()));
         }
     }
 
-    fn act<'scope>(
-        &mut self,
-        scope: &'scope Scope<'scope, 'a>,
-        send: &Sender<Finished>,
-        action: Action,
-    ) where
-        'a: 'scope,
-    {
-        match action {
-            Action::Start { guest, to, rate } => {
-                let account = &mut self.accounts[guest.0];
-                account.began.get_or_insert_with(Instant::now);
-                (account.done, account.bytes) = (0, 0);
-                let running = Running {
-                    to,
-                    rate: None,
-                    is_cancelled: false,
-                };
-                self.running.insert(guest, running);
-                let job = Job::new(self.options, self.survey, guest, to, rate);
-                let tries = self.scheduler.tries(guest);
-                let again = if tries > 1 {
-                    format!(", try {tries}")
-                } else {
-                    String::new()
-                };
-                self.bar
-                    .suspend(|| info!("{} moves to {}{again}", job.name, job.to.name));
-                let send = send.clone();
-                // The receiver outlives it.
-                scope.spawn(move || drop(send.send(job.run(guest))));
-            }
-            Action::SetRate { guest, rate } => {
-                if let Some(running) = self.running.get_mut(&guest) {
-                    running.rate = Some(rate);
-                }
-                self.ask(guest);
-            }
-            Action::Cancel { guest } => {
-                if let Some(running) = self.running.get_mut(&guest) {
-                    running.is_cancelled = true;
-                }
-                self.ask(guest);
-            }
-        }
+    fn started(&mut self, guest: GuestId, migration: &Migration<'_>) {
+        self.began.entry(guest).or_insert_with(Instant::now);
+        self.running.insert(guest, Running::default());
+        self.report.guest(guest).bytes = 0;
+        let again = match self.scheduler.tries(guest) {
+            0 | 1 => String::new(),
+            tries => format!(", try {tries}"),
+        };
+        let (name, to) = (&migration.domain.name, &migration.to.name);
+        self.bar.suspend(|| info!("{name} moves to {to}{again}"));
     }
 
     /// The first signal stops new migrations, the second one cancels those under way.
@@ -236,21 +198,26 @@ impl<'a> Drive<'a> {
         Event::Stop(stop)
     }
 
-    fn finished(&mut self, finished: Finished) -> Event {
-        let Finished { end, state, job } = finished;
+    fn finished(&mut self, finished: Finished<'_>) -> Event {
+        let Finished {
+            end,
+            to,
+            state,
+            job,
+        } = finished;
         let guest = end.guest;
-        let to = self.running.remove(&guest).map(|running| running.to);
-        let account = &mut self.accounts[guest.0];
-        account.took = account
+        self.running.remove(&guest);
+        let took = self
             .began
-            .map_or(Duration::ZERO, |began| began.elapsed());
-        account.state = state.map(State::name);
-        account.downtime_ms = job.and_then(|job| job.downtime_ms);
-        account.bytes = job.map_or(account.bytes, |job| job.processed);
-        account.done = 0;
-        let is = self.survey.fleet.guest(guest);
-        let (name, took) = (&is.name, account.took.as_secs_f64());
-        let to = to.map_or("?", |to| &self.survey.hosts[to.0].name);
+            .get(&guest)
+            .map_or(Duration::ZERO, Instant::elapsed);
+        let report = self.report.guest(guest);
+        report.total_time = millis(took);
+        report.state = state.map(State::name);
+        report.downtime = job.and_then(|job| job.downtime_ms);
+        report.bytes = job.map_or(report.bytes, |job| job.processed);
+        let Domain { name, memory, .. } = self.survey.domain(guest);
+        let took = took.as_secs_f64();
         let why = match &end.result {
             Ok(()) => String::new(),
             Err(failure) => format!(": {failure}"),
@@ -261,180 +228,165 @@ impl<'a> Drive<'a> {
             at => error!("{name} IS IN DOUBT, {}{why}", in_doubt(at, to)),
         });
         if end.at == At::Destination {
-            self.moved = (self.moved.0 + is.memory, self.moved.1 + 1);
+            self.moved = (self.moved.0 + memory, self.moved.1 + 1);
         }
         Event::Ended(end)
     }
 
     /// Polls all migrations, and shows progress.
-    fn poll(&mut self) -> Vec<Event> {
+    fn poll(&mut self) {
         let guests: Vec<_> = self.running.keys().copied().collect();
-        let mut events = vec![Event::Tick];
         for guest in &guests {
-            let rate = self.ask(*guest);
-            events.extend(rate.map(|rate| Event::DirtyRate {
-                guest: *guest,
-                rate,
-            }));
+            self.ask(*guest);
         }
-        let sent: u64 = guests.iter().map(|guest| self.accounts[guest.0].done).sum();
+        let sent: u64 = self.running.values().map(|running| running.done).sum();
         let ((memory, moved), (total, all)) = (self.moved, self.total);
         let text = format!("{moved} of {all} guests moved, {} under way", guests.len());
         self.bar.show(memory + sent, total, text);
-        events
     }
 
-    /// Polls a migration, and passes a new rate or a cancellation on. Errors are ignored: a guest that is gone has moved.
-    fn ask(&mut self, guest: GuestId) -> Option<u64> {
-        let source = &self.survey.hosts[SOURCE.0];
-        let uuid = &self.survey.known[guest.0].uuid;
-        let job = source.ask(|it| it.job(uuid)).ok()?;
-        let running = self.running.get_mut(&guest)?;
-        // Without a job there is nothing to cancel, and a rate set before the start would be replaced by the initial one.
+    /// Polls a migration, and cancels it if that was requested. Errors are ignored: a guest that is gone has moved.
+    fn ask(&mut self, guest: GuestId) {
+        let source = self.survey.source();
+        let Domain { uuid, memory, .. } = self.survey.domain(guest);
+        let (Ok(job), Some(running)) = (source.job(uuid), self.running.get_mut(&guest)) else {
+            return;
+        };
+        // Without a job there is nothing to cancel.
         if !job.is_active {
-            return None;
+            return;
         }
-        if running.is_cancelled {
-            if let Err(error) = source.ask(|it| it.abort(uuid)) {
-                debug!("{uuid}: {error:#}");
-            }
-        } else if job.processed > 0
-            && let Some(rate) = running.rate
-            && source.ask(|it| it.set_rate(uuid, mib(rate))).is_ok()
-        {
-            debug!("{uuid}: {} MiB/s", mib(rate));
-            running.rate = None;
-        }
-        let account = &mut self.accounts[guest.0];
-        account.bytes = account.bytes.max(job.processed);
         if job.processed > 0 {
-            let memory = self.survey.fleet.guest(guest).memory;
-            account.done = memory.saturating_sub(job.remaining);
+            running.done = memory.saturating_sub(job.remaining);
         }
-        (job.dirty_rate > 0).then_some(job.dirty_rate)
+        let has_set_up =
+            |requested: Instant| job.processed > 0 || requested.elapsed() >= virsh::SETUP;
+        if running.cancelled.is_some_and(has_set_up)
+            && let Err(error) = source.abort(uuid)
+        {
+            debug!("{uuid}: {error:#}");
+        }
+        let report = self.report.guest(guest);
+        report.bytes = report.bytes.max(job.processed);
     }
 }
 
-pub(super) fn in_doubt(at: At, to: &str) -> String {
-    match at {
-        At::Both => format!("IT IS ACTIVE ON ITS HOST AND ON {to}: end one of the two"),
-        At::Neither => format!("it is active neither on its host nor on {to}"),
-        At::Unknown | At::Source | At::Destination => {
-            format!("its host and {to} did not both answer")
-        }
-    }
-}
-
-/// libvirt's unit of rates.
-fn mib(rate: u64) -> u64 {
-    rate >> 20
-}
-
-/// One try of one guest.
-struct Job<'a> {
-    name: &'a str,
-    known: &'a Known,
+/// One migration of one guest.
+#[derive(Clone, Copy)]
+struct Migration<'a> {
+    options: &'a Options,
+    domain: &'a Domain,
     from: &'a LibvirtHost,
     to: &'a LibvirtHost,
-    migration: Migration,
 }
 
-impl<'a> Job<'a> {
-    fn new(
-        options: &Options,
-        survey: &'a Survey,
-        guest: GuestId,
-        to: HostId,
-        rate: Option<u64>,
-    ) -> Self {
-        let known = &survey.known[guest.0];
-        Self {
-            name: &survey.fleet.guest(guest).name,
-            known,
-            from: &survey.hosts[SOURCE.0],
-            to: &survey.hosts[to.0],
-            migration: Migration {
-                is_persistent: known.is_persistent,
-                rate: rate.map(mib),
-                ..options.migration()
-            },
-        }
-    }
+/// A migration that has ended.
+struct Finished<'a> {
+    end: End,
+    /// Name of the destination.
+    to: &'a str,
+    state: Option<State>,
+    /// Statistics that the destination keeps.
+    job: Option<Job>,
+}
 
-    fn run(&self, guest: GuestId) -> Finished {
-        let result = match self.begin() {
-            Ok(result) => result,
+impl<'a> Migration<'a> {
+    fn run(&self, guest: GuestId) -> Finished<'a> {
+        let uuid = &self.domain.uuid;
+        let (at, state, result) = match self.from.active(uuid) {
+            Ok(active) => {
+                let result = match active {
+                    Some(_) => self.migrate(),
+                    None => Err(permanent(ENDED.to_owned())),
+                };
+                let (at, state) = self.observe(active.is_some());
+                // A guest that has ended is not tried again.
+                match state {
+                    Some(State::Ended(how)) if at == At::Source => {
+                        let reason = format!("{ENDED}: {how}");
+                        (at, state, Err(permanent(reason)))
+                    }
+                    _ => (at, state, result),
+                }
+            }
             // Nothing has begun: the guest is where it was.
-            Err(error) => {
-                let reason = format!("{error:#}");
-                let kind = FailureKind::Temporary;
-                let end = End {
-                    guest,
-                    at: At::Source,
-                    result: Err(Failure { kind, reason }),
-                };
-                return Finished {
-                    end,
-                    state: None,
-                    job: None,
-                };
-            }
+            Err(error) => (At::Source, None, Err(temporary(format!("{error:#}")))),
         };
-        let (at, state) = self.observe();
         let job = match at {
-            At::Destination => {
-                let completed = |it: &mut Connection| it.completed_job(&self.known.uuid);
-                self.to.ask(completed).ok()
-            }
+            At::Destination => self.to.completed_job(uuid).ok(),
             _ => None,
-        };
-        // A guest that ended before its migration is not in doubt, and is not tried again.
-        let at = match (&result, at) {
-            (Err(failure), At::Neither) if failure.reason == ENDED => At::Source,
-            _ => at,
-        };
-        let has_ended = |state: &State| at == At::Source && state.has_ended();
-        let result = match state.filter(has_ended) {
-            Some(state) => Err(Failure {
-                kind: FailureKind::Permanent,
-                reason: format!("{ENDED}: {}", state.name()),
-            }),
-            None => result,
         };
         Finished {
             end: End { guest, at, result },
+            to: &self.to.name,
             state,
             job,
         }
     }
 
-    /// Migrates the guest. An error if the migration did not begin; otherwise its result.
-    fn begin(&self) -> Result<std::result::Result<(), Failure>> {
-        let uuid = &self.known.uuid;
-        if active(self.from, uuid)?.is_none() {
-            return Ok(Err(Failure {
-                kind: FailureKind::Permanent,
-                reason: ENDED.to_owned(),
-            }));
+    /// Migrates the guest, and returns after the end.
+    fn migrate(&self) -> std::result::Result<(), Failure> {
+        // `virsh` does not print error numbers; the texts are libvirt's own, of `virErrorNumber`.
+        const PERMANENT: [&str; 5] = [
+            "operation aborted",
+            "this function is not supported by the connection driver",
+            "invalid argument",
+            "unsupported configuration",
+            "Unsafe migration",
+        ];
+        let failure = match virsh::output_of(&mut self.command()) {
+            Ok(_) => return Ok(()),
+            Err(error) => format!("{error:#}"),
+        };
+        match PERMANENT.iter().any(|it| failure.contains(it)) {
+            true => Err(permanent(failure)),
+            false => Err(temporary(failure)),
         }
-        let to = match self.migration.is_by_host {
+    }
+
+    /// If this process dies, this `virsh` dies with it, and libvirt cancels the migration, unless the source host carries it out.
+    fn command(&self) -> Command {
+        let (options, is_persistent) = (self.options, self.domain.is_persistent);
+        let mut command = virsh::command_at(&self.from.uri_here());
+        command.args(["migrate", "--live", "--parallel", "--parallel-connections"]);
+        command.arg(options.channels.to_string());
+        for (is_set, option) in [
+            (is_persistent, "--persistent"),
+            (is_persistent, "--undefinesource"),
+            (options.copy_storage, "--copy-storage-all"),
+            (options.auto_converge, "--auto-converge"),
+            (options.p2p, "--p2p"),
+        ] {
+            if is_set {
+                command.arg(option);
+            }
+        }
+        if let Some(rate) = options.rate_of_each() {
+            // libvirt's unit is MiB a second.
+            command.args(["--bandwidth", &(rate >> 20).to_string()]);
+        }
+        let ask = || Ok(set_parent_process_death_signal(Some(Signal::KILL))?);
+        #[allow(unsafe_code, reason = "the only use of Command::pre_exec")]
+        // SAFETY: the closure is one system call, which may be made between fork and exec.
+        unsafe {
+            command.pre_exec(ask);
+        }
+        let to = match options.p2p {
             true => self.to.uri.clone(),
             false => self.to.uri_here(),
         };
-        let migrated = libvirt::migrate(&self.from.uri_here(), uuid, &to, &self.migration);
-        Ok(migrated.map_err(|error| Failure {
-            kind: error.kind(),
-            reason: error.to_string(),
-        }))
+        command.args([&self.domain.uuid, &to]);
+        command
     }
 
-    /// Asks both hosts where the guest is, until both answer and no migration is under way.
-    fn observe(&self) -> (At, Option<State>) {
-        let start = Instant::now();
+    /// Asks both hosts where the guest is, until both answer and no migration is under way. A guest that did not run before its
+    /// migration is not in doubt.
+    fn observe(&self, has_run: bool) -> (At, Option<State>) {
+        let (start, uuid) = (Instant::now(), &self.domain.uuid);
         loop {
-            let found = [self.from, self.to].map(|host| active(host, &self.known.uuid));
+            let found = [self.from, self.to].map(|host| host.active(uuid));
             let is_last = start.elapsed() >= SETTLE;
-            let is_settled = |of: &Domain| !of.state.is_migrating() || is_last;
+            let is_settled = |of: &Domain| of.state != State::Migrating || is_last;
             match found {
                 [Ok(Some(it)), Ok(None)] if is_settled(&it) => {
                     return (At::Source, Some(it.state));
@@ -444,13 +396,17 @@ impl<'a> Job<'a> {
                 }
                 [Ok(Some(_)), Ok(Some(_))] if is_last => return (At::Both, None),
                 [Ok(None), Ok(None)] if is_last => {
-                    let [from, to] = [self.from, self.to].map(|it| known(it, &self.known.uuid));
-                    let [from, to] =
-                        [from, to].map(|known| known.ok().flatten().map(|it| it.state));
-                    return ended(from, to);
+                    let [from, to] = [self.from, self.to].map(|host| {
+                        let known = host.domain(uuid).ok().flatten();
+                        known.map(|it| it.state)
+                    });
+                    return match ended(from, to) {
+                        (At::Neither, state) if !has_run => (At::Source, state),
+                        ended => ended,
+                    };
                 }
                 [Err(error), _] | [_, Err(error)] if is_last => {
-                    warn!("{}: {error:#}", self.name);
+                    warn!("{}: {error:#}", self.domain.name);
                     return (At::Unknown, None);
                 }
                 _ => thread::sleep(POLL),
@@ -459,32 +415,37 @@ impl<'a> Job<'a> {
     }
 }
 
-/// Reason for a guest that was shut off before its migration began.
+/// Reason for a guest that has ended by itself or by its user.
 const ENDED: &str = "it no longer runs";
+
+fn temporary(reason: String) -> Failure {
+    Failure {
+        is_temporary: true,
+        reason,
+    }
+}
+
+fn permanent(reason: String) -> Failure {
+    Failure {
+        is_temporary: false,
+        reason,
+    }
+}
 
 /// Location of a guest that runs nowhere, from the last state that both hosts keep of a persistent guest.
 fn ended(from: Option<State>, to: Option<State>) -> (At, Option<State>) {
     match (from, to) {
-        (Some(here), _) if here.has_ended() => (At::Source, from),
-        (Some(here), Some(there)) if here.has_left() && there.has_ended() => (At::Destination, to),
+        (Some(State::Ended(_)), _) => (At::Source, from),
+        (Some(State::Left), Some(State::Ended(_))) => (At::Destination, to),
         _ => (At::Neither, None),
     }
-}
-
-/// The guest, if it has a process there.
-fn active(host: &LibvirtHost, uuid: &str) -> Result<Option<Domain>> {
-    Ok(known(host, uuid)?.filter(|it| it.state.is_active()))
-}
-
-fn known(host: &LibvirtHost, uuid: &str) -> Result<Option<Domain>> {
-    host.ask(|it| it.domain(uuid))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const SHUT_OFF: i32 = 5;
+    const SHUT_OFF: u32 = 5;
 
     /// By libvirt's numbers of the reason for which a guest is shut off.
     #[test]
@@ -509,6 +470,7 @@ mod tests {
             assert_eq!(ended(from, to).0, at, "{from:?}, {to:?}");
         }
     }
+
     #[test]
     fn two_signals_between_two_polls_are_two() {
         use signal_hook::{consts::SIGUSR1, low_level::raise};

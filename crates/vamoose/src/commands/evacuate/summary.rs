@@ -1,15 +1,12 @@
-//! The report of a plan and of its outcome, as text and as JSON.
+//! The report of an evacuation, as text and as JSON: first the plan, in the end the outcome of each guest.
 
 use std::time::Duration;
 
-use evacuation::{GuestId, HostId, Outcome, Plan, Scheduler};
+use evacuation::{At, GuestId, Outcome, Plan, Scheduler};
 use serde::Serialize;
 use vamoose_link::millis;
 
-use super::{
-    drive::{self, Account},
-    survey::{SOURCE, Survey},
-};
+use super::survey::Survey;
 
 /// The report of an evacuation. Times are in milliseconds.
 #[derive(Debug, Serialize)]
@@ -17,32 +14,34 @@ use super::{
 pub(super) struct Report {
     /// `planned`, `completed`, `stopped` or `incomplete`.
     pub(super) status: &'static str,
-    pub(super) host: String,
-    pub(super) total_time: u64,
+    host: String,
+    total_time: u64,
+    /// By guest of the fleet.
     pub(super) guests: Vec<GuestReport>,
     /// Guests that are shut off, which are not moved.
-    pub(super) shut_off: usize,
+    shut_off: usize,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct GuestReport {
-    pub(super) name: String,
-    pub(super) uuid: String,
-    pub(super) memory: u64,
+    name: String,
+    uuid: String,
+    memory: u64,
     /// `planned`, `moved`, `stays` or `in-doubt`.
     pub(super) outcome: &'static str,
     /// The host that has the guest, as both hosts report; `None` if in doubt.
-    pub(super) at: Option<String>,
+    at: Option<String>,
     /// Destination.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) to: Option<String>,
+    to: Option<String>,
     /// State there, as libvirt reports it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) state: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) reason: Option<String>,
-    pub(super) tries: u32,
+    reason: Option<String>,
+    tries: usize,
+    /// From the start of the first try to the end of the last one.
     pub(super) total_time: u64,
     /// Of the last try, as QEMU counts them: before a gateway compresses them.
     pub(super) bytes: u64,
@@ -51,72 +50,13 @@ pub(super) struct GuestReport {
 
 impl Report {
     pub(super) fn of_plan(survey: &Survey, plan: &Plan) -> Self {
-        let moves = plan.moves.iter().map(|step| {
-            let host = &survey.hosts[step.to.0];
-            GuestReport {
-                to: Some(host.name.clone()),
-                ..GuestReport::new(survey, step.guest.0, "planned")
-            }
-        });
-        let stays = plan.stays.iter().map(|(guest, why)| GuestReport {
-            reason: Some(why.to_string()),
-            ..GuestReport::new(survey, guest.0, "stays")
-        });
-        Self {
-            guests: moves.chain(stays).collect(),
-            ..Self::new(survey, "planned", Duration::ZERO)
-        }
-    }
-
-    pub(super) fn of(
-        survey: &Survey,
-        guests: Vec<GuestReport>,
-        was_stopped: bool,
-        took: Duration,
-    ) -> Self {
-        let status = if guests.iter().all(|guest| guest.outcome == "moved") {
-            "completed"
-        } else if was_stopped {
-            "stopped"
-        } else {
-            "incomplete"
-        };
-        Self {
-            guests,
-            ..Self::new(survey, status, took)
-        }
-    }
-
-    fn new(survey: &Survey, status: &'static str, took: Duration) -> Self {
-        Self {
-            status,
-            host: survey.hosts[SOURCE.0].name.clone(),
-            total_time: millis(took),
-            guests: Vec::new(),
-            shut_off: survey.shut_off,
-        }
-    }
-
-    pub(super) fn count(&self, outcome: &str) -> usize {
-        let guests = self.guests.iter();
-        guests.filter(|guest| guest.outcome == outcome).count()
-    }
-
-    /// A line for each guest.
-    pub(super) fn lines(&self) -> impl Iterator<Item = String> {
-        self.guests.iter().map(GuestReport::line)
-    }
-}
-
-impl GuestReport {
-    fn new(survey: &Survey, guest: usize, outcome: &'static str) -> Self {
-        let is = &survey.fleet.guests()[guest];
-        Self {
-            name: is.name.clone(),
-            uuid: survey.known[guest].uuid.clone(),
-            memory: is.memory,
-            outcome,
-            at: Some(survey.hosts[SOURCE.0].name.clone()),
+        let host = &survey.source().name;
+        let guests = survey.domains.iter().map(|domain| GuestReport {
+            name: domain.name.clone(),
+            uuid: domain.uuid.clone(),
+            memory: domain.memory,
+            outcome: "stays",
+            at: Some(host.clone()),
             to: None,
             state: None,
             reason: None,
@@ -124,50 +64,84 @@ impl GuestReport {
             total_time: 0,
             bytes: 0,
             downtime: None,
+        });
+        let mut report = Self {
+            status: "planned",
+            host: host.clone(),
+            total_time: 0,
+            guests: guests.collect(),
+            shut_off: survey.shut_off,
+        };
+        for step in &plan.moves {
+            let guest = report.guest(step.guest);
+            guest.outcome = "planned";
+            guest.to = Some(survey.host(step.to).name.clone());
         }
+        for (guest, why) in &plan.stays {
+            report.guest(*guest).reason = Some(why.to_string());
+        }
+        report
     }
 
-    pub(super) fn of(
+    /// Replaces the plan by the outcome.
+    pub(super) fn conclude(
+        &mut self,
         survey: &Survey,
         scheduler: &Scheduler<'_>,
-        guest: GuestId,
-        account: &Account,
-    ) -> Self {
-        let report = Self {
-            state: account.state,
-            tries: scheduler.tries(guest),
-            total_time: millis(account.took),
-            bytes: account.bytes,
-            downtime: account.downtime_ms,
-            ..Self::new(survey, guest.0, "stays")
+        was_stopped: bool,
+        took: Duration,
+    ) {
+        for (at, guest) in self.guests.iter_mut().enumerate() {
+            guest.tries = scheduler.tries(GuestId(at));
+            if let Some(outcome) = scheduler.outcome(GuestId(at)) {
+                guest.conclude(survey, outcome);
+            }
+        }
+        self.total_time = millis(took);
+        self.status = if self.count("moved") == self.guests.len() {
+            "completed"
+        } else if was_stopped {
+            "stopped"
+        } else {
+            "incomplete"
         };
-        let name = |host: HostId| survey.hosts[host.0].name.clone();
-        match scheduler.outcome(guest) {
-            None => report,
-            Some(Outcome::Moved { to }) => Self {
-                outcome: "moved",
-                at: Some(name(*to)),
-                ..report
-            },
-            Some(Outcome::Stays(stay)) => Self {
-                reason: Some(stay.to_string()),
-                ..report
-            },
-            Some(Outcome::InDoubt { to, at, reason }) => {
-                let doubt = drive::in_doubt(*at, &name(*to));
-                let reason = reason.iter().map(|reason| format!("; {reason}"));
-                Self {
-                    outcome: "in-doubt",
-                    at: None,
-                    to: Some(name(*to)),
-                    reason: Some(format!("{doubt}{}", reason.collect::<String>())),
-                    ..report
-                }
+    }
+
+    pub(super) fn guest(&mut self, guest: GuestId) -> &mut GuestReport {
+        &mut self.guests[guest.0]
+    }
+
+    pub(super) fn count(&self, outcome: &str) -> usize {
+        let guests = self.guests.iter();
+        guests.filter(|guest| guest.outcome == outcome).count()
+    }
+}
+
+impl GuestReport {
+    fn conclude(&mut self, survey: &Survey, outcome: &Outcome) {
+        let name = |host| survey.host(host).name.clone();
+        self.to = None;
+        match outcome {
+            Outcome::Moved { to } => {
+                self.outcome = "moved";
+                self.at = Some(name(*to));
+            }
+            Outcome::Stays(stay) => {
+                self.outcome = "stays";
+                self.reason = Some(stay.to_string());
+            }
+            Outcome::InDoubt { to, at, reason } => {
+                self.outcome = "in-doubt";
+                self.at = None;
+                let reason = reason.as_ref().map(|reason| format!("; {reason}"));
+                let doubt = in_doubt(*at, &name(*to));
+                self.reason = Some(doubt + &reason.unwrap_or_default());
+                self.to = Some(name(*to));
             }
         }
     }
 
-    fn line(&self) -> String {
+    pub(super) fn line(&self) -> String {
         let Self { name, memory, .. } = self;
         let reason = self.reason.as_deref().unwrap_or("no reason is known");
         let text = match self.outcome {
@@ -195,5 +169,16 @@ impl GuestReport {
             _ => format!("stays: {reason}"),
         };
         format!("{name:<20} {:>8} MiB  {text}", memory >> 20)
+    }
+}
+
+/// Why the location of a guest that was to move to `to` is not known.
+pub(super) fn in_doubt(at: At, to: &str) -> String {
+    match at {
+        At::Both => format!("IT IS ACTIVE ON ITS HOST AND ON {to}: end one of the two"),
+        At::Neither => format!("it is active neither on its host nor on {to}"),
+        At::Unknown | At::Source | At::Destination => {
+            format!("its host and {to} did not both answer")
+        }
     }
 }

@@ -201,10 +201,7 @@ fn relayed(
     }
 }
 
-/// Waits for the end of `virsh migrate`, and cancels the migration when that is requested.
-///
-/// QEMU 10.0 aborts, and the guest ends, if libvirt cancels while QEMU sets up its channels and then switches multifd off before
-/// QEMU has cleaned up (docs/qemu.md). Therefore a migration that sends no packets yet is not cancelled before [`SETUP`] has passed.
+/// Waits for the end of `virsh migrate`, and cancels the migration when that is requested and has become safe ([`virsh::SETUP`]).
 fn wait(
     virsh: &mut Child,
     domain: &str,
@@ -219,7 +216,7 @@ fn wait(
         }
         if cancel.load(Ordering::Relaxed) {
             let requested = requested.get_or_insert_with(Instant::now);
-            if is_sending() || requested.elapsed() >= SETUP {
+            if is_sending() || requested.elapsed() >= virsh::SETUP {
                 // Fails while there is no migration yet, and after it has been cancelled.
                 let _ = virsh::output(["domjobabort", "--domain", domain]);
             }
@@ -227,9 +224,6 @@ fn wait(
         thread::sleep(POLL);
     }
 }
-
-/// Longest time that QEMU is given to set up its channels before it is told to cancel.
-const SETUP: Duration = Duration::from_secs(5);
 
 impl Options {
     fn virsh(&self, port: u16) -> Command {

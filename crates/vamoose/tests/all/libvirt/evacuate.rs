@@ -127,6 +127,10 @@ impl<'a> Evacuation<'a> {
         }
         let local = ["--dry-run", "--p2p", "--to", "localhost"];
         self.start(&local)?.finish(LIMIT)?.failure("with --p2p")?;
+        let slow = ["--dry-run", "--bandwidth", "9M"];
+        self.start(&slow)?
+            .finish(LIMIT)?
+            .failure("too little for 2 migrations at once")?;
         let more = ["--dry-run", "--to", "qemu+tcp://127.0.0.1:1/system"];
         let ended = self.start(&more)?.finish(LIMIT)?;
         let ended = ended.failure("1 guests cannot move")?;
@@ -161,7 +165,7 @@ impl<'a> Evacuation<'a> {
             is_persistent: true,
             ..Member::plain(SHORT)
         })?;
-        let run = self.start(&["--guest", SHORT, "--bandwidth", "1M"])?;
+        let run = self.start(&["--guest", SHORT, "--parallel", "1", "--bandwidth", "5M"])?;
         run.wait_for(" moves to ", LIMIT)?;
         let start = Instant::now();
         // Until it is really under way.
