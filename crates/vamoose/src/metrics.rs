@@ -1,7 +1,7 @@
 //! Metrics of a gateway or a server, for Prometheus. docs/metrics.md describes them for operators.
 //!
-//! Each migration has its own counters. [`Counts`] is an observer of their beginnings and ends; for each request (`responder`),
-//! it adds the counters of migrations under way to the totals of those that have ended.
+//! Each migration has its own counters. [`Counts`] observes when migrations begin and end. For each request (`responder`), it adds
+//! the counters of migrations under way to the totals of those that have ended.
 
 mod responder;
 
@@ -49,8 +49,8 @@ type Host = (Role, String);
 #[derive(Debug)]
 struct Count {
     live: Vec<Arc<Observed>>,
-    /// Values of [`COUNTERS`], of migrations that have ended.
-    done: [f64; COUNTERS.len()],
+    /// Values of migrations that have ended.
+    done: Values,
     ends: [u64; EndKind::ALL.len()],
     duration: Histogram,
     switchover: Histogram,
@@ -117,10 +117,12 @@ fn host(migration: &Observed) -> Host {
     (migration.role, migration.peer.clone())
 }
 
-fn add(values: &mut [f64], migration: &Observed, faults: &LinkFaults) {
+fn add(values: &mut Values, migration: &Observed, faults: &LinkFaults) {
     let snapshot = migration.stats.snapshot();
-    for (value, counter) in values.iter_mut().zip(&COUNTERS) {
-        *value += (counter.of)(migration.role, &snapshot, faults);
+    for (values, metric) in values.iter_mut().zip(&METRICS) {
+        for (value, (_, counter)) in values.iter_mut().zip(metric.counters) {
+            *value += counter(migration.role, &snapshot, faults);
+        }
     }
 }
 
@@ -128,7 +130,7 @@ impl Default for Count {
     fn default() -> Self {
         Self {
             live: Vec::new(),
-            done: [0.0; COUNTERS.len()],
+            done: Values::default(),
             ends: Default::default(),
             // Half a second to a bit more than an hour, and 2 ms to 16 s.
             duration: Histogram::new(exponential_buckets(0.5, 2.0, 14)),
@@ -137,135 +139,119 @@ impl Default for Count {
     }
 }
 
-/// A counter of migrations.
-struct Counter {
+/// A metric with the counters of migrations.
+struct Metric {
     name: &'static str,
     help: &'static str,
     unit: Option<&'static Unit>,
-    /// The label besides those of [`Host`].
-    label: Option<Label>,
-    /// Value that a migration has reached.
-    of: fn(Role, &Snapshot, &LinkFaults) -> f64,
+    /// Counters, with a label that tells several of them apart.
+    counters: &'static [(Option<Label>, Counter)],
 }
 
 type Label = (&'static str, &'static str);
 
-/// Counters of one name follow each other.
-const COUNTERS: [Counter; 14] = [
-    Counter {
+/// The value that a migration has reached.
+type Counter = fn(Role, &Snapshot, &LinkFaults) -> f64;
+
+/// Values of all counters, by metric.
+type Values = [[f64; MOST]; METRICS.len()];
+
+/// Most counters of a metric.
+const MOST: usize = 3;
+
+const METRICS: [Metric; 9] = [
+    Metric {
         name: "vamoose_migration_guest",
         help: "Bytes between this process and QEMUs, before encoding and after decoding",
         unit: Some(&Unit::Bytes),
-        label: None,
-        of: |role, moved, _| match role {
+        counters: &[(None, |role, moved, _| match role {
             Role::Source => moved.received_bytes as f64,
             Role::Destination => moved.wire_bytes as f64,
-        },
+        })],
     },
-    Counter {
+    Metric {
         name: "vamoose_migration_link",
         help: "Bytes between this process and the other host's, encoded, without the overhead of TLS",
         unit: Some(&Unit::Bytes),
-        label: None,
-        of: |role, moved, _| match role {
+        counters: &[(None, |role, moved, _| match role {
             Role::Source => moved.wire_bytes as f64,
             Role::Destination => moved.received_bytes as f64,
-        },
+        })],
     },
-    Counter {
-        label: Some(("kind", "normal")),
-        of: |_, moved, _| moved.normal_pages as f64,
-        ..PAGES
+    Metric {
+        name: "vamoose_migration_pages",
+        help: "Pages passed on: with their content, or as the mere fact that they are zero",
+        unit: None,
+        counters: &[
+            (Some(("kind", "normal")), |_, moved, _| {
+                moved.normal_pages as f64
+            }),
+            (Some(("kind", "zero")), |_, moved, _| {
+                moved.zero_pages as f64
+            }),
+        ],
     },
-    Counter {
-        label: Some(("kind", "zero")),
-        of: |_, moved, _| moved.zero_pages as f64,
-        ..PAGES
-    },
-    Counter {
+    Metric {
         name: "vamoose_migration_difference_pages",
         help: "Normal pages sent as the difference to an earlier version",
         unit: None,
-        label: None,
-        of: |_, moved, _| moved.delta_pages as f64,
+        counters: &[(None, |_, moved, _| moved.delta_pages as f64)],
     },
-    Counter {
+    Metric {
         name: "vamoose_migration_syncs",
         help: "SYNCs passed on, one for each round",
         unit: None,
-        label: None,
-        of: |_, moved, _| moved.syncs as f64,
+        counters: &[(None, |_, moved, _| moved.syncs as f64)],
     },
-    Counter {
-        label: Some(("stage", "encode")),
-        of: |_, moved, _| moved.encode_time.as_secs_f64(),
-        ..CPU
+    Metric {
+        name: "vamoose_migration_cpu",
+        help: "CPU time of encoding and decoding",
+        unit: Some(&Unit::Seconds),
+        counters: &[
+            (Some(("stage", "encode")), |_, moved, _| {
+                moved.encode_time.as_secs_f64()
+            }),
+            (Some(("stage", "decode")), |_, moved, _| {
+                moved.decode_time.as_secs_f64()
+            }),
+        ],
     },
-    Counter {
-        label: Some(("stage", "decode")),
-        of: |_, moved, _| moved.decode_time.as_secs_f64(),
-        ..CPU
+    Metric {
+        name: "vamoose_engine_operations",
+        help: "Operations for which there is a device, by their result",
+        unit: None,
+        counters: &[
+            (Some(("result", "accelerated")), |_, moved, _| {
+                moved.engines.accelerated as f64
+            }),
+            (Some(("result", "fallback")), |_, moved, _| {
+                moved.engines.fallbacks as f64
+            }),
+            (Some(("result", "wrong")), |_, moved, _| {
+                moved.engines.wrong as f64
+            }),
+        ],
     },
-    Counter {
-        label: Some(("result", "accelerated")),
-        of: |_, moved, _| moved.engines.accelerated as f64,
-        ..OPERATIONS
-    },
-    Counter {
-        label: Some(("result", "fallback")),
-        of: |_, moved, _| moved.engines.fallbacks as f64,
-        ..OPERATIONS
-    },
-    Counter {
-        label: Some(("result", "wrong")),
-        of: |_, moved, _| moved.engines.wrong as f64,
-        ..OPERATIONS
-    },
-    Counter {
+    Metric {
         name: "vamoose_session_reconnects",
         help: "Connections to the other host that were replaced, of migrations that have ended",
         unit: None,
-        label: None,
-        of: |_, _, faults| faults.reconnects as f64,
+        counters: &[(None, |_, _, faults| faults.reconnects as f64)],
     },
-    Counter {
-        label: Some(("check", "frame")),
-        of: |_, _, faults| faults.corrupt_frames as f64,
-        ..CHECKS
-    },
-    Counter {
-        label: Some(("check", "pages")),
-        of: |_, moved, _| moved.changed_packets as f64,
-        ..CHECKS
+    Metric {
+        name: "vamoose_session_check_failures",
+        help: "Checksum mismatches",
+        unit: None,
+        counters: &[
+            (Some(("check", "frame")), |_, _, faults| {
+                faults.corrupt_frames as f64
+            }),
+            (Some(("check", "pages")), |_, moved, _| {
+                moved.changed_packets as f64
+            }),
+        ],
     },
 ];
-
-const PAGES: Counter = Counter {
-    name: "vamoose_migration_pages",
-    help: "Pages passed on: with their content, or as the mere fact that they are zero",
-    unit: None,
-    label: None,
-    of: |_, _, _| 0.0,
-};
-
-const CPU: Counter = Counter {
-    name: "vamoose_migration_cpu",
-    help: "CPU time of encoding and decoding",
-    unit: Some(&Unit::Seconds),
-    ..PAGES
-};
-
-const OPERATIONS: Counter = Counter {
-    name: "vamoose_engine_operations",
-    help: "Operations for which there is a device, by their result",
-    ..PAGES
-};
-
-const CHECKS: Counter = Counter {
-    name: "vamoose_session_check_failures",
-    help: "Checksum mismatches",
-    ..PAGES
-};
 
 impl Collector for Counts {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
@@ -277,15 +263,8 @@ impl Collector for Counts {
                 (labels, ConstCounter::new(ends))
             })
         });
-        let help = "Migrations that have ended";
-        family(
-            &mut encoder,
-            "vamoose_migrations",
-            help,
-            None,
-            MetricType::Counter,
-            ended,
-        )?;
+        let (name, help) = ("vamoose_migrations", "Migrations that have ended");
+        family(&mut encoder, name, help, None, MetricType::Counter, ended)?;
         let live = counts.iter().map(|(host, count)| {
             let live = ConstGauge::new(count.live.len());
             (labels(host, None), live)
@@ -299,42 +278,41 @@ impl Collector for Counts {
             }
             (host, values)
         });
-        let moved: Vec<_> = moved.collect();
-        let mut at = 0;
-        for counters in COUNTERS.chunk_by(|one, other| one.name == other.name) {
+        let moved: Vec<(_, Values)> = moved.collect();
+        for (at, metric) in METRICS.iter().enumerate() {
             let values = moved.iter().flat_map(|(host, values)| {
-                let values = counters.iter().zip(&values[at..]);
-                values.map(|(counter, value)| {
-                    (labels(host, counter.label), ConstCounter::new(*value))
-                })
+                let values = metric.counters.iter().zip(values[at]);
+                values.map(|((label, _), value)| (labels(host, *label), ConstCounter::new(value)))
             });
-            let Counter {
-                name, help, unit, ..
-            } = &counters[0];
-            family(&mut encoder, name, help, *unit, MetricType::Counter, values)?;
-            at += counters.len();
+            let (name, help, kind) = (metric.name, metric.help, MetricType::Counter);
+            family(&mut encoder, name, help, metric.unit, kind, values)?;
         }
-        let seconds = Some(&Unit::Seconds);
-        let durations = counts.iter();
-        let durations = durations.map(|(host, count)| (labels(host, None), count.duration.clone()));
-        family(
-            &mut encoder,
-            "vamoose_migration_duration",
-            "From the first connection to the end, of migrations that were not refused",
-            seconds,
-            MetricType::Histogram,
-            durations,
-        )?;
-        let times = counts.iter();
-        let times = times.map(|(host, count)| (labels(host, None), count.switchover.clone()));
-        family(
-            &mut encoder,
-            "vamoose_migration_switchover",
-            "From the last page to the message that the guest is loaded, where both were seen",
-            seconds,
-            MetricType::Histogram,
-            times,
-        )
+        let times: [(_, _, fn(&Count) -> &Histogram); 2] = [
+            (
+                "vamoose_migration_duration",
+                "From the first connection to the end, of migrations that were not refused",
+                |count| &count.duration,
+            ),
+            (
+                "vamoose_migration_switchover",
+                "From the last page to the message that the guest is loaded, where both were seen",
+                |count| &count.switchover,
+            ),
+        ];
+        for (name, help, of) in times {
+            let values = counts.iter();
+            let values = values.map(|(host, count)| (labels(host, None), of(count).clone()));
+            let unit = Some(&Unit::Seconds);
+            family(
+                &mut encoder,
+                name,
+                help,
+                unit,
+                MetricType::Histogram,
+                values,
+            )?;
+        }
+        Ok(())
     }
 }
 

@@ -89,13 +89,13 @@ impl Display {
 
     pub fn show(&mut self, progress: &Progress) {
         self.rate.update(progress.moved.wire_bytes);
-        let state = State::of(progress);
         // The last one is always shown.
-        if state.downtime_parts.is_object() {
+        if progress.source["downtime-parts"].is_object() {
             self.bar.expect_line();
         }
-        let text = state.text(self.rate.bytes_per_second);
-        self.bar.show(state.done(), state.total, text);
+        let (done, total) = done(&progress.source);
+        let text = text(progress, self.rate.bytes_per_second);
+        self.bar.show(done, total, text);
     }
 
     pub fn end(&self) {
@@ -109,53 +109,29 @@ pub fn remaining(source: &Value) -> Option<u64> {
     all.or_else(|| source["ram"]["remaining"].as_u64())
 }
 
-/// The values shown.
-struct State<'a> {
-    status: &'a str,
-    total: u64,
-    remaining: u64,
-    rounds: u64,
-    expected_downtime: Option<u64>,
-    /// Its keys are those of the report.
-    downtime_parts: &'a Value,
-    ratio: f64,
+/// Bytes of guest memory sent, and all of them.
+fn done(source: &Value) -> (u64, u64) {
+    let total = source["ram"]["total"].as_u64().unwrap_or(0);
+    (total.saturating_sub(remaining(source).unwrap_or(0)), total)
 }
 
-impl<'a> State<'a> {
-    fn of(progress: &'a Progress) -> Self {
-        let ram = &progress.source["ram"];
-        let number = |name: &str| ram[name].as_u64().unwrap_or(0);
-        Self {
-            status: &progress.status,
-            total: number("total"),
-            remaining: remaining(&progress.source).unwrap_or(0),
-            rounds: number("dirty-sync-count"),
-            expected_downtime: progress.source["expected-downtime"].as_u64(),
-            downtime_parts: &progress.source["downtime-parts"],
-            ratio: progress.moved.page_bytes as f64 / progress.moved.wire_bytes.max(1) as f64,
-        }
-    }
-
-    fn done(&self) -> u64 {
-        self.total.saturating_sub(self.remaining)
-    }
-
-    fn text(&self, bytes_per_second: f64) -> String {
-        let downtime = self.expected_downtime.map_or_else(String::new, |millis| {
-            format!(", expected downtime {millis} ms")
-        });
-        let parts = self.downtime_parts.as_object().into_iter().flatten();
-        let parts: String = parts
-            .map(|(part, millis)| format!(", {part} {millis} ms"))
-            .collect();
-        format!(
-            "{}, {:.0} MiB/s on the wire, ratio {:.2}, round {}{downtime}{parts}",
-            self.status,
-            bytes_per_second / f64::from(1 << 20),
-            self.ratio,
-            self.rounds,
-        )
-    }
+fn text(progress: &Progress, bytes_per_second: f64) -> String {
+    let (source, moved) = (&progress.source, &progress.moved);
+    let downtime = source["expected-downtime"].as_u64();
+    let downtime = downtime.map(|millis| format!(", expected downtime {millis} ms"));
+    // Their keys are those of the report.
+    let parts = source["downtime-parts"].as_object().into_iter().flatten();
+    let parts: String = parts
+        .map(|(part, millis)| format!(", {part} {millis} ms"))
+        .collect();
+    format!(
+        "{}, {:.0} MiB/s on the wire, ratio {:.2}, round {}{}{parts}",
+        progress.status,
+        bytes_per_second / f64::from(1 << 20),
+        moved.page_bytes as f64 / moved.wire_bytes.max(1) as f64,
+        source["ram"]["dirty-sync-count"].as_u64().unwrap_or(0),
+        downtime.unwrap_or_default(),
+    )
 }
 
 /// Bytes per second, over the last second or so.
@@ -197,10 +173,9 @@ mod tests {
             },
             ..Progress::default()
         };
-        let state = State::of(&progress);
-        assert_eq!((state.done(), state.total), (3072, 4096));
+        assert_eq!(done(&progress.source), (3072, 4096));
         assert_eq!(
-            state.text(2_097_152.0),
+            text(&progress, 2_097_152.0),
             "active, 2 MiB/s on the wire, ratio 2.50, round 2, expected downtime 300 ms"
         );
     }
@@ -220,12 +195,12 @@ mod tests {
             source: json!({ "downtime-parts": { "commit": 8, "load": 25 } }),
             ..Progress::default()
         };
-        let text = State::of(&progress).text(0.0);
+        let text = text(&progress, 0.0);
         assert!(text.ends_with("round 0, commit 8 ms, load 25 ms"), "{text}");
     }
 
     #[test]
     fn a_source_that_says_nothing_yet_is_at_the_start() {
-        assert_eq!(State::of(&Progress::default()).done(), 0);
+        assert_eq!(done(&Progress::default().source), (0, 0));
     }
 }
