@@ -287,32 +287,26 @@ impl Collector for Counts {
             let (name, help, kind) = (metric.name, metric.help, MetricType::Counter);
             family(&mut encoder, name, help, metric.unit, kind, values)?;
         }
-        let times: [(_, _, fn(&Count) -> &Histogram); 2] = [
-            (
-                "vamoose_migration_duration",
-                "From the first connection to the end, of migrations that were not refused",
-                |count| &count.duration,
-            ),
-            (
-                "vamoose_migration_switchover",
-                "From the last page to the message that the guest is loaded, where both were seen",
-                |count| &count.switchover,
-            ),
-        ];
-        for (name, help, of) in times {
-            let values = counts.iter();
-            let values = values.map(|(host, count)| (labels(host, None), of(count).clone()));
-            let unit = Some(&Unit::Seconds);
-            family(
-                &mut encoder,
-                name,
-                help,
-                unit,
-                MetricType::Histogram,
-                values,
-            )?;
-        }
-        Ok(())
+        let times = |of: fn(&Count) -> &Histogram| {
+            let all = counts.iter();
+            all.map(move |(host, count)| (labels(host, None), of(count).clone()))
+        };
+        family(
+            &mut encoder,
+            "vamoose_migration_duration",
+            "From the first connection to the end, of migrations that were not refused",
+            Some(&Unit::Seconds),
+            MetricType::Histogram,
+            times(|count| &count.duration),
+        )?;
+        family(
+            &mut encoder,
+            "vamoose_migration_switchover",
+            "From the last page to the message that the guest is loaded, where both were seen",
+            Some(&Unit::Seconds),
+            MetricType::Histogram,
+            times(|count| &count.switchover),
+        )
     }
 }
 

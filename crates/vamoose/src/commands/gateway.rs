@@ -19,7 +19,7 @@ use signal_hook::{
 };
 use tracing::{error, info, warn};
 use vamoose_link::{Address, PageCaches, Session, Sessions};
-use vamoose_relay::{Gateway, GatewayConfig, Watchable};
+use vamoose_relay::{Gateway, GatewayConfig};
 
 use self::config::File;
 use vamoose::{
@@ -61,7 +61,8 @@ impl Options {
         let file = File::read(&self.config)?;
         let metrics = self.metrics.metrics.clone().or_else(|| file.metrics());
         let page_caches = file.page_caches();
-        let config = file.into_config(&self.hardware, self.drain_timeout());
+        let drain_timeout = Duration::from_secs(self.drain_timeout);
+        let config = file.into_config(&self.hardware, drain_timeout);
         let config = config.with_context(|| self.config.display().to_string())?;
         Sessions::check(&config.sessions)?;
         for peer in config.dialled() {
@@ -83,17 +84,10 @@ impl Options {
             page_caches,
         })
     }
-
-    fn watchable(&self) -> Option<Watchable> {
-        watchable::bind(self.state_dir.as_deref()?)
-    }
-
-    fn drain_timeout(&self) -> Duration {
-        Duration::from_secs(self.drain_timeout)
-    }
 }
 
-/// The contents of the configuration.
+/// The contents of the configuration file.
+#[derive(Clone)]
 struct Setting {
     config: GatewayConfig,
     /// Address at which to serve metrics.
@@ -102,40 +96,73 @@ struct Setting {
     page_caches: usize,
 }
 
+impl Setting {
+    /// Adds counters for the peers.
+    fn count_in(&self, counts: &Counts) {
+        counts.expect(self.config.peers.iter().map(|peer| &*peer.name));
+    }
+
+    /// Keys with other values than `at_start` that only a restart applies.
+    fn only_at_start(&self, at_start: &Self) -> Vec<&'static str> {
+        let [before, now] = [&at_start.config, &self.config];
+        let [was, is] = [&before.sessions, &now.sessions];
+        let keys = [
+            ("listen", before.listen == now.listen),
+            ("metrics", at_start.metrics == self.metrics),
+            (
+                "reconnect-timeout (of migrations from peers)",
+                was.reconnect_timeout == is.reconnect_timeout,
+            ),
+            (
+                "stall-timeout (of migrations from peers)",
+                was.stall_timeout == is.stall_timeout,
+            ),
+            (
+                "page-cache (of migrations from peers)",
+                was.page_cache == is.page_cache,
+            ),
+        ];
+        let changed = keys.into_iter().filter(|(_, is_same)| !is_same);
+        changed.map(|(key, _)| key).collect()
+    }
+}
+
 pub(crate) fn run(options: &Options) -> Result<()> {
     if options.check {
         // The same errors that SIGHUP would find.
         return options.read().map(drop);
     }
     raise_descriptors();
-    let Setting {
-        config,
-        metrics,
-        page_caches,
-    } = options.read()?;
-    let caches = PageCaches::new(page_caches);
-    let config = config.sharing(&caches);
-    let at_start = fixed(&config, metrics.as_ref());
+    let at_start = options.read()?;
+    let caches = PageCaches::new(at_start.page_caches);
+    let config = at_start.config.clone().sharing(&caches);
     let passed = systemd::passed_listeners(config.sessions.stall_timeout)?;
-    let peers: Vec<_> = config.peers.iter().map(|peer| peer.name.clone()).collect();
     let counts = Arc::<Counts>::default();
-    counts.expect(peers.iter().map(String::as_str));
-    let watchable = options.watchable();
+    at_start.count_in(&counts);
+    let state_dir = options.state_dir.as_deref();
+    let watchable = state_dir.and_then(watchable::bind);
     let gateway = Gateway::bind(config, passed)?.observed_by(counts.clone());
-    let _metrics = metrics.map(|at| metrics::serve(&at, &counts)).transpose()?;
+    let metrics = at_start.metrics.as_ref();
+    let _metrics = metrics.map(|at| metrics::serve(at, &counts)).transpose()?;
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot catch signals")?;
     let handle = signals.handle();
     for address in gateway.addresses() {
         info!("reached by other gateways on {address}");
     }
+    let peers: Vec<_> = at_start.config.peers.iter().map(|it| &*it.name).collect();
     info!("ready for migrations to {}", peers.join(", "));
     systemd::notify("READY=1");
+    // An error in the file leaves the previous configuration in force.
+    let reload = || {
+        let setting = options.read()?;
+        gateway.reload(setting.config.clone().sharing(&caches))?;
+        caches.set_limit(setting.page_caches);
+        setting.count_in(&counts);
+        Ok(setting.only_at_start(&at_start))
+    };
     thread::scope(|scope| {
         let _end = watchable::serve(scope, watchable.as_ref(), || gateway.under_way());
-        scope.spawn(|| {
-            let reload = || reload(&gateway, options, &counts, &at_start, &caches);
-            obey(&mut signals, &gateway, &reload);
-        });
+        scope.spawn(|| obey(&mut signals, &gateway, &reload));
         let served = gateway.run();
         handle.close();
         served
@@ -150,11 +177,22 @@ pub(crate) fn configuration(file: &Path) -> Result<GatewayConfig> {
     config.with_context(|| file.display().to_string())
 }
 
-fn obey(signals: &mut Signals, gateway: &Gateway, reload: &dyn Fn()) {
+fn obey(signals: &mut Signals, gateway: &Gateway, reload: &dyn Fn() -> Result<Vec<&'static str>>) {
     let mut is_draining = false;
     for signal in signals.forever() {
         match signal {
-            SIGHUP => reload(),
+            SIGHUP => match reload() {
+                Ok(unchanged) => {
+                    info!("the configuration has been read again");
+                    if !unchanged.is_empty() {
+                        let keys = unchanged.join(", ");
+                        warn!(
+                            "these changes take effect only when the gateway is restarted: {keys}"
+                        );
+                    }
+                }
+                Err(error) => error!("the previous configuration stays in force: {error:#}"),
+            },
             _ if is_draining => {
                 info!("aborting migrations under way");
                 gateway.stop();
@@ -167,65 +205,6 @@ fn obey(signals: &mut Signals, gateway: &Gateway, reload: &dyn Fn()) {
             }
         }
     }
-}
-
-/// Reads the configuration again. An error in it leaves the previous one in force.
-fn reload(
-    gateway: &Gateway,
-    options: &Options,
-    counts: &Counts,
-    at_start: &Fixed,
-    caches: &PageCaches,
-) {
-    let reload = || {
-        let read = options.read()?;
-        let config = read.config.sharing(caches);
-        let now = fixed(&config, read.metrics.as_ref());
-        let changed = at_start
-            .iter()
-            .zip(&now)
-            .filter(|(before, now)| before != now);
-        let changed: Vec<_> = changed.map(|((key, _), _)| *key).collect();
-        let peers: Vec<_> = config.peers.iter().map(|peer| peer.name.clone()).collect();
-        gateway.reload(config)?;
-        caches.set_limit(read.page_caches);
-        counts.expect(peers.iter().map(String::as_str));
-        anyhow::Ok(changed)
-    };
-    match reload() {
-        Ok(changed) => {
-            info!("the configuration has been read again");
-            if !changed.is_empty() {
-                let names = changed.join(", ");
-                warn!("these changes take effect only when the gateway is restarted: {names}");
-            }
-        }
-        Err(error) => error!("the previous configuration stays in force: {error:#}"),
-    }
-}
-
-/// Settings that only a restart changes, with their keys.
-type Fixed = [(&'static str, String); 5];
-
-fn fixed(config: &GatewayConfig, metrics: Option<&Address>) -> Fixed {
-    let sessions = &config.sessions;
-    let [reconnect, stall] = [sessions.reconnect_timeout, sessions.stall_timeout];
-    [
-        ("listen", format!("{:?}", config.listen)),
-        ("metrics", format!("{metrics:?}")),
-        (
-            "reconnect-timeout (of migrations from peers)",
-            format!("{reconnect:?}"),
-        ),
-        (
-            "stall-timeout (of migrations from peers)",
-            format!("{stall:?}"),
-        ),
-        (
-            "page-cache (of migrations from peers)",
-            sessions.page_cache.to_string(),
-        ),
-    ]
 }
 
 /// The gateway needs a descriptor for each peer and port, and a dozen for each migration.

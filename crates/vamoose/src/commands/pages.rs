@@ -1,11 +1,9 @@
-//! `vamoose pages`: manual pages and completions, from the same definitions as `--help`. For packages.
+//! `vamoose pages`: manual pages and completions, from the same definitions as `--help`, and gateway.toml(5). For packages.
 //!
 //! ```text
 //!  DIR/man/vamoose.1, vamoose-migrate.1, ..., vamoose-serve.8, gateway.toml.5
 //!  DIR/completions/vamoose.bash, _vamoose, vamoose.fish
 //! ```
-
-mod gateway_toml;
 
 use std::{
     fs,
@@ -25,6 +23,9 @@ pub(crate) struct Options {
     out: PathBuf,
 }
 
+/// gateway.toml(5), with the keys of the table in docs/gateway.md.
+const GATEWAY_TOML: &str = include_str!("../../../../packaging/gateway.toml.5");
+
 /// Servers: their pages are in section 8, all others in 1.
 const DAEMONS: [&str; 2] = ["vamoose-gateway", "vamoose-serve"];
 
@@ -36,7 +37,7 @@ pub(crate) fn run(options: &Options, mut program: Command) -> Result<()> {
     let mut documented = without_help(program.clone());
     documented.build();
     write_pages(&documented, &man)?;
-    write(&man.join("gateway.toml.5"), &gateway_toml::page())?;
+    write(&man.join("gateway.toml.5"), GATEWAY_TOML)?;
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
         generate_to(shell, &mut program, "vamoose", &completions)
             .with_context(|| format!("cannot write into {}", completions.display()))?;
@@ -71,4 +72,41 @@ fn without_help(command: Command) -> Command {
     command
         .disable_help_subcommand(true)
         .mut_subcommands(without_help)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gateway_toml_5_has_the_table_of_the_handbook() {
+        let handbook = include_str!("../../../../docs/gateway.md");
+        let section = handbook.split("\n## Configuration\n").nth(1).unwrap();
+        let table = section.split("\n|---|---|---|\n").nth(1).unwrap();
+        let rows = table.lines().take_while(|line| line.starts_with('|'));
+        let mut page = GATEWAY_TOML.replace("\\-", "-");
+        for font in ["\\fB", "\\fI", "\\fR"] {
+            page = page.replace(font, "");
+        }
+        let mut rest = &*page;
+        for row in rows {
+            let row = row
+                .replace('`', "")
+                .replace("[metrics](metrics.md)", "metrics");
+            let cells: Vec<_> = row.split('|').map(str::trim).collect();
+            let [_, key, default, meaning, _] = cells[..] else {
+                panic!("{row}");
+            };
+            let default = match default {
+                "" => String::new(),
+                default => format!("; default: {default}"),
+            };
+            let entry = format!(".TP\n{key}\n{meaning}{default}\n");
+            let found = rest.split_once(&entry);
+            rest = found
+                .unwrap_or_else(|| panic!("{entry} is not in:\n{rest}"))
+                .1;
+        }
+        assert!(!rest.contains(".TP\n"), "more keys: {rest}");
+    }
 }

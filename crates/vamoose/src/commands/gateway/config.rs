@@ -163,6 +163,7 @@ impl File {
             let stream = self.stream(name, it);
             stream.with_context(|| format!("stream {name}"))
         });
+        let all: Vec<_> = self.peers.iter().collect();
         let config = GatewayConfig {
             peers: peers.collect::<Result<_>>()?,
             streams: streams.collect::<Result<_>>()?,
@@ -172,14 +173,14 @@ impl File {
             users: users(self.users.as_deref()).context("users")?,
             outgoing,
             incoming,
-            sessions: self.sessions(self.security(None)?),
+            sessions: self.sessions(self.security(&all, None)?),
             drain_timeout,
         };
         check(&config)?;
         Ok(config)
     }
 
-    fn peer(&self, name: &str, peer: &Peer) -> Result<GatewayPeer> {
+    fn peer(&self, name: &String, peer: &Peer) -> Result<GatewayPeer> {
         if !peer.bind.is_empty() && peer.bind.len() != peer.to.len() {
             bail!("bind: one for each address of `to`, or none");
         }
@@ -188,16 +189,22 @@ impl File {
             to: to.clone(),
             bind: peer.bind.get(at).copied(),
         });
+        let security = self.security(&[(name, peer)], Some(certificate_name(name, peer)))?;
+        let identity = match &security {
+            Security::Certificates(certificates) => certificates.server_name.clone(),
+            Security::Keys(_) => peer.key.as_ref().map(|key| key.0.to_string()),
+            _ => None,
+        };
         let max_bandwidth = peer.max_bandwidth.as_ref().map(|size| size.0.rate());
         Ok(GatewayPeer {
-            name: name.to_owned(),
+            name: name.clone(),
             alias: peer.alias,
             ports: ports(peer.ports.as_ref(), peer.alias),
             remote: Remote {
                 paths: paths.collect(),
-                config: self.sessions(self.security(Some((name, peer)))?),
+                config: self.sessions(security),
             },
-            identity: self.identity(name, peer),
+            identity,
             migrations: peer.migrations.map_or(16, NonZeroUsize::get),
             max_bandwidth: max_bandwidth.transpose().context("max-bandwidth")?,
         })
@@ -225,26 +232,12 @@ impl File {
         })
     }
 
-    fn identity(&self, name: &str, peer: &Peer) -> Option<String> {
-        if self.insecure {
-            return None;
-        }
-        match &self.tls_creds {
-            Some(_) => Some(certificate_name(name, peer)),
-            None => peer.key.as_ref().map(|key| key.0.to_string()),
-        }
-    }
-
-    /// Authentication of one peer, or of all peers that dial this host.
-    fn security(&self, only: Option<(&str, &Peer)>) -> Result<Security> {
-        let peers = || match only {
-            Some(it) => vec![it],
-            None => self
-                .peers
-                .iter()
-                .map(|(name, peer)| (&**name, peer))
-                .collect(),
-        };
+    /// Authentication of these peers. Of one that this host dials, `server_name` is the name in its certificate.
+    fn security(
+        &self,
+        peers: &[(&String, &Peer)],
+        server_name: Option<String>,
+    ) -> Result<Security> {
         if self.insecure {
             ensure!(
                 self.keys.is_none() && self.tls_creds.is_none(),
@@ -254,18 +247,16 @@ impl File {
         }
         if let Some(directory) = &self.tls_creds {
             ensure!(self.keys.is_none(), "keys and tls-creds: choose one");
+            let names = peers
+                .iter()
+                .map(|(name, peer)| certificate_name(name, peer));
             return Ok(Security::Certificates(Certificates {
                 directory: directory.clone(),
-                allow: Some(
-                    peers()
-                        .into_iter()
-                        .map(|(name, peer)| certificate_name(name, peer))
-                        .collect(),
-                ),
-                server_name: only.map(|(name, peer)| certificate_name(name, peer)),
+                allow: Some(names.collect()),
+                server_name,
             }));
         }
-        let trusted = peers().into_iter().map(|(name, peer)| {
+        let keys = peers.iter().map(|(name, peer)| {
             let key = peer.key.as_ref().map(|key| key.0);
             key.with_context(|| {
                 format!("peer {name}: its key is missing; `vamoose keys show` prints it there")
@@ -273,7 +264,7 @@ impl File {
         });
         Ok(Security::Keys(Keys {
             directory: keys_directory(self.keys.clone())?,
-            trusted: Some(trusted.collect::<Result<_>>()?),
+            trusted: Some(keys.collect::<Result<_>>()?),
         }))
     }
 
@@ -311,28 +302,20 @@ fn ports_of(alias: Option<IpAddr>) -> RangeInclusive<u16> {
 }
 
 /// Users as which QEMU runs, of those that exist.
-pub(crate) fn qemu_users() -> Result<Vec<u32>> {
-    let known = passwd()?;
-    Ok(USERS
-        .into_iter()
-        .filter_map(|it| uid_in(&known, it))
-        .collect())
+pub(crate) fn qemu_users() -> Vec<u32> {
+    USERS.into_iter().filter_map(uid).collect()
 }
 
 /// The number of a user, by its name or itself.
 pub(crate) fn uid(user: &str) -> Option<u32> {
-    let by_name = || uid_in(&passwd().ok()?, user);
+    let by_name = || uid_in(&fs::read_to_string("/etc/passwd").ok()?, user);
     user.parse().ok().or_else(by_name)
-}
-
-fn passwd() -> Result<String> {
-    fs::read_to_string("/etc/passwd").context("cannot read /etc/passwd")
 }
 
 /// Users whose connections are accepted, besides root and this process's user. Named users have to exist.
 fn users(named: Option<&[String]>) -> Result<Peers> {
     let Some(named) = named else {
-        return Ok(Peers::own_and(qemu_users()?));
+        return Ok(Peers::own_and(qemu_users()));
     };
     let uids = named.iter().map(|name| {
         uid(name).with_context(|| format!("there is no `{name}` in /etc/passwd: give a number"))

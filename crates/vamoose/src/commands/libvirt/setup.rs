@@ -45,31 +45,19 @@ pub(super) fn run(options: &Options) -> Result<()> {
         read => read.with_context(|| format!("cannot read {}", path.display()))?,
     };
     let wanted = wanted(&config)?;
-    let lines = |wanted: &mut dyn Iterator<Item = &Setting>| -> String {
-        wanted
-            .map(|(name, value)| format!("{name} = {value}\n"))
-            .collect()
-    };
-    print!("{}", lines(&mut wanted.iter()));
-    let missing = wanted
-        .iter()
-        .filter(|(name, _)| value(&text, name).is_none());
-    let missing = lines(&mut { missing });
-    if options.write && missing.is_empty() {
-        println!("no setting is missing in {}", path.display());
-    } else if options.write {
-        let end = if text.is_empty() || text.ends_with('\n') {
-            ""
+    print!("{}", wanted.iter().map(line).collect::<String>());
+    if options.write {
+        let added = missing(&text, &wanted);
+        if added.is_empty() {
+            println!("no setting is missing in {}", path.display());
         } else {
-            "\n"
-        };
-        let added = format!("{end}{HEADING}{missing}");
-        append(path, &added).with_context(|| format!("cannot write {}", path.display()))?;
+            append(path, &added).with_context(|| format!("cannot write {}", path.display()))?;
+            println!(
+                "{} is written; now restart virtqemud, or libvirtd where it is the one daemon: running guests stay",
+                path.display()
+            );
+        }
         text += &added;
-        println!(
-            "{} is written; now restart virtqemud, or libvirtd where it is the one daemon: running guests stay",
-            path.display()
-        );
     }
     let mut findings = libvirt();
     findings.extend(of_qemu_conf(&text, &wanted, &config));
@@ -110,9 +98,25 @@ fn wanted(config: &GatewayConfig) -> Result<[Setting; 4]> {
     ])
 }
 
-/// Before settings that are added.
-const HEADING: &str =
-    "# Migrations to this host come through `vamoose gateway` (vamoose libvirt setup).\n";
+fn line((name, value): &Setting) -> String {
+    format!("{name} = {value}\n")
+}
+
+/// The lines that `text` lacks, below a comment.
+fn missing(text: &str, wanted: &[Setting]) -> String {
+    const HEADING: &str =
+        "# Migrations to this host come through `vamoose gateway` (vamoose libvirt setup).\n";
+    let missing = wanted
+        .iter()
+        .filter(|(name, _)| value(text, name).is_none());
+    let lines: String = missing.map(line).collect();
+    let is_complete = text.is_empty() || text.ends_with('\n');
+    let end = if is_complete { "" } else { "\n" };
+    match &*lines {
+        "" => lines,
+        lines => format!("{end}{HEADING}{lines}"),
+    }
+}
 
 fn append(path: &Path, text: &str) -> std::io::Result<()> {
     let mut file = File::options().append(true).create(true).open(path)?;
@@ -147,26 +151,18 @@ fn of_versions(text: &str) -> Vec<Finding> {
         let mut numbers = after.next()?.1.trim().split('.');
         Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
     };
-    let (libvirt, qemu) = (
-        version("Using library: libvirt "),
-        version("Running hypervisor: QEMU "),
-    );
-    let mut findings = Vec::new();
-    match libvirt {
+    let libvirt = version("Using library: libvirt ");
+    let of_libvirt = match libvirt {
         Some((major, minor)) if [(9, 0), (11, 3)].contains(&(major, minor)) => {
-            findings.push(Finding::Fine(format!("libvirt {major}.{minor}")));
+            Finding::Fine(format!("libvirt {major}.{minor}"))
         }
-        Some((major, minor)) => findings.push(Finding::Note(format!(
-            "libvirt {major}.{minor}: tested are 9.0 and 11.3"
-        ))),
-        None => findings.push(Finding::Note(
-            "libvirt does not report its version".to_owned(),
-        )),
-    }
-    let Some((major, minor)) = qemu else {
-        return findings;
+        Some((major, minor)) => {
+            Finding::Note(format!("libvirt {major}.{minor}: tested are 9.0 and 11.3"))
+        }
+        None => Finding::Note("libvirt does not report its version".to_owned()),
     };
-    findings.push(match (major, minor) {
+    let qemu = version("Running hypervisor: QEMU ");
+    let of_qemu = qemu.map(|(major, minor)| match (major, minor) {
         it if it >= (11, 1) && libvirt.is_some_and(|it| it <= (11, 3)) => Finding::Problem(
             format!("QEMU {major}.{minor}: libvirt 11.3 and before cannot drive it: update libvirt"),
         ),
@@ -175,22 +171,23 @@ fn of_versions(text: &str) -> Vec<Finding> {
         )),
         _ => Finding::Fine(format!("QEMU {major}.{minor}")),
     });
-    findings
+    [of_libvirt].into_iter().chain(of_qemu).collect()
 }
 
 fn of_qemu_conf(text: &str, wanted: &[Setting], config: &GatewayConfig) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    for (name, wanted) in wanted {
-        match value(text, name) {
-            Some(found) if found == wanted.trim_matches('"') => {}
-            Some(found) => findings.push(Finding::Problem(format!(
-                "{name} is {found} in qemu.conf, and has to be {wanted}: change that line"
-            ))),
-            None => findings.push(Finding::Problem(format!(
-                "{name} is not set in qemu.conf, and has to be {wanted}: --write adds it"
-            ))),
-        }
-    }
+    let settings = wanted.iter().filter_map(|(name, wanted)| {
+        let problem = match value(text, name) {
+            Some(found) if found == wanted.trim_matches('"') => return None,
+            Some(found) => {
+                format!("{name} is {found} in qemu.conf, and has to be {wanted}: change that line")
+            }
+            None => {
+                format!("{name} is not set in qemu.conf, and has to be {wanted}: --write adds it")
+            }
+        };
+        Some(Finding::Problem(problem))
+    });
+    let mut findings: Vec<_> = settings.collect();
     if findings.is_empty() {
         findings.push(Finding::Fine("qemu.conf has these lines".to_owned()));
     }
