@@ -12,7 +12,7 @@
 //!
 //! # Rules
 //! - **Capacity**: the memory reserved at a destination never exceeds the memory that was free there.
-//! - **Slots**: the number of concurrent migrations is limited per source and per destination.
+//! - **Slots**: the number of concurrent migrations is limited for each source and each destination.
 //! - **One outcome**: each guest ends as moved, staying, or in doubt. A guest in doubt is never tried again: a second
 //!   migration could leave two copies running.
 //! - **Observation**: after a migration, both hosts are asked where the guest is. The answer counts, not the migration's own

@@ -1,4 +1,4 @@
-//! Which guest moves where, and which cannot.
+//! Plan: destinations of the guests, and the guests that cannot move.
 
 use std::cmp::Reverse;
 
@@ -15,7 +15,7 @@ pub struct Plan {
     pub stays: Vec<(GuestId, Hindrance)>,
 }
 
-/// A guest and where it goes.
+/// A guest and its destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
     /// The guest.
@@ -27,7 +27,7 @@ pub struct Move {
 /// Why a guest cannot move.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum Hindrance {
-    /// The guest itself prevents it.
+    /// Reasons that lie in the guest itself.
     #[error("{}", .0.join("; "))]
     Obstacles(Vec<String>),
     /// No destination takes the guest.
@@ -58,20 +58,12 @@ impl Plan {
         guests.sort_by_key(|&id| (Reverse(fleet.guest(id).memory), id));
         for id in guests {
             let guest = fleet.guest(id);
-            if !guest.obstacles.is_empty() {
-                let why = Hindrance::Obstacles(guest.obstacles.clone());
-                stays.push((id, why));
-                continue;
-            }
-            match choose(fleet, guest, &free, preference) {
-                Some(to) => {
+            match destination(fleet, guest, &free, preference) {
+                Ok(to) => {
                     free[to.0] -= guest.memory;
                     moves.push(Move { guest: id, to });
                 }
-                None => {
-                    let why = refusals(fleet, guest, &free);
-                    stays.push((id, Hindrance::NoDestination(why)));
-                }
+                Err(why) => stays.push((id, why)),
             }
         }
         Self { moves, stays }
@@ -88,31 +80,39 @@ impl Plan {
     }
 }
 
-/// Which of the hosts with enough memory is chosen.
+/// Choice among the destinations that accept a guest.
 #[derive(Clone, Copy)]
 enum Preference {
-    /// The one with the most left.
+    /// The destination with the most memory left.
     Spread,
-    /// The one with the least left.
+    /// The destination with the least memory left.
     Tight,
 }
 
-fn choose(fleet: &Fleet, guest: &Guest, free: &[u64], preference: Preference) -> Option<HostId> {
-    let takes = |host: &HostId| refusal(fleet, guest, *host, free[host.0]).is_none();
-    let hosts = fleet.destinations().iter().copied().filter(takes);
-    match preference {
-        Preference::Spread => hosts.min_by_key(|host| (Reverse(free[host.0]), *host)),
-        Preference::Tight => hosts.min_by_key(|host| (free[host.0], *host)),
+/// The destination of a guest, or why there is none.
+fn destination(
+    fleet: &Fleet,
+    guest: &Guest,
+    free: &[u64],
+    preference: Preference,
+) -> Result<HostId, Hindrance> {
+    if !guest.obstacles.is_empty() {
+        return Err(Hindrance::Obstacles(guest.obstacles.clone()));
     }
-}
-
-/// Each destination with its reason.
-fn refusals(fleet: &Fleet, guest: &Guest, free: &[u64]) -> Vec<String> {
-    let refused = fleet.destinations().iter().filter_map(|&host| {
-        let why = refusal(fleet, guest, host, free[host.0])?;
-        Some(format!("{}: {why}", fleet.host(host).name))
-    });
-    refused.collect()
+    let refusal = |host: HostId| refusal(fleet, guest, host, free[host.0]);
+    let hosts = fleet.destinations().iter().copied();
+    let accepting = hosts.clone().filter(|host| refusal(*host).is_none());
+    let chosen = match preference {
+        Preference::Spread => accepting.min_by_key(|host| (Reverse(free[host.0]), *host)),
+        Preference::Tight => accepting.min_by_key(|host| (free[host.0], *host)),
+    };
+    chosen.ok_or_else(|| {
+        let refused = hosts.filter_map(|host| {
+            let why = refusal(host)?;
+            Some(format!("{}: {why}", fleet.host(host).name))
+        });
+        Hindrance::NoDestination(refused.collect())
+    })
 }
 
 /// Why a host with `free` bytes left does not accept a guest.

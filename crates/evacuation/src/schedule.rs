@@ -9,10 +9,8 @@ use crate::{Fleet, GuestId, Hindrance, HostId, Plan, plan};
 /// Limits of an evacuation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Migrations at once from a host.
-    pub per_source: NonZeroUsize,
-    /// Migrations at once to a host.
-    pub per_destination: NonZeroUsize,
+    /// Migrations at once from each source, and to each destination.
+    pub per_host: NonZeroUsize,
     /// Further tries after the first.
     pub retries: u32,
     /// How long a guest waits before its second try; twice as long before each further one.
@@ -344,12 +342,12 @@ impl<'a> Scheduler<'a> {
 
     /// Starts migrations in order, skipping those that wait for a slot.
     fn start(&mut self, now: Duration) -> Vec<Action> {
-        let mut leaving = vec![0; self.fleet.hosts().len()];
-        let mut arriving = leaving.clone();
+        // By host; none is both a source and a destination.
+        let mut running = vec![0; self.fleet.hosts().len()];
         for task in &self.tasks {
             if let State::Running { to, .. } = task.state {
-                leaving[self.fleet.guest(task.guest).host.0] += 1;
-                arriving[to.0] += 1;
+                running[self.fleet.guest(task.guest).host.0] += 1;
+                running[to.0] += 1;
             }
         }
         let mut actions = Vec::new();
@@ -358,14 +356,12 @@ impl<'a> Scheduler<'a> {
                 continue;
             };
             let guest = task.guest;
-            let from = self.fleet.guest(guest).host;
-            let has_slots = leaving[from.0] < self.limits.per_source.get()
-                && arriving[to.0] < self.limits.per_destination.get();
-            if until > now || !has_slots {
+            let hosts = [self.fleet.guest(guest).host, to];
+            let is_full = |host: &HostId| running[host.0] >= self.limits.per_host.get();
+            if until > now || hosts.iter().any(is_full) {
                 continue;
             }
-            leaving[from.0] += 1;
-            arriving[to.0] += 1;
+            hosts.iter().for_each(|host| running[host.0] += 1);
             task.tried.push(to);
             task.state = State::Running {
                 to,

@@ -139,8 +139,7 @@ impl Scenario {
     fn run(&self, fleet: &Fleet, random: &mut fastrand::Rng) -> (Found, Vec<Option<HostId>>) {
         let slots = NonZeroUsize::new(self.parallel).unwrap();
         let limits = Limits {
-            per_source: slots,
-            per_destination: slots,
+            per_host: slots,
             retries: 3,
             backoff: Duration::from_secs(5),
             timeout: None,

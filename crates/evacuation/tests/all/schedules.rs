@@ -43,15 +43,12 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 fn limits() -> impl Strategy<Value = Limits> {
-    (1..4_usize, 1..4_usize, 0..3_u32, option::of(5..40_u64)).prop_map(
-        |(source, destination, retries, timeout)| Limits {
-            per_source: NonZeroUsize::new(source).unwrap(),
-            per_destination: NonZeroUsize::new(destination).unwrap(),
-            retries,
-            backoff: Duration::from_secs(4),
-            timeout: timeout.map(Duration::from_secs),
-        },
-    )
+    (1..4_usize, 0..3_u32, option::of(5..40_u64)).prop_map(|(per_host, retries, timeout)| Limits {
+        per_host: NonZeroUsize::new(per_host).unwrap(),
+        retries,
+        backoff: Duration::from_secs(4),
+        timeout: timeout.map(Duration::from_secs),
+    })
 }
 
 fn failure(is_temporary: bool, reason: &str) -> Failure {
@@ -105,14 +102,8 @@ impl World<'_> {
                 *hosts.entry(host).or_insert(0_usize) += 1;
             }
         }
-        prop_assert!(
-            from.values()
-                .all(|count| *count <= self.limits.per_source.get())
-        );
-        prop_assert!(
-            into.values()
-                .all(|count| *count <= self.limits.per_destination.get())
-        );
+        let mut counts = from.values().chain(into.values());
+        prop_assert!(counts.all(|count| *count <= self.limits.per_host.get()));
         for (guest, host) in &self.taken {
             *memory.entry(*host).or_default() += self.fleet.guest(*guest).memory;
         }
@@ -310,8 +301,7 @@ fn small() -> Fleet {
 
 fn one_at_once() -> Limits {
     Limits {
-        per_source: NonZeroUsize::MIN,
-        per_destination: NonZeroUsize::MIN,
+        per_host: NonZeroUsize::MIN,
         retries: 2,
         backoff: Duration::from_secs(4),
         timeout: None,

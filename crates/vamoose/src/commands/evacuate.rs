@@ -148,8 +148,7 @@ impl Options {
 
     fn limits(&self) -> Limits {
         Limits {
-            per_source: self.parallel,
-            per_destination: self.parallel,
+            per_host: self.parallel,
             retries: self.retries,
             backoff: Duration::from_secs(self.backoff),
             timeout: self.timeout.map(Duration::from_secs),

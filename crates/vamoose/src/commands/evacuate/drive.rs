@@ -5,13 +5,13 @@ use std::{
     io::{self, Read as _},
     os::unix::{net::UnixStream, process::CommandExt as _},
     process::Command,
-    sync::mpsc::{self, Receiver, Sender},
-    thread::{self, Scope},
+    sync::mpsc,
+    thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result};
-use evacuation::{Action, At, End, Event, Failure, GuestId, Move, Plan, Scheduler, Stop};
+use evacuation::{Action, At, End, Event, Failure, GuestId, HostId, Move, Plan, Scheduler, Stop};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
@@ -47,21 +47,19 @@ pub(super) fn run(
 ) -> Result<()> {
     let memory = |step: &Move| survey.domain(step.guest).memory;
     let signals = Signals::catch(&[SIGINT, SIGTERM]).context("cannot catch signals")?;
-    let (send, finished) = mpsc::channel();
     let mut drive = Drive {
         options,
         survey,
         scheduler: Scheduler::new(&survey.fleet, plan, options.limits()),
         start: Instant::now(),
         running: BTreeMap::new(),
-        began: BTreeMap::new(),
         report,
         stop: None,
         bar: Bar::on_stderr(LINE_EVERY),
         moved: (0, 0),
         total: (plan.moves.iter().map(memory).sum(), plan.moves.len()),
     };
-    thread::scope(|scope| drive.until_done(scope, &send, &finished, &signals));
+    drive.until_done(&signals);
     drive.bar.end();
     let (was_stopped, took) = (drive.stop.is_some(), drive.start.elapsed());
     drive
@@ -96,8 +94,6 @@ struct Drive<'a> {
     scheduler: Scheduler<'a>,
     start: Instant,
     running: BTreeMap<GuestId, Running>,
-    /// Start of each guest's first try.
-    began: BTreeMap<GuestId, Instant>,
     report: &'a mut Report,
     stop: Option<Stop>,
     bar: Bar,
@@ -117,66 +113,64 @@ struct Running {
 }
 
 impl<'a> Drive<'a> {
-    fn until_done<'scope>(
-        &mut self,
-        scope: &'scope Scope<'scope, 'a>,
-        send: &Sender<Finished<'a>>,
-        finished: &Receiver<Finished<'a>>,
-        signals: &Signals,
-    ) where
-        'a: 'scope,
-    {
+    fn until_done(&mut self, signals: &Signals) {
+        let (send, finished) = mpsc::channel();
         let mut events = vec![Event::Tick];
-        loop {
-            for event in events {
-                let now = self.start.elapsed();
-                for action in self.scheduler.handle(now, event) {
-                    match action {
-                        Action::Start { guest, to } => {
-                            let migration = Migration {
-                                options: self.options,
-                                domain: self.survey.domain(guest),
-                                from: self.survey.source(),
-                                to: self.survey.host(to),
-                            };
-                            self.started(guest, &migration);
-                            let send = send.clone();
-                            // The receiver outlives it.
-                            scope.spawn(move || drop(send.send(migration.run(guest))));
-                        }
-                        Action::Cancel { guest } => {
-                            if let Some(running) = self.running.get_mut(&guest) {
-                                running.cancelled = Some(Instant::now());
+        thread::scope(|scope| {
+            loop {
+                for event in events {
+                    for action in self.scheduler.handle(self.start.elapsed(), event) {
+                        match action {
+                            Action::Start { guest, to } => {
+                                let migration = self.begin(guest, to);
+                                let send = send.clone();
+                                // The receiver outlives it.
+                                scope.spawn(move || drop(send.send(migration.run(guest))));
                             }
-                            self.ask(guest);
+                            Action::Cancel { guest } => self.cancel(guest),
                         }
                     }
                 }
-            }
-            if self.scheduler.is_done() {
-                return;
-            }
-            events = match finished.recv_timeout(POLL) {
-                Ok(finished) => vec![self.finished(finished)],
-                Err(_) => {
-                    self.poll();
-                    vec![Event::Tick]
+                if self.scheduler.is_done() {
+                    return;
                 }
-            };
-            events.extend((0..signals.pending()).map(|_| self.signalled()));
-        }
+                events = match finished.recv_timeout(POLL) {
+                    Ok(finished) => vec![self.finished(finished)],
+                    Err(_) => {
+                        self.poll();
+                        vec![Event::Tick]
+                    }
+                };
+                events.extend((0..signals.pending()).map(|_| self.signalled()));
+            }
+        });
     }
 
-    fn started(&mut self, guest: GuestId, migration: &Migration<'_>) {
-        self.began.entry(guest).or_insert_with(Instant::now);
+    fn begin(&mut self, guest: GuestId, to: HostId) -> Migration<'a> {
+        let migration = Migration {
+            options: self.options,
+            domain: self.survey.domain(guest),
+            from: self.survey.source(),
+            to: self.survey.host(to),
+        };
         self.running.insert(guest, Running::default());
-        self.report.guest(guest).bytes = 0;
+        let report = self.report.guest(guest);
+        report.began.get_or_insert_with(Instant::now);
+        report.bytes = 0;
         let again = match self.scheduler.tries(guest) {
             0 | 1 => String::new(),
             tries => format!(", try {tries}"),
         };
         let (name, to) = (&migration.domain.name, &migration.to.name);
         self.bar.suspend(|| info!("{name} moves to {to}{again}"));
+        migration
+    }
+
+    fn cancel(&mut self, guest: GuestId) {
+        if let Some(running) = self.running.get_mut(&guest) {
+            running.cancelled = Some(Instant::now());
+        }
+        self.ask(guest);
     }
 
     /// The first signal stops new migrations, the second one cancels those under way.
@@ -207,11 +201,8 @@ impl<'a> Drive<'a> {
         } = finished;
         let guest = end.guest;
         self.running.remove(&guest);
-        let took = self
-            .began
-            .get(&guest)
-            .map_or(Duration::ZERO, Instant::elapsed);
         let report = self.report.guest(guest);
+        let took = report.began.map_or(Duration::ZERO, |it| it.elapsed());
         report.total_time = millis(took);
         report.state = state.map(State::name);
         report.downtime = job.and_then(|job| job.downtime_ms);

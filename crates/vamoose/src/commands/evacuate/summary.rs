@@ -1,6 +1,6 @@
 //! The report of an evacuation, as text and as JSON: first the plan, in the end the outcome of each guest.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use evacuation::{At, GuestId, Outcome, Plan, Scheduler};
 use serde::Serialize;
@@ -41,6 +41,9 @@ pub(super) struct GuestReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<String>,
     tries: usize,
+    /// Start of the first try.
+    #[serde(skip)]
+    pub(super) began: Option<Instant>,
     /// From the start of the first try to the end of the last one.
     pub(super) total_time: u64,
     /// Of the last try, as QEMU counts them: before a gateway compresses them.
@@ -61,6 +64,7 @@ impl Report {
             state: None,
             reason: None,
             tries: 0,
+            began: None,
             total_time: 0,
             bytes: 0,
             downtime: None,
