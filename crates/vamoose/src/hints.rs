@@ -7,7 +7,7 @@ use vamoose_codec::{DecodeError, EncodeError, SettingsError};
 use vamoose_link::{FileFault, Objection, Refusal, TlsError};
 use vamoose_relay::{Cause, Failure, GuestLocation, RelayError, SettleError};
 
-/// The hint for the first error of the chain that has one.
+/// The hint for the first error in the chain that has one.
 pub fn of(error: &Error) -> Option<String> {
     error.chain().find_map(|cause| {
         if let Some(failure) = cause.downcast_ref() {
@@ -63,7 +63,7 @@ fn of_failure(failure: &Failure) -> Option<String> {
     }
 }
 
-/// Remedy for a guest that stopped at the destination after it had resumed there, by QEMU's name for its state.
+/// Remedy for a guest that resumed at the destination and then stopped there. `state` is QEMU's name for its state.
 fn of_state(state: &str) -> String {
     let remedy = match state {
         "io-error" => {

@@ -26,8 +26,7 @@ use std::{
 
 use self::log::LogFormat;
 
-/// Runs the program `name`, with its log in `format`. Its error goes to standard error: all causes on one line, then what can be
-/// done about it.
+/// Runs the program `name`, with its log in `format`. An error goes to standard error: all causes on one line, then a hint.
 pub fn program(
     name: &str,
     format: Option<LogFormat>,
@@ -43,7 +42,7 @@ pub fn program(
     ExitCode::FAILURE
 }
 
-/// Writes a line on standard error. A terminal or a pipe that is gone ends nothing, unlike with `eprintln`.
+/// Writes a line to standard error. Unlike `eprintln`, ignores a closed terminal or pipe.
 pub fn say(line: impl Display) {
     let _ = writeln!(io::stderr(), "{line}");
 }

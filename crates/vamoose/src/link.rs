@@ -22,14 +22,14 @@ pub struct LinkOptions {
     /// Fail after this many seconds without a connection; 0: at once
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     reconnect_timeout: u64,
-    /// Most memory at each end for pages that were sent before, to send differences to them; 0 for none
+    /// Most memory at each end for earlier versions of pages, from which differences are sent; 0: send no differences
     ///
-    /// Applies to each migration. The smaller value of both ends counts.
+    /// Applies to each migration. The smaller of the two ends' values is used.
     #[arg(long, default_value = "256M", value_name = "SIZE")]
     page_cache: Size,
 }
 
-/// Memory for the page caches of all migrations of a process together: `size`, or a quarter of the host's memory, at most 4 GiB.
+/// Memory for the page caches of all migrations of this process: `size`, or a quarter of the host's memory, at most 4 GiB.
 pub fn page_caches(size: Option<Size>) -> usize {
     const MOST: u64 = 4 << 30;
     let quarter = || memory_of_host().map_or(MOST, |bytes| (bytes / 4).min(MOST));
@@ -47,7 +47,7 @@ fn memory_of_host() -> Option<u64> {
 }
 
 impl LinkOptions {
-    /// Sessions between these addresses and others.
+    /// Configuration of the sessions at these addresses.
     pub fn config<'a>(
         &self,
         addresses: impl IntoIterator<Item = &'a Address>,
@@ -62,7 +62,7 @@ impl LinkOptions {
         })
     }
 
-    /// The Vamoose at these addresses of one host, which are reached from the addresses `bind`, one for each, or from any.
+    /// The Vamoose at the addresses `to` of one host. Connections come from `bind`, an address for each of `to`, or from any.
     pub fn remote(
         &self,
         to: &[Address],

@@ -1,6 +1,6 @@
-//! The log: lines for people, or records whose fields can be searched.
+//! The log: lines for people, or records with searchable fields.
 //!
-//! A migration's fields (attempt, guest, peer, outcome) are in the text of its lines already, so only records have them beside it.
+//! Text lines already name a migration's attempt, guest, peer and outcome, so only records have these fields as well.
 
 use std::{
     env, fmt,
@@ -32,7 +32,7 @@ use tracing_subscriber::{
 pub enum LogFormat {
     /// Lines on standard error
     Text,
-    /// An object for each line, on standard error
+    /// One JSON object per line, on standard error
     Json,
     /// Records in systemd's journal, with fields VAMOOSE_ATTEMPT, _GUEST, _PEER and _OUTCOME
     Journald,
@@ -44,10 +44,10 @@ const PREFIX: &str = "VAMOOSE";
 /// Fields that the text of a line repeats.
 const IN_TEXT: [&str; 3] = ["guest", "peer", "outcome"];
 
-/// Begins the log. `VAMOOSE_LOG` filters it.
+/// Starts the log. `VAMOOSE_LOG` filters it.
 ///
 /// # Errors
-/// When the journal was asked for and cannot be reached.
+/// If the journal was requested and cannot be reached.
 pub fn start(format: Option<LogFormat>) -> Result<()> {
     let filter = EnvFilter::builder()
         .with_env_var("VAMOOSE_LOG")
@@ -74,7 +74,7 @@ where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
     let lines = layer().with_writer(writer).with_ansi(is_terminal);
-    // Errors of the log would go to the same closed standard error, and panic.
+    // The logger would report its own errors to the same closed standard error, and panic.
     let lines = lines.log_internal_errors(false);
     lines.with_target(false).fmt_fields(Plain).boxed()
 }
@@ -162,7 +162,7 @@ mod tests {
         }
     }
 
-    /// What is logged of a migration.
+    /// The log of a migration.
     fn logged(log: impl FnOnce(Written) -> Log) -> String {
         let written = Written::default();
         let subscriber = tracing_subscriber::registry().with(log(written.clone()));

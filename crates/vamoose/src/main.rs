@@ -1,6 +1,6 @@
 //! `vamoose`: fast live migration of virtual machines, between unmodified QEMUs.
 //!
-//! Commands, progress and reports; what they do is in the crates below.
+//! Commands, progress and reports; the crates below do the work.
 
 #![deny(unsafe_code)]
 

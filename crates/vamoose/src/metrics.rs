@@ -31,7 +31,7 @@ use vamoose_relay::{End, EndKind, Observed, Observer, Role};
 
 pub use responder::Responder;
 
-/// Option of the servers.
+/// Metrics option of the gateway and the server.
 #[derive(Args, Debug)]
 pub struct MetricsOption {
     /// Address at which to serve metrics for Prometheus: tcp:HOST:PORT or unix:PATH
@@ -39,11 +39,11 @@ pub struct MetricsOption {
     pub metrics: Option<Address>,
 }
 
-/// The migrations of this process, by direction and other host.
+/// The migrations of this process, by direction and peer.
 #[derive(Debug, Default)]
 pub struct Counts(Mutex<BTreeMap<Host, Count>>);
 
-/// Direction of migrations, and the other host.
+/// Direction of migrations, and the name of the peer.
 type Host = (Role, String);
 
 #[derive(Debug)]
@@ -59,7 +59,7 @@ struct Count {
 /// Serves metrics at `address` until the responder is dropped.
 ///
 /// # Errors
-/// When the address is taken or not this host's.
+/// If the address is in use, or is not an address of this host.
 pub fn serve(address: &Address, counts: &Arc<Counts>) -> Result<Responder> {
     let mut registry = Registry::default();
     registry.register(
@@ -78,7 +78,7 @@ pub fn serve(address: &Address, counts: &Arc<Counts>) -> Result<Responder> {
 }
 
 impl Counts {
-    /// Adds counters of zero for these hosts, so that a first failure is an increase.
+    /// Adds zero counters for these peers, so that a first failure is seen as an increase.
     pub fn expect<'a>(&self, peers: impl IntoIterator<Item = &'a str>) {
         let mut counts = lock(&self.0);
         for peer in peers {
@@ -132,7 +132,7 @@ impl Default for Count {
             live: Vec::new(),
             done: Values::default(),
             ends: Default::default(),
-            // Half a second to a bit more than an hour, and 2 ms to 16 s.
+            // From 0.5 s to slightly more than an hour, and from 2 ms to 16 s.
             duration: Histogram::new(exponential_buckets(0.5, 2.0, 14)),
             switchover: Histogram::new(exponential_buckets(0.002, 2.0, 14)),
         }
@@ -144,13 +144,13 @@ struct Metric {
     name: &'static str,
     help: &'static str,
     unit: Option<&'static Unit>,
-    /// Counters, with a label that tells several of them apart.
+    /// Counters; if there are several, each has a label.
     counters: &'static [(Option<Label>, Counter)],
 }
 
 type Label = (&'static str, &'static str);
 
-/// The value that a migration has reached.
+/// Value of a counter for one migration.
 type Counter = fn(Role, &Snapshot, &LinkFaults) -> f64;
 
 /// Values of all counters, by metric.
@@ -320,7 +320,7 @@ fn labels((role, peer): &Host, more: Option<Label>) -> Vec<(&'static str, String
     labels
 }
 
-/// Writes a metric with a value for each set of labels. The type is given, as there may be no values yet.
+/// Writes a metric with a value for each set of labels. `kind` is a parameter because there may be no values yet.
 fn family<M: EncodeMetric>(
     encoder: &mut DescriptorEncoder<'_>,
     name: &str,

@@ -23,17 +23,17 @@ use vamoose_relay::{Config, PlacementMode};
 
 use crate::{devices::DevicePath, report::write_json};
 
-/// Encoding of pages on the link.
+/// Options for the encoding of pages on the link.
 #[derive(Args, Clone, Debug)]
 pub struct Encoding {
-    /// Encoding of pages towards the destination [default: auto towards another vamoose; from one, as the source's QEMU sent them; otherwise none]
+    /// Encoding of pages towards the destination [default: auto to a vamoose; from one, the source QEMU's; otherwise none]
     #[arg(long, value_enum)]
     method: Option<MethodName>,
     #[arg(long, allow_negative_numbers = true, value_name = "N", help = level_help())]
     pub level: Option<i32>,
-    /// Send a page that was sent before as a difference, if that is smaller [default: on with method auto]
+    /// Send a page that was sent before as a difference if that is smaller [default: on with method auto]
     ///
-    /// Over a session, by methods auto, lz4 and zstd-frames. See --page-cache.
+    /// Needs a session, and method auto, lz4 or zstd-frames. See --page-cache.
     #[arg(long, value_enum)]
     pub delta: Option<Switch>,
     #[command(flatten)]
@@ -51,12 +51,12 @@ pub struct Encoding {
 }
 
 impl Encoding {
-    /// Whether a method was named.
+    /// Whether --method was given.
     pub fn has_method(&self) -> bool {
         self.method.is_some()
     }
 
-    /// The relay's configuration, with method `default` if none is named.
+    /// The relay's configuration, with method `default` if no --method is given.
     pub fn config(&self, default: MethodName) -> Result<Config> {
         let name = self.method.unwrap_or(default);
         let method = name.choose(self.level, &self.hardware)?;
@@ -123,7 +123,7 @@ fn encoders_help() -> String {
     )
 }
 
-/// Methods with which a channel can encode several packets at once.
+/// Methods that let a channel encode several packets at once.
 fn independent_methods() -> String {
     let methods = MethodName::fixed().filter(|method| {
         let framing = info(*method).map(|info| info.framing());
@@ -150,14 +150,14 @@ impl StallTimeout {
     }
 }
 
-/// Users who may connect to a listening command.
+/// Users who may connect to a command that listens.
 #[derive(Args, Clone, Debug)]
 pub struct Access {
     /// User who may connect, besides root and the user of this process (repeatable)
     ///
-    /// Checked for connections from this host: the source QEMU's user, or that of a tunnel's process. If this process
-    /// runs as root and one UID is given, a unix socket is handed over to that user; otherwise its permissions let
-    /// everyone connect, and connections of other users are refused.
+    /// Checked for connections from this host: the user of the source QEMU, or of a tunnel's process. If this process
+    /// runs as root and one UID is given, that user becomes the owner of a unix socket. Otherwise everyone can open the
+    /// socket, and connections of other users are refused.
     #[arg(long, value_name = "UID")]
     peer_uid: Vec<u32>,
 }
@@ -174,7 +174,7 @@ impl Access {
     }
 }
 
-/// Refuses an address that other hosts can reach, as long as there is neither authentication nor encryption.
+/// Refuses an address that other hosts can reach, unless `insecure`: connections of QEMU are neither authenticated nor encrypted.
 pub fn refuse_open_address(listen: &Address, insecure: bool) -> Result<()> {
     if !listen.is_local() && !insecure {
         bail!(
@@ -194,7 +194,7 @@ pub struct JsonReport {
 }
 
 impl JsonReport {
-    /// Writes `report` if --json is given.
+    /// Writes `report` if --json was given.
     pub fn write(&self, report: &impl Serialize) -> Result<()> {
         let Some(target) = &self.json else {
             return Ok(());
@@ -203,7 +203,7 @@ impl JsonReport {
     }
 }
 
-/// Use of this host's accelerators, and checks of their results.
+/// Options for the accelerators of this host, and for checks of their results.
 #[derive(Args, Clone, Debug, Serialize, Deserialize)]
 pub struct Hardware {
     /// Hardware for encoding and decoding
@@ -212,25 +212,25 @@ pub struct Hardware {
     accel: Accel,
     /// IAA work queues for method qpl: `auto` (all usable ones), wqX.Y[,wqZ.W...], or `model[:N]`
     ///
-    /// Named queues are required, unless --accel selects another engine or none. `model[:N]` stands for N devices
-    /// modelled in software, for tests.
+    /// Named queues must exist, unless --accel selects another engine or none. `model[:N]` means N devices modelled in
+    /// software, for tests.
     #[arg(long, default_value = "auto", value_name = "QUEUES")]
     #[serde(with = "as_text")]
     iaa_path: DevicePath,
     #[command(flatten)]
     pub shares: DeviceShares,
-    /// Results of hardware to verify in software
+    /// Hardware results to verify in software
     #[arg(long, default_value = "sample", value_parser = one_of::<Verify>())]
     #[serde(with = "as_name")]
     pub verify: Verify,
 }
 
-/// How migrations share the work queues of DSAs and IAAs.
+/// Options for sharing the work queues of DSAs and IAAs.
 #[derive(Args, Clone, Debug, Serialize, Deserialize)]
 pub struct DeviceShares {
     /// Directory through which migrations of this host share DSA and IAA work queues fairly
     ///
-    /// Must be the same for all of them. Without it, queues are not shared fairly.
+    /// Must be the same for all migrations. Without it, queues are not shared fairly.
     #[arg(long, value_name = "DIR")]
     device_shares: Option<PathBuf>,
     /// Weight of this migration's share of the work queues, 1 to 15
@@ -262,7 +262,7 @@ impl Default for Hardware {
 }
 
 impl Hardware {
-    /// The engines for a migration that is sent with `settings`.
+    /// The engines for a migration with `settings`.
     pub fn engines(&self, settings: Settings) -> Result<Engines> {
         let accel = match self.accel {
             Accel::Auto if self.iaa_path != DevicePath::AUTO => Accel::Iaa,
@@ -285,13 +285,13 @@ impl Hardware {
     }
 }
 
-/// Faults of the test engine, in builds with feature `fault-injection`.
+/// Environment variable with the faults of the test engine, in builds with feature `fault-injection`.
 const FAULTS: &str = "VAMOOSE_FAULTS";
 
-/// Method qpl's pages.
+/// Page size of method qpl.
 const PAGE_BYTES: usize = 4096;
 
-/// Serialises a value as the command line writes it.
+/// Serialises a value as its text on the command line.
 pub mod as_text {
     use std::{fmt::Display, str::FromStr};
 
@@ -314,7 +314,7 @@ pub mod as_text {
     }
 }
 
-/// A method of the command line.
+/// A value of --method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MethodName {
     Auto,
@@ -322,7 +322,7 @@ pub enum MethodName {
 }
 
 impl MethodName {
-    /// No encoding: every destination decodes it.
+    /// No encoding, which every destination understands.
     pub const NONE: Self = Self::Fixed(Method::None);
 
     /// The method at the given level, with the engines of `hardware`.
@@ -344,7 +344,7 @@ impl MethodName {
         }
     }
 
-    /// The methods that are built in.
+    /// The methods that this build has.
     fn fixed() -> impl Iterator<Item = Method> {
         let methods = Method::ALL.into_iter();
         methods.filter(|method| info(*method).is_some())
@@ -388,7 +388,7 @@ impl ValueEnum for MethodName {
     }
 }
 
-/// A choice with a name for each value.
+/// An enumeration with names for the command line.
 trait Named: Copy + Send + Sync + 'static {
     /// Values with their names and descriptions.
     const ALL: &'static [(Self, &'static str, &'static str)];
@@ -413,7 +413,7 @@ fn named<T: Named>(name: &str) -> Result<T, String> {
     value.map_or_else(|| Err(format!("there is no `{name}`")), |value| Ok(value.0))
 }
 
-/// A named value of serde.
+/// Serialises a value of a [`Named`] type as its name.
 mod as_name {
     use serde::{Deserialize as _, Deserializer, Serializer, de::Error};
 
@@ -495,7 +495,7 @@ impl From<PlacementName> for PlacementMode {
     }
 }
 
-/// Where attempts are recorded.
+/// The directory of the journal.
 #[derive(Args, Debug)]
 pub struct StateDir {
     /// Directory of the journal of migration attempts
@@ -505,7 +505,7 @@ pub struct StateDir {
 }
 
 impl StateDir {
-    /// The folder, which may not exist yet.
+    /// The directory, which may not exist yet.
     pub fn path(&self) -> Result<PathBuf> {
         if let Some(dir) = &self.state_dir {
             return Ok(dir.clone());
@@ -519,7 +519,7 @@ impl StateDir {
         Ok(dir.join("vamoose"))
     }
 
-    /// The folder, and the one of the package's gateway.
+    /// The directory, and that of the packaged gateway.
     pub fn watched(&self) -> Result<Vec<PathBuf>> {
         let mut dirs = vec![self.path()?];
         if self.state_dir.is_none() {
@@ -534,7 +534,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_powers_of_1024() {
+    fn size_suffixes_are_powers_of_1024() {
         for (text, bytes) in [
             ("0", 0),
             ("4k", 4096),
@@ -563,7 +563,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_method_the_destination_decides() {
+    fn default_method_depends_on_the_destination() {
         #[derive(clap::Parser)]
         struct Line {
             #[command(flatten)]
@@ -592,7 +592,7 @@ mod tests {
     }
 
     #[test]
-    fn hardware_that_is_named_must_be_there() {
+    fn named_hardware_must_exist() {
         let refused = |options: &[&str], method| {
             let refused = hardware(options).engines(settings(method)).err();
             format!("{:#}", refused.unwrap())
@@ -614,7 +614,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_in_software_are_used_if_they_are_named() {
+    fn named_model_devices_are_used() {
         let engine = |options: &[&str]| {
             let engines = hardware(options).engines(settings(Method::Qpl));
             engines.unwrap().name()
@@ -625,7 +625,7 @@ mod tests {
     }
 
     #[test]
-    fn hardware_can_be_told_to_another_process() {
+    fn hardware_options_survive_serialisation() {
         let options = [
             "--iaa-path",
             "model:3",

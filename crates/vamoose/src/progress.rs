@@ -1,4 +1,4 @@
-//! Progress of a migration: a bar on a terminal, otherwise one line per second.
+//! Progress of a migration: a bar on a terminal, otherwise a line per second.
 
 use std::{
     io::IsTerminal as _,
@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::Value;
 pub use vamoose_relay::Progress;
 
-/// Progress on standard error: a bar on a terminal, a line now and then elsewhere.
+/// Progress on standard error: a bar on a terminal, otherwise lines at an interval.
 pub struct Bar {
     bar: Option<ProgressBar>,
     line_every: Duration,
@@ -20,7 +20,7 @@ impl Bar {
     pub fn on_stderr(line_every: Duration) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-            // The template is a constant: without it the bar is plainer, not wrong.
+            // The template is a constant. Without it, the bar would only look plainer.
             if let Ok(style) = ProgressStyle::with_template("{bar:30} {percent:>3}% {msg}") {
                 bar.set_style(style);
             }
@@ -33,7 +33,7 @@ impl Bar {
         }
     }
 
-    /// Shows progress: on a bar always, in a line if one is due.
+    /// Updates the bar, or prints a line if one is due.
     pub fn show(&mut self, done: u64, total: u64, text: String) {
         let (done, total) = (done.min(total), total.max(1));
         if let Some(bar) = &self.bar {
@@ -50,12 +50,12 @@ impl Bar {
         }
     }
 
-    /// Makes the next line due.
+    /// Makes the next line due immediately.
     fn expect_line(&mut self) {
         self.last_line = None;
     }
 
-    /// Writes to the log without a bar through it.
+    /// Hides the bar while `line` writes to the log.
     pub fn suspend(&self, line: impl FnOnce()) {
         match &self.bar {
             Some(bar) => bar.suspend(line),
@@ -89,7 +89,7 @@ impl Display {
 
     pub fn show(&mut self, progress: &Progress) {
         self.rate.update(progress.moved.wire_bytes);
-        // The last one is always shown.
+        // The final progress is always shown.
         if progress.source["downtime-parts"].is_object() {
             self.bar.expect_line();
         }
@@ -103,13 +103,13 @@ impl Display {
     }
 }
 
-/// Bytes left to send: from QEMU 11.1 on including devices, before only guest memory.
+/// Bytes left to send. From QEMU 11.1 on they include devices; before, they are guest memory only.
 pub fn remaining(source: &Value) -> Option<u64> {
     let all = source["remaining"].as_u64();
     all.or_else(|| source["ram"]["remaining"].as_u64())
 }
 
-/// Bytes of guest memory sent, and all of them.
+/// Bytes sent, and bytes in all.
 fn done(source: &Value) -> (u64, u64) {
     let total = source["ram"]["total"].as_u64().unwrap_or(0);
     (total.saturating_sub(remaining(source).unwrap_or(0)), total)
@@ -119,7 +119,7 @@ fn text(progress: &Progress, bytes_per_second: f64) -> String {
     let (source, moved) = (&progress.source, &progress.moved);
     let downtime = source["expected-downtime"].as_u64();
     let downtime = downtime.map(|millis| format!(", expected downtime {millis} ms"));
-    // Their keys are those of the report.
+    // The keys are those of the report.
     let parts = source["downtime-parts"].as_object().into_iter().flatten();
     let parts: String = parts
         .map(|(part, millis)| format!(", {part} {millis} ms"))
@@ -134,7 +134,7 @@ fn text(progress: &Progress, bytes_per_second: f64) -> String {
     )
 }
 
-/// Bytes per second, over the last second or so.
+/// Rate over about the last second.
 #[derive(Default)]
 struct Rate {
     since: Option<(Instant, u64)>,
@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn progress_is_the_share_of_ram_sent() {
+    fn progress_is_the_sent_part_of_ram() {
         let progress = Progress {
             status: "active".to_owned(),
             source: json!({ "ram": { "total": 4096, "remaining": 1024, "dirty-sync-count": 2 },
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn the_parts_of_the_downtime_are_shown_in_the_end() {
+    fn final_progress_has_the_parts_of_the_downtime() {
         let progress = Progress {
             status: "completed".to_owned(),
             source: json!({ "downtime-parts": { "commit": 8, "load": 25 } }),
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_that_says_nothing_yet_is_at_the_start() {
+    fn progress_without_an_answer_of_the_source_is_zero() {
         assert_eq!(done(&Progress::default().source), (0, 0));
     }
 }

@@ -1,4 +1,4 @@
-//! The report of a migration: JSON with QEMU's keys where `query-migrate` has them.
+//! The report of a migration: JSON, with the keys of QEMU's `query-migrate` where it has the same values.
 
 use std::{
     error::Error,
@@ -17,7 +17,7 @@ use vamoose_relay::{DowntimeParts, Moved, chain};
 
 use crate::timeline::{Sample, Timeline};
 
-/// The course and cost of a migration. Times are in milliseconds, as in QEMU.
+/// Report of a migration. Times are in milliseconds, as in QEMU.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Report {
@@ -25,7 +25,7 @@ pub struct Report {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error_desc: Option<String>,
     pub total_time: u64,
-    /// `None` for a bare relay, which cannot know it.
+    /// `None` for `vamoose relay`, which cannot know the downtime.
     pub downtime: Option<u64>,
     /// The parts of the downtime.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -38,11 +38,11 @@ pub struct Report {
     pub wire_bytes: u64,
     pub page_bytes: u64,
     pub zero_pages: u64,
-    /// Pages that went as differences.
+    /// Pages sent as differences.
     pub delta: Delta,
-    /// Packets that software did instead of a device.
+    /// Packets that software encoded or decoded instead of a device.
     pub fallbacks: u64,
-    /// Packets of a device that software has checked.
+    /// Packets of a device that software has verified.
     pub verified: u64,
     /// Pages processed by the devices of an engine that works page by page (iaa).
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -51,21 +51,21 @@ pub struct Report {
     /// The session with another Vamoose, if there was one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub link: Option<Link>,
-    /// Samples of the progress, in order.
+    /// Samples of the progress, in order of time.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub timeline: Vec<Sample>,
 }
 
-/// Savings by differences to pages that were sent before.
+/// Savings by sending differences from earlier versions of pages.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Delta {
     /// Pages that were sent as differences.
     pub pages: u64,
-    /// Bytes of the pages in packets with differences, and bytes sent for these packets.
+    /// Bytes of all pages in packets with differences, and bytes sent for these packets.
     pub page_bytes: u64,
     pub wire_bytes: u64,
-    /// Bytes of pages kept for differences.
+    /// Bytes of the page cache.
     pub cache_bytes: u64,
 }
 
@@ -73,13 +73,13 @@ pub struct Delta {
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Link {
-    /// Name or key, and address.
+    /// Name or key of the peer, and its address.
     pub peer: String,
     /// The cipher; null without TLS.
     pub tls: Option<&'static str>,
     /// Whether checksums of pages and of all sent data were verified.
     pub check: bool,
-    /// Number of times that a stream continued over another connection.
+    /// Number of times that a stream was continued over another connection.
     pub reconnects: u64,
     pub paths: Vec<PathReport>,
 }
@@ -90,7 +90,7 @@ pub struct PathReport {
     pub to: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bind: Option<IpAddr>,
-    /// Streams that the path carried at the end.
+    /// Number of streams on the path at the end.
     pub streams: usize,
     /// Bytes that arrived over the path.
     pub delivered_bytes: u64,
@@ -106,10 +106,10 @@ pub struct Ram {
     pub normal: u64,
     /// Zero pages.
     pub duplicate: u64,
-    /// Megabits per second towards the destination, on average.
+    /// Average megabits per second towards the destination.
     pub mbps: f64,
     pub pages_per_second: u64,
-    /// Rounds over the guest's memory; a bare relay cannot know it.
+    /// Rounds over the guest's memory; `None` for `vamoose relay`, which cannot know them.
     pub dirty_sync_count: Option<u64>,
     pub dirty_sync_missed_zero_copy: u64,
 }
@@ -200,7 +200,7 @@ impl Report {
         self.downtime_parts = moved.downtime_parts;
         self.setup_time = account["setup-time"].as_u64().unwrap_or(0);
         self.ram.dirty_sync_count = account["ram"]["dirty-sync-count"].as_u64();
-        // With zero-page-detection legacy, zero pages are on the main stream, where the relay does not see them.
+        // With zero-page-detection legacy, zero pages are on the main stream, which the relay does not parse.
         let duplicate = account["ram"]["duplicate"].as_u64().unwrap_or(0);
         self.ram.duplicate = self.ram.duplicate.max(duplicate);
         self
@@ -219,7 +219,7 @@ impl PathReport {
     }
 }
 
-/// Writes a report of any command to `target`, a file or `-` for standard output, whose reader may have read enough.
+/// Writes a report to `target`: a file, or `-` for standard output, whose reader may close it early.
 pub fn write_json(report: &impl Serialize, target: &str) -> Result<()> {
     let mut text = serde_json::to_string_pretty(report).context("cannot write the report")?;
     text.push('\n');

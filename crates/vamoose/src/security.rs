@@ -6,19 +6,19 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use vamoose_link::{Address, Certificates, Keys, PublicKey, Security};
 
-/// Authentication between two Vamooses: exactly one method, the same at both ends.
+/// Options for authentication between two Vamooses: exactly one method, the same at both ends.
 #[derive(Args, Clone, Debug)]
 pub struct SecurityOptions {
     /// Use TLS with the certificates in this directory, named as QEMU names them
     ///
-    /// ca-cert.pem, with client-cert.pem and client-key.pem at the source and server-cert.pem and server-key.pem at the
-    /// destination, and optionally ca-crl.pem: if it is there, it must have a current list of each authority. A directory that
-    /// QEMU or libvirt uses, like /etc/pki/qemu, otherwise works unchanged.
+    /// Files: ca-cert.pem; at the source client-cert.pem and client-key.pem; at the destination server-cert.pem and
+    /// server-key.pem; optionally ca-crl.pem, which must have a current list of each authority. Apart from that, a directory
+    /// that QEMU or libvirt uses, such as /etc/pki/qemu, works unchanged.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["keys", "peer_key", "insecure"])]
     tls_creds: Option<PathBuf>,
-    /// Accept only peers with such a name in their certificate, with * and ? as wildcards (repeatable)
+    /// Accept only peers whose certificate has a name that matches, with * and ? as wildcards (repeatable)
     ///
-    /// The common name and the DNS names count. Without patterns, any certificate of the authority is accepted.
+    /// The common name and the DNS names are compared. Without this option, any certificate of the authority is accepted.
     #[arg(long, value_name = "PATTERN", requires = "tls_creds", conflicts_with_all = ["keys", "peer_key", "insecure"])]
     allow: Vec<String>,
     /// Name to expect in the destination's certificate [default: the host of its address]
@@ -27,8 +27,8 @@ pub struct SecurityOptions {
     /// Use TLS with the key of this host, and the keys of its peers, in this directory
     /// [default: /etc/vamoose for root, ~/.config/vamoose for other users]
     ///
-    /// `vamoose keys init` makes the key. The file `trusted` lists the peers' keys, one a line; hosts=NAME,NAME... behind a key says
-    /// which hosts have it.
+    /// `vamoose keys init` makes the key. The file `trusted` lists the peers' keys, one per line; hosts=NAME,NAME... after a key
+    /// limits it to these hosts.
     #[arg(long, value_name = "DIR", num_args = 0..=1, conflicts_with = "insecure")]
     keys: Option<Option<PathBuf>>,
     /// Trust this key instead of those in `trusted`; as `vamoose keys show` prints it on the peer (repeatable)
@@ -42,7 +42,7 @@ pub struct SecurityOptions {
 }
 
 impl SecurityOptions {
-    /// The chosen method. Unix sockets need none: their files have permissions.
+    /// The chosen method. Unix sockets need none: file permissions protect them.
     pub fn for_addresses<'a>(
         &self,
         addresses: impl IntoIterator<Item = &'a Address>,
@@ -90,12 +90,12 @@ impl SecurityOptions {
     }
 }
 
-/// The given values, if there are any.
+/// The values, or `None` if there are none.
 fn only<T: Clone>(given: &[T]) -> Option<Vec<T>> {
     (!given.is_empty()).then(|| given.to_vec())
 }
 
-/// Where this user's key is, unless `named` is another place.
+/// The directory of this user's key: `named`, or the default.
 pub fn keys_directory(named: Option<PathBuf>) -> Result<PathBuf> {
     let is_root = rustix::process::geteuid().is_root();
     named
@@ -138,7 +138,7 @@ mod tests {
     const KEY: &str = "ed25519:Gb9ECWmEzf6FQbrBZ9w7lshQhqowtrbLDFw4rXAxZuE=";
 
     #[test]
-    fn each_way_is_chosen_by_its_option() {
+    fn each_option_chooses_its_method() {
         assert_eq!(parse(&["--insecure"]).unwrap(), Security::Insecure);
         let certificates = Certificates {
             directory: "/etc/pki/qemu".into(),
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn one_way_has_to_be_chosen() {
+    fn exactly_one_method_must_be_chosen() {
         let none = parse(&[]).unwrap_err().to_string();
         for way in ["--tls-creds", "--keys", "vamoose keys init", "--insecure"] {
             assert!(none.contains(way), "{none}");
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_where_configuration_is() {
+    fn default_keys_directory() {
         let of = |is_root, variables: &[(&str, &str)]| {
             let variable = |name: &str| {
                 let found = variables.iter().find(|(known, _)| *known == name);
@@ -209,7 +209,7 @@ mod tests {
         assert_eq!(of(false, &[home]), Some("/home/me/.config/vamoose".into()));
         let config = ("XDG_CONFIG_HOME", "/c");
         assert_eq!(of(false, &[config, home]), Some("/c/vamoose".into()));
-        // Relative ones do not count, by the specification.
+        // By the specification, relative paths are ignored.
         let config = ("XDG_CONFIG_HOME", "c");
         assert_eq!(
             of(false, &[config, home]),

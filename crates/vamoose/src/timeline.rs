@@ -1,6 +1,6 @@
 //! Timeline of a migration for its report: samples of its progress.
 //!
-//! A migration may take hours: at a thousand samples every other one is dropped, and the interval doubles.
+//! A migration may take hours. When there are a thousand samples, every other one is dropped and the interval doubles.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -14,29 +14,29 @@ use crate::progress::{Progress, remaining};
 #[derive(Debug, Default)]
 pub struct Timeline {
     samples: Vec<Sample>,
-    /// The newest sample, if it came too soon to be kept.
+    /// The newest sample, if it follows the last kept one too closely.
     newest: Option<Sample>,
-    /// Least milliseconds between kept samples.
+    /// Minimum milliseconds between kept samples.
     interval: u64,
 }
 
-/// Progress at one moment. Counters are totals; `None` was not yet reported by the source QEMU.
+/// Progress at one moment. Counters are totals. `None`: not yet reported by the source QEMU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Sample {
-    /// Since the command was given.
+    /// Since the start of the command.
     pub milliseconds: u64,
     /// QEMU's name for the state.
     pub status: String,
     pub wire_bytes: u64,
     pub page_bytes: u64,
     pub zero_pages: u64,
-    /// Bytes that are still to be sent, see [`remaining`].
+    /// Bytes left to send, see [`remaining`].
     pub remaining: Option<u64>,
     pub dirty_sync_count: Option<u64>,
-    /// Pages a second that the guest writes.
+    /// Pages that the guest writes per second.
     pub dirty_pages_rate: Option<u64>,
-    /// Packets with pages, by the method that each was sent with.
+    /// Number of packets with pages, by method.
     pub packets: BTreeMap<&'static str, u64>,
     pub reconnects: u64,
     /// Milliseconds since the guest was paused for the switchover.
@@ -45,7 +45,7 @@ pub struct Sample {
 }
 
 const MOST: usize = 1000;
-/// Milliseconds between two samples, at first.
+/// Initial milliseconds between two samples.
 const INTERVAL: u64 = 100;
 
 impl Timeline {
@@ -112,7 +112,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn however_long_it_takes_few_samples_are_kept_and_the_first_and_last_among_them(
+        fn number_of_samples_is_limited_and_includes_the_first_and_the_last(
             steps in proptest::collection::vec(0..400u64, 1..6000),
         ) {
             let mut timeline = Timeline::default();
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_sample_stays_when_every_other_is_given_up() {
+    fn newest_sample_survives_thinning() {
         let mut timeline = Timeline::default();
         for step in 1..=MOST as u64 {
             timeline.push(Sample::of(step * INTERVAL, &Progress::default()));
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn packets_are_named_by_their_method() {
+    fn packets_are_counted_by_method() {
         let mut progress = Progress::default();
         progress.moved.method_packets[0] = 7;
         let sample = Sample::of(0, &progress);

@@ -1,4 +1,4 @@
-//! Lets `vamoose attempts --watch` find a command that moves guests.
+//! Shows the migrations of a command to `vamoose attempts --watch`.
 
 use std::{path::Path, thread::Scope};
 
@@ -6,7 +6,7 @@ use tracing::warn;
 use vamoose_link::HangupGuard;
 use vamoose_relay::{UnderWay, WatchError, Watchable, chain};
 
-/// Makes this command visible in `dir`. A failure is only logged: it must not end a migration.
+/// Makes this command visible in `dir`. A failure is only logged, because it must not end a migration.
 pub fn bind(dir: &Path) -> Option<Watchable> {
     let refused = |error: &WatchError| {
         warn!(

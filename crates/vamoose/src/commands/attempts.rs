@@ -1,4 +1,4 @@
-//! `vamoose attempts`: the journal of this host's migrations, and those under way.
+//! `vamoose attempts`: the journal of this host's attempts, and the migrations under way.
 
 mod watch;
 
@@ -18,10 +18,10 @@ use vamoose::{options::StateDir, report::write_json};
 pub(crate) struct Options {
     #[command(flatten)]
     state_dir: StateDir,
-    /// Print JSON; with --watch, a line every second
+    /// Print JSON; with --watch, a line per second
     #[arg(long)]
     json: bool,
-    /// Show the migrations under way instead, every second: bytes and rate on the wire, and progress
+    /// Show the migrations under way instead, updated every second: bytes and rate on the wire, and progress
     #[arg(long)]
     watch: bool,
 }

@@ -1,6 +1,6 @@
-//! `vamoose bench` and `vamoose report`: the program `vamoose-bench` does the work.
+//! `vamoose bench` and `vamoose report`, which start the program `vamoose-bench`.
 //!
-//! Most hosts do not need measurements, plots and test QEMUs, so they are in a separate program.
+//! Measurements, plots and test QEMUs are in a separate program because most hosts do not need them.
 
 use std::{
     env,
@@ -13,9 +13,9 @@ use std::{
 use anyhow::{Context as _, Result};
 use clap::Args;
 
-/// Measure migrations by Vamoose beside stock QEMU's on this host
+/// Measure migrations by Vamoose and by stock QEMU on this host
 ///
-/// Starts the program vamoose-bench, which is beside this one or in PATH; `vamoose bench --help` shows its options.
+/// Starts the program vamoose-bench from the directory of this program or from PATH; `vamoose bench --help` shows its options.
 #[derive(Args, Debug)]
 #[command(disable_help_flag = true)]
 pub(crate) struct BenchOptions {
@@ -30,7 +30,7 @@ pub(crate) struct BenchOptions {
 
 /// Show the course of a migration: a summary, and a plot over time
 ///
-/// Starts the program vamoose-bench, which is beside this one or in PATH.
+/// Starts the program vamoose-bench from the directory of this program or from PATH.
 #[derive(Args, Debug)]
 pub(crate) struct ReportOptions {
     /// Report that `vamoose migrate --json FILE` has written
@@ -54,7 +54,7 @@ pub(crate) fn report(options: &ReportOptions) -> Result<()> {
     become_program(&arguments)
 }
 
-/// Does not return if the program can be started.
+/// Replaces this process by the program; returns only if that fails.
 fn become_program(arguments: &[OsString]) -> Result<()> {
     let own = env::current_exe().ok();
     let path = env::var_os("PATH").unwrap_or_default();
@@ -68,10 +68,10 @@ fn become_program(arguments: &[OsString]) -> Result<()> {
     Err(failure).with_context(|| format!("cannot start {}", program.display()))
 }
 
-/// Beside the program `own`, or in one of `folders`.
+/// Finds the program in the directory of `own`, or in one of `folders`.
 fn find(own: Option<&Path>, folders: impl Iterator<Item = PathBuf>) -> Option<PathBuf> {
     let beside = own.and_then(Path::parent).map(Path::to_owned);
-    // An entry that is not absolute would be found from where the user happens to be.
+    // A relative entry of PATH would depend on the working directory.
     let folders = folders.filter(|folder| folder.is_absolute());
     let mut programs = beside
         .into_iter()

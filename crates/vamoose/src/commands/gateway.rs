@@ -1,4 +1,4 @@
-//! `vamoose gateway`: carries all migrations between this host and others, whatever drives the QEMUs.
+//! `vamoose gateway`: carries all migrations between this host and others, whichever program drives the QEMUs.
 
 mod config;
 mod systemd;
@@ -32,9 +32,9 @@ pub(crate) use self::config::{qemu_users, uid};
 
 /// Carry all migrations between this host and others, compressed and encrypted
 ///
-/// Runs until a signal ends it. To migrate a guest, libvirt (or another caller) has QEMU connect to an address of this host that
-/// stands for the other host; the gateways of both hosts do the rest. SIGHUP reloads the configuration, keys and certificates.
-/// SIGTERM lets migrations under way finish; a second SIGTERM ends them.
+/// Runs until a signal ends it. To migrate a guest, libvirt (or another program) tells QEMU to connect to an address of this host
+/// that stands for the other host; the gateways of both hosts do the rest. SIGHUP reloads the configuration, keys and
+/// certificates. SIGTERM lets migrations under way finish; a second SIGTERM aborts them.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     /// Configuration, in TOML: see docs/gateway.md
@@ -56,7 +56,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Reads the file, and reports every error that can be found without listening.
+    /// Reads the file, and finds all errors that can be found without listening.
     fn read(&self) -> Result<Setting> {
         let file = File::read(&self.config)?;
         let metrics = self.metrics.metrics.clone().or_else(|| file.metrics());
@@ -92,7 +92,7 @@ struct Setting {
     config: GatewayConfig,
     /// Address at which to serve metrics.
     metrics: Option<Address>,
-    /// The memory for the page caches of all migrations.
+    /// Memory for the page caches of all migrations.
     page_caches: usize,
 }
 
@@ -102,7 +102,7 @@ impl Setting {
         counts.expect(self.config.peers.iter().map(|peer| &*peer.name));
     }
 
-    /// Keys with other values than `at_start` that only a restart applies.
+    /// Keys whose values differ from `at_start` and take effect only at a restart.
     fn only_at_start(&self, at_start: &Self) -> Vec<&'static str> {
         let [before, now] = [&at_start.config, &self.config];
         let [was, is] = [&before.sessions, &now.sessions];
@@ -129,7 +129,7 @@ impl Setting {
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     if options.check {
-        // The same errors that SIGHUP would find.
+        // Reading finds the same errors as SIGHUP.
         return options.read().map(drop);
     }
     raise_descriptors();
@@ -207,7 +207,7 @@ fn obey(signals: &mut Signals, gateway: &Gateway, reload: &dyn Fn() -> Result<Ve
     }
 }
 
-/// The gateway needs a descriptor for each peer and port, and a dozen for each migration.
+/// The gateway needs a descriptor for each port of each peer, and a dozen for each migration.
 fn raise_descriptors() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {

@@ -10,7 +10,7 @@ use vamoose::security::keys_directory;
 
 /// Make or show the key of this host, for TLS without certificates
 ///
-/// Each host has a key and trusts the public keys of its peers, as `show` prints them there. A trusted key is a line of the file
+/// Each host has a key and trusts the public keys of its peers, which `show` prints there. A trusted key is a line of the file
 /// `trusted`, optionally followed by hosts=NAME,NAME..., or is given with --peer-key, which replaces the file.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
@@ -39,7 +39,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         Action::Init(directory) => {
             let directory = keys_directory(directory.dir.clone())?;
             println!("{}", Keys::generate(&directory)?);
-            // Standard output has only the key, as it may be redirected into the other host's `trusted`.
+            // Standard output has only the key: it may be redirected to the other host's `trusted`.
             eprintln!(
                 "This is the public key of this host. Add it to the file `trusted` on the other host, and the other host's \
                  to {}; then run `vamoose serve` and `vamoose migrate` with --keys.",

@@ -1,4 +1,4 @@
-//! `vamoose libvirt`: what hosts of libvirt need for migrations through Vamoose.
+//! `vamoose libvirt`: migrations of libvirt through Vamoose.
 
 mod migrate;
 mod receive;
@@ -7,7 +7,7 @@ mod setup;
 use anyhow::Result;
 use clap::{Args, Subcommand};
 
-/// Set libvirt up for a gateway, or migrate one of its guests without any set-up
+/// Set libvirt up for a gateway, or migrate one of its guests without set-up
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     #[command(subcommand)]

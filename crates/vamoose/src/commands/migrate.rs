@@ -33,9 +33,9 @@ use vamoose::{
 
 /// Migrate a running guest to a QEMU that waits behind `vamoose serve`
 ///
-/// Ctrl-C cancels, as does the end of its terminal: the guest keeps running here. Once the source is paused for good and the
-/// server cannot be reached, this command keeps asking for the outcome. If it is killed meanwhile, run the same command
-/// again: it continues the attempt, or reports what became of the guest.
+/// Ctrl-C or the loss of the terminal cancels the migration, and the guest keeps running here. If the server cannot be reached
+/// once the source is paused for good, this command keeps asking for the outcome. If the command is killed meanwhile, run it
+/// again: it then continues the attempt, or reports where the guest is.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     /// QMP socket of the source QEMU
@@ -43,10 +43,10 @@ pub(crate) struct Options {
     qmp: PathBuf,
     /// Address of `vamoose serve`: tcp:HOST:PORT; repeat it for further addresses of that host
     ///
-    /// The data channels are spread over all of them. While one cannot be reached, the others carry everything.
+    /// The data channels are spread over all addresses. While one cannot be reached, the others carry everything.
     #[arg(long, value_name = "URI", required = true)]
     to: Vec<Address>,
-    /// Address of this host from which to connect, one for each --to and in the same order
+    /// Address of this host from which to connect: one for each --to, in the same order
     #[arg(long, value_name = "ADDRESS")]
     bind: Vec<IpAddr>,
     #[command(flatten)]
@@ -140,7 +140,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         let list = || lock(&watched).iter().map(Watched::now).collect();
         let _end = watchable::serve(scope, watchable.as_ref(), list);
         migration.run(&mut |progress| {
-            // There is no progress during the commit, so a lost terminal does not cancel it.
+            // No progress is reported during the commit, so a lost terminal does not cancel it.
             if lost_terminal.load(Ordering::Relaxed) {
                 cancel.store(true, Ordering::Relaxed);
             }
@@ -163,7 +163,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     };
     let report = report.of_link(last.session.as_ref());
     let written = options.json.write(&report.of_timeline(timeline));
-    // The location of the guest matters more than a report that could not be written.
+    // The outcome of the migration is more important than a report that could not be written.
     if let (Err(_), Err(error)) = (&moved, &written) {
         warn!("{error:#}");
     }
@@ -171,7 +171,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     written
 }
 
-/// Whether this command was started with SIGHUP ignored, as by `nohup`.
+/// Whether this command was started with SIGHUP ignored, for example by `nohup`.
 fn ignores_sighup() -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -179,7 +179,7 @@ fn ignores_sighup() -> bool {
     mask.is_some_and(|mask| mask & (1 << (SIGHUP - 1)) != 0)
 }
 
-/// The migration for `vamoose attempts --watch`.
+/// The migration as `vamoose attempts --watch` shows it.
 struct Watched {
     under_way: UnderWay,
     began: Instant,

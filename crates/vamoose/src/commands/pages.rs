@@ -26,7 +26,7 @@ pub(crate) struct Options {
 /// gateway.toml(5), with the keys of the table in docs/gateway.md.
 const GATEWAY_TOML: &str = include_str!("../../../../packaging/gateway.toml.5");
 
-/// Servers: their pages are in section 8, all others in 1.
+/// Servers, whose pages are in section 8; all others are in section 1.
 const DAEMONS: [&str; 2] = ["vamoose-gateway", "vamoose-serve"];
 
 pub(crate) fn run(options: &Options, mut program: Command) -> Result<()> {
@@ -56,7 +56,7 @@ fn write_pages(command: &Command, man: &Path) -> Result<()> {
     let mut text = Vec::new();
     page.render(&mut text)?;
     let mut text = String::from_utf8(text)?;
-    // A generated page refers to all subcommands in its own section.
+    // clap_mangen refers to all subcommands in the page's own section.
     for daemon in DAEMONS.map(|name| name.replace('-', "\\-")) {
         text = text.replace(&format!("{daemon}(1)"), &format!("{daemon}(8)"));
     }
@@ -67,7 +67,7 @@ fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Without the command `help`, whose page would be empty.
+/// Removes the command `help`, whose page would be empty.
 fn without_help(command: Command) -> Command {
     command
         .disable_help_subcommand(true)

@@ -24,9 +24,9 @@ use vamoose::{
 
 /// Relay one migration from a source QEMU, or another relay, to a destination
 ///
-/// The source migrates to --listen; a destination QEMU listens on --connect. With --method zlib or zstd a stock destination
-/// decodes the pages itself (set its multifd-compression parameter); with any other method, a second relay on the destination
-/// host restores them with --method none. Enable the source's return-path capability: without it, nothing confirms
+/// The source migrates to --listen; a destination QEMU listens on --connect. With --method zlib or zstd, a stock destination
+/// decodes the pages itself (set its multifd-compression parameter). With any other method, a second relay on the destination
+/// host restores the pages with --method none. Enable the source's return-path capability: without it, nothing confirms
 /// that the guest has arrived.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
@@ -35,16 +35,16 @@ pub(crate) struct Options {
     listen: Address,
     /// Address the destination listens on: tcp:HOST:PORT or unix:PATH
     ///
-    /// With --session connect, repeat it for further addresses of the other relay's host.
+    /// With --session connect, repeat this option for further addresses of the other relay's host.
     #[arg(long, value_name = "URI", required = true)]
     connect: Vec<Address>,
     /// Which side is another relay, on another host, instead of a QEMU
     ///
-    /// The two relays then authenticate each other, encrypt, check what arrives, and survive the loss of connections. The
-    /// other relay needs --session for its other side.
+    /// The two relays then authenticate each other, encrypt and check all data, and survive the loss of connections. The
+    /// other relay needs --session for the opposite side.
     #[arg(long, value_enum, value_name = "SIDE")]
     session: Option<Side>,
-    /// Address of this host from which to connect to the other relay, one for each --connect and in the same order
+    /// Address of this host from which to connect to the other relay: one for each --connect, in the same order
     #[arg(long, value_name = "ADDRESS", requires = "session")]
     bind: Vec<IpAddr>,
     #[command(flatten)]
@@ -57,10 +57,10 @@ pub(crate) struct Options {
     /// Channels from the source [default: auto-detect]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
     incoming_channels: Option<u8>,
-    /// Treatment of zero pages; QEMU before 9.0 loses those that are marked as such
+    /// Treatment of zero pages in packets; QEMU before 9.0 loses them
     #[arg(long, value_enum, default_value_t = ZeroPagesName::Pass)]
     zero_pages: ZeroPagesName,
-    /// Zero-page detection in this relay, for a source that has it turned off
+    /// Zero-page detection in this relay, for a source that does not detect zero pages
     #[arg(long, value_enum, default_value_t = ZeroPageDetection::None)]
     zero_page_detection: ZeroPageDetection,
     /// QMP socket of the destination's QEMU, to write pages straight into its memory
@@ -109,7 +109,7 @@ enum ZeroPageDetection {
 }
 
 impl Options {
-    /// The best method that the other end can decode for certain.
+    /// The best method that the other end is certain to decode.
     fn default_method(&self) -> MethodName {
         match self.session {
             Some(Side::Connect) => MethodName::Auto,

@@ -20,10 +20,10 @@ use vamoose::watchable;
 
 /// Accept incoming migrations for QEMUs waiting on this host
 ///
-/// Start each QEMU like the source's, with -incoming defer and -S (without -S, vamoose turns its automatic start off) and
-/// its QMP socket at DIR/NAME.qmp; `vamoose migrate --name NAME` on the source host moves a guest into it. A QEMU whose
-/// migration fails holds an incomplete guest and is terminated. The first Ctrl-C or SIGTERM lets migrations under way
-/// finish; a second one aborts them.
+/// Start each QEMU like the source's, with -incoming defer, -S (without -S, vamoose turns its automatic start off) and its QMP
+/// socket at DIR/NAME.qmp. `vamoose migrate --name NAME` on the source host moves a guest into it. A QEMU whose migration
+/// fails holds an incomplete guest and is terminated. The first Ctrl-C or SIGTERM lets migrations under way finish; a second
+/// one aborts them.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     /// Address to listen on: tcp:HOST:PORT (repeatable)
@@ -58,7 +58,7 @@ pub(crate) struct Options {
     drain_timeout: u64,
     /// Most memory for the page caches of all migrations together [default: a quarter of the host's, at most 4 GiB]
     ///
-    /// When it is used up, migrations use smaller caches, or none.
+    /// When this memory is used up, migrations use smaller caches, or none.
     #[arg(long, value_name = "SIZE")]
     page_caches: Option<Size>,
     #[command(flatten)]
@@ -71,7 +71,7 @@ pub(crate) struct Options {
 enum Decoder {
     /// This server, which compares the checksums of the pages
     Vamoose,
-    /// The QEMU, for less CPU time: only the bytes that it receives are checked
+    /// The QEMU, which costs less CPU time; then only the received bytes are checked, not the pages
     Qemu,
 }
 

@@ -11,7 +11,7 @@ use vamoose::{options::StateDir, security::SecurityOptions};
 ///
 /// Check the destination first. Run this on the host where `vamoose attempts` lists the attempt: at the source to resume or
 /// give up the paused guest, at the destination to resume or terminate the loaded one. Each step is printed before it is
-/// taken. The destination is asked before a guest resumes at the source: its answer prevails.
+/// taken. Before a guest resumes at the source, the destination is asked, and its answer prevails.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     /// Id of the attempt, from `vamoose attempts`
@@ -60,7 +60,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         return Ok(());
     }
     if settlement.asks() && !may_ask && !options.unreachable {
-        // Says which options there are.
+        // The error names the options.
         options.security.security()?;
     }
     settlement.carry_out()?;

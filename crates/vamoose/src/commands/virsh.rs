@@ -79,7 +79,7 @@ pub(crate) struct Shell {
 impl Shell {
     pub(crate) fn open(uri: &str) -> Result<Self> {
         let mut child = command_at(uri)
-            // The user's history of commands is not ours to write.
+            // Keeps these commands out of the user's history.
             .env("XDG_CACHE_HOME", "/dev/null")
             .env("TERM", "dumb")
             .stdin(Stdio::piped())
@@ -154,7 +154,7 @@ impl Drop for Shell {
     }
 }
 
-/// Reads up to `mark`. At most a prompt follows, which is left for the next call.
+/// Reads up to `mark`. A prompt may follow, which is left for the next call.
 fn read_to(from: &mut impl BufRead, mark: &str) -> io::Result<String> {
     let mut text = Vec::new();
     let last = *mark.as_bytes().last().unwrap_or(&b'\n');

@@ -1,7 +1,7 @@
-//! HTTP responder for the metrics, whose clients cannot slow a migration down.
+//! HTTP responder for the metrics. Its clients cannot slow a migration down.
 //!
-//! One thread answers one request after the other. The length of each request is limited, and so is the time in all that the
-//! thread spends on it. `tiny_http` has no such limits: a client that sends nothing would keep one of its threads forever.
+//! One thread answers one request after the other. The length of a request is limited, and so is the total time spent on it.
+//! `tiny_http` has no such limits: a client that sends nothing would occupy one of its threads forever.
 
 use std::{
     fmt, io,
@@ -28,15 +28,15 @@ pub struct Responder {
 
 /// Most bytes of a request.
 const LONGEST: usize = 8 << 10;
-/// Time for a request to arrive and for its answer to be read, together: other requests wait meanwhile.
+/// Total time for receiving a request and sending its answer. Other requests wait meanwhile.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Time between two looks at an idle listener.
+/// Longest wait for a connection before the listener is checked again.
 const LOOK: Duration = Duration::from_secs(60);
-/// Wait before another accept, so that file descriptors become free.
+/// Wait after a failed accept, so that file descriptors become free.
 const PAUSE: Duration = Duration::from_millis(100);
 
 impl Responder {
-    /// Answers at `address` with the text that `metrics` makes.
+    /// Answers at `address` with the text that `metrics` returns.
     pub(super) fn start(
         address: &Address,
         metrics: impl Fn() -> Result<String, fmt::Error> + Send + 'static,
@@ -112,7 +112,7 @@ fn answer(socket: &Socket, metrics: &dyn Fn() -> Result<String, fmt::Error>) {
     let head = format!(
         "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
     );
-    // The client may have gone, or read too slowly.
+    // The client may have disconnected, or read too slowly.
     if write(socket, (head + &body).as_bytes(), deadline).is_err() {
         return socket.shut_down();
     }
@@ -125,7 +125,7 @@ fn answer(socket: &Socket, metrics: &dyn Fn() -> Result<String, fmt::Error>) {
 
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// The head of a request; `None` if it is late, incomplete or too long.
+/// The head of a request; `None` if the head is late, incomplete or too long.
 fn read(socket: &Socket, deadline: Instant) -> Option<Vec<u8>> {
     let mut request = Vec::new();
     while !request.windows(4).any(|it| it == b"\r\n\r\n") {
@@ -139,7 +139,7 @@ fn read(socket: &Socket, deadline: Instant) -> Option<Vec<u8>> {
     Some(request)
 }
 
-/// Writes all of `bytes` by `deadline`. The socket's own timeout would begin again whenever the client reads a little.
+/// Writes all of `bytes` by `deadline`. The socket's own timeout would restart whenever the client reads a little.
 fn write(socket: &Socket, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
     while !bytes.is_empty() {
         let mut fds = [PollFd::new(socket, PollFlags::OUT)];
@@ -170,17 +170,17 @@ mod tests {
         Responder::start(&address, || Ok("vamoose 1\n".to_owned())).unwrap()
     }
 
-    /// What comes back for these bytes.
+    /// The answer to these bytes.
     fn say(folder: &Path, text: &[u8]) -> String {
         let mut socket = UnixStream::connect(folder.join("metrics.sock")).unwrap();
-        // It may be turned away while it still sends.
+        // The responder may close the connection while the client still sends.
         let _ = socket.write_all(text);
         let mut answer = String::new();
         let _ = socket.read_to_string(&mut answer);
         answer
     }
 
-    /// Until there is an answer.
+    /// Requests metrics until there is an answer.
     fn ask(folder: &Path) {
         let began = Instant::now();
         while !say(folder, b"GET /metrics HTTP/1.1\r\n\r\n").ends_with("vamoose 1\n") {
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn only_metrics_are_there() {
+    fn other_paths_and_methods_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let responder = responder(folder.path());
         for (request, status) in [
@@ -212,19 +212,19 @@ mod tests {
     }
 
     #[test]
-    fn strays_do_not_hurt() {
+    fn invalid_and_silent_clients_do_not_block_others() {
         let folder = tempfile::tempdir().unwrap();
         let _responder = responder(folder.path());
         assert_eq!(say(folder.path(), &[b'x'; 2 * LONGEST]), "");
         let silent = || UnixStream::connect(folder.path().join("metrics.sock")).unwrap();
-        // Clients that say nothing delay others for a limited time; those that have gone do not.
+        // Silent clients delay others for a limited time; clients that have disconnected do not.
         let strays: Vec<_> = (0..3).map(|_| silent()).collect();
         ask(folder.path());
         drop((strays, (0..16).map(|_| silent()).collect::<Vec<_>>()));
         ask(folder.path());
     }
     #[test]
-    fn slow_reader_holds_the_thread_no_longer_than_its_time() {
+    fn slow_reader_is_disconnected_at_its_deadline() {
         let folder = tempfile::tempdir().unwrap();
         let address = Address::Unix(folder.path().join("metrics.sock"));
         // More than a unix socket buffers.
@@ -237,7 +237,7 @@ mod tests {
         let mut slow = connect();
         slow.write_all(request).unwrap();
         let began = Instant::now();
-        // A little at a time, so that a timeout of each write would never be over.
+        // Reads a little at a time, so that a timeout per write would never expire.
         let reading = thread::spawn(move || {
             let (mut piece, mut read) = ([0; 64 << 10], 0);
             while let Ok(bytes @ 1..) = slow.read(&mut piece) {

@@ -1,4 +1,4 @@
-//! `vamoose attempts --watch`: the migrations under way, until the command is ended.
+//! `vamoose attempts --watch`: shows the migrations under way until the command is ended.
 
 use std::{
     collections::HashMap,
@@ -29,7 +29,7 @@ pub(super) fn run(dirs: &[PathBuf], json: bool) -> Result<()> {
             false => print(&all, is_terminal),
         };
         match printed {
-            // The reader has gone.
+            // The reader has closed the pipe.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
             printed => printed?,
         }
@@ -61,7 +61,7 @@ fn print_json(migrations: Vec<Shown>) -> io::Result<()> {
     io::stdout().write_all(&line)
 }
 
-/// Prints a line for each migration; on a terminal, in place of the lines before.
+/// Prints a line for each migration; on a terminal, replaces the previous lines.
 fn print(all: &[Shown], is_terminal: bool) -> io::Result<()> {
     const CLEAR: &str = "\x1b[H\x1b[2J";
     let mut lines: String = all.iter().map(|shown| text(shown) + "\n").collect();
@@ -105,16 +105,16 @@ fn text(shown: &Shown) -> String {
         or_nothing(remaining),
         or_nothing(downtime),
     );
-    // Names come from other hosts.
+    // Names come from other hosts, and might control the terminal.
     line.replace(char::is_control, "?")
 }
 
-/// Bytes that each migration had moved at the previous look.
+/// Bytes that each migration had moved at the previous update.
 #[derive(Default)]
 struct Rates(HashMap<String, (Instant, u64)>);
 
 impl Rates {
-    /// The rate since the previous look; at the first look, the rate over the migration's whole time.
+    /// The rate since the previous update; at the first one, the rate since the migration began.
     fn of(&mut self, all: Vec<UnderWay>, now: Instant) -> Vec<Shown> {
         let before = std::mem::take(&mut self.0);
         let shown = all.into_iter().map(|under_way| {
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_is_that_since_the_last_look() {
+    fn rate_is_measured_since_the_previous_update() {
         let (mut rates, start) = (Rates::default(), Instant::now());
         for (seconds, moved, rate) in [(0, 100, 50), (2, 500, 200), (3, 500, 0), (4, 400, 0)] {
             let now = start + Duration::from_secs(seconds);
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_has_the_known_values() {
+    fn line_has_the_known_values() {
         let known = |under_way| {
             text(&Shown {
                 under_way,

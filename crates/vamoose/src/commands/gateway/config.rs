@@ -28,7 +28,7 @@ use vamoose::{
     security::keys_directory,
 };
 
-/// The file's keys; docs/gateway.md explains each.
+/// The keys of the file; docs/gateway.md explains them.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) struct File {
@@ -45,7 +45,7 @@ pub(super) struct File {
     level: Option<i32>,
     page_cache: Option<Text<Size>>,
     page_caches: Option<Text<Size>>,
-    /// In seconds, as is `stall_timeout`.
+    /// In seconds, like `stall_timeout`.
     reconnect_timeout: Option<u64>,
     stall_timeout: Option<NonZeroU64>,
     metrics: Option<Text<Endpoint>>,
@@ -77,12 +77,12 @@ struct Stream {
     to: Option<Text<Endpoint>>,
 }
 
-/// A value that the file has as a string.
+/// A value that is a string in the file.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(bound = "T: FromStr<Err: Display>")]
 struct Text<T>(#[serde(deserialize_with = "as_text::deserialize")] T);
 
-/// An address: a URI of QEMU, or HOST:PORT.
+/// An address, as a URI of QEMU or as HOST:PORT.
 #[derive(Clone, Debug)]
 struct Endpoint(Address);
 
@@ -114,7 +114,7 @@ impl FromStr for Ports {
     }
 }
 
-/// Users as which distributions run QEMU under libvirt.
+/// Users that distributions run QEMU as, under libvirt.
 const USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
 
 impl File {
@@ -232,7 +232,7 @@ impl File {
         })
     }
 
-    /// Authentication of these peers. Of one that this host dials, `server_name` is the name in its certificate.
+    /// Authentication of these peers. For a peer that this host dials, `server_name` is the name in its certificate.
     fn security(
         &self,
         peers: &[(&String, &Peer)],
@@ -283,12 +283,12 @@ fn certificate_name(name: &str, peer: &Peer) -> String {
     peer.certificate.clone().unwrap_or_else(|| name.to_owned())
 }
 
-/// The configured ports, or those of the host with this alias.
+/// The configured ports, or the default ports for this alias.
 fn ports(configured: Option<&Text<Ports>>, alias: Option<IpAddr>) -> RangeInclusive<u16> {
     configured.map_or_else(|| ports_of(alias), |ports| ports.0.0.clone())
 }
 
-/// Each host has ports of its own: 64 by the last number of its alias, 1 to 255; those of 1 are libvirt's own default.
+/// Each host has 64 ports of its own, by the last number of its alias, 1 to 255. The ports for 1 are libvirt's default.
 fn ports_of(alias: Option<IpAddr>) -> RangeInclusive<u16> {
     const FIRST: u16 = 49_152;
     const COUNT: u16 = 64;
@@ -301,18 +301,18 @@ fn ports_of(alias: Option<IpAddr>) -> RangeInclusive<u16> {
     first..=first + (COUNT - 1)
 }
 
-/// Users as which QEMU runs, of those that exist.
+/// The existing users that QEMU may run as.
 pub(crate) fn qemu_users() -> Vec<u32> {
     USERS.into_iter().filter_map(uid).collect()
 }
 
-/// The number of a user, by its name or itself.
+/// The number of a user, who is given by name or by number.
 pub(crate) fn uid(user: &str) -> Option<u32> {
     let by_name = || uid_in(&fs::read_to_string("/etc/passwd").ok()?, user);
     user.parse().ok().or_else(by_name)
 }
 
-/// Users whose connections are accepted, besides root and this process's user. Named users have to exist.
+/// Users whose connections are accepted, besides root and the user of this process. Named users must exist.
 fn users(named: Option<&[String]>) -> Result<Peers> {
     let Some(named) = named else {
         return Ok(Peers::own_and(qemu_users()));
@@ -330,7 +330,7 @@ fn uid_in(passwd: &str, name: &str) -> Option<u32> {
     })
 }
 
-/// Each alias and each key belongs to one host. A host without an alias is reached by streams alone.
+/// Checks that each alias and each key belongs to one host. A host without an alias can be reached by streams only.
 fn check(config: &GatewayConfig) -> Result<()> {
     check_loopback(config.alias)?;
     for (at, peer) in config.peers.iter().enumerate() {
@@ -368,7 +368,7 @@ fn check(config: &GatewayConfig) -> Result<()> {
     Ok(())
 }
 
-/// An alias must not be reachable from other hosts: QEMUs that wait there accept a migration from any client.
+/// An alias must not be reachable from other hosts: QEMUs that wait there accept migrations from any client.
 fn check_loopback(alias: Option<IpAddr>) -> Result<()> {
     if let Some(alias) = alias {
         ensure!(
@@ -401,7 +401,7 @@ mod tests {
         file.into_config(&hardware(), Duration::from_secs(1))
     }
 
-    /// What docs/gateway.md shows.
+    /// The example in docs/gateway.md.
     fn short() -> String {
         format!(
             "listen = [\"10.0.0.1:4440\"]\nalias = \"127.77.0.1\"\n\
@@ -452,7 +452,7 @@ mod tests {
         );
     }
 
-    /// Keys in files do not count: a peer that is removed from the configuration is no longer trusted.
+    /// The file `trusted` is ignored: a peer that is removed from the configuration is no longer trusted.
     #[test]
     fn without_peers_no_key_is_trusted() {
         let head = "listen = [\"10.0.0.1:4440\"]\nalias = \"127.77.0.1\"\n";
@@ -552,7 +552,7 @@ mod tests {
         }
     }
 
-    /// What docs/cloud-hypervisor.md shows.
+    /// The example in docs/cloud-hypervisor.md.
     #[test]
     fn a_host_with_streams_alone_needs_no_alias() {
         let text = short()

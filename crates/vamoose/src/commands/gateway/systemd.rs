@@ -1,6 +1,6 @@
 //! Socket activation and notifications: sd_listen_fds(3), sd_notify(3).
 //!
-//! The crate `sd-notify` does not reach a NOTIFY_SOCKET in the abstract namespace, which containers have.
+//! The crate `sd-notify` does not support a NOTIFY_SOCKET in the abstract namespace, as in containers.
 
 use std::{
     env,
@@ -19,7 +19,7 @@ use vamoose_link::{Listener, Peers};
 /// The first passed descriptor.
 const FIRST: i32 = 3;
 
-/// The sockets that systemd listens on for this process. Each connection is judged when it has been accepted.
+/// The sockets that systemd listens on for this process. Connections are checked after they have been accepted.
 pub(super) fn passed_listeners(stall_timeout: Duration) -> Result<Vec<Listener>> {
     let number = |name| env::var(name).ok()?.parse::<i32>().ok();
     let is_for_us =
@@ -37,7 +37,7 @@ pub(super) fn passed_listeners(stall_timeout: Duration) -> Result<Vec<Listener>>
     passed.collect()
 }
 
-/// Notifies systemd, if it has asked for that.
+/// Notifies systemd, if it has requested notifications.
 pub(super) fn notify(state: &str) {
     let Ok(path) = env::var("NOTIFY_SOCKET") else {
         return;

@@ -1,4 +1,4 @@
-//! `vamoose libvirt migrate`: one guest between two hosts that are not set up for it.
+//! `vamoose libvirt migrate`: migrates one guest between two hosts that are not set up for Vamoose.
 //!
 //! ```text
 //!  virsh ── migrate ──> libvirt ─> QEMU ─ 127.0.0.1:PORT ─> relay, in this process
@@ -34,8 +34,8 @@ use vamoose::options::{Access, Encoding, MethodName};
 
 /// Migrate a running guest to another host of libvirt, which needs only ssh and this program
 ///
-/// Relays on both hosts, with one-time keys, carry the guest's memory. They end with the migration. Ctrl-C cancels: the
-/// guest keeps running here.
+/// Relays on both hosts carry the guest's memory, with one-time keys, and end with the migration. Ctrl-C cancels the migration,
+/// and the guest keeps running here.
 #[derive(Args, Debug)]
 pub(super) struct Options {
     /// Name of the guest
@@ -45,13 +45,13 @@ pub(super) struct Options {
     /// URI of the other host's libvirt, as seen from this host [default: qemu+ssh://HOST/system]
     #[arg(long, value_name = "URI")]
     desturi: Option<String>,
-    /// Command that runs a command on a host, with its options
+    /// Command, with options, that runs a command on another host
     #[arg(long, default_value = "ssh", value_name = "COMMAND")]
     ssh: String,
-    /// This program on the other host
+    /// Path of this program on the other host
     #[arg(long, default_value = "vamoose", value_name = "PATH")]
     remote_vamoose: String,
-    /// Address of the other host for the guest's memory [default: the one that ssh uses]
+    /// Address of the other host for the guest's memory [default: the address that ssh uses]
     #[arg(long, value_name = "ADDRESS")]
     address: Option<String>,
     /// Port of the other host for the guest's memory [default: any]
@@ -137,8 +137,8 @@ pub(super) fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// libvirt has QEMU connect to the host of the guest's memory for the disks as well. That is 127.0.0.1 here, where this host's own
-/// disks would be written to, and not those of the other one.
+/// Refuses to copy disks. libvirt would send them to the address of the migration, 127.0.0.1, and so overwrite this host's own
+/// disks.
 fn check_storage(virsh_options: &[String]) -> Result<()> {
     const STORAGE: [&str; 3] = ["--copy-storage", "--migrate-disks", "--disks-"];
     let copies = |option: &&String| STORAGE.iter().any(|it| option.starts_with(it));
@@ -151,7 +151,7 @@ fn check_storage(virsh_options: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// Runs `virsh migrate` through a relay in this process. Cancelled by a signal.
+/// Runs `virsh migrate` through a relay in this process. A signal cancels it.
 fn relayed(
     options: &Options,
     port: u16,
@@ -201,7 +201,7 @@ fn relayed(
     }
 }
 
-/// Waits for the end of `virsh migrate`, and cancels the migration when that is requested and has become safe ([`virsh::SETUP`]).
+/// Waits for the end of `virsh migrate`. Cancels the migration if requested, as soon as that is safe ([`virsh::SETUP`]).
 fn wait(
     virsh: &mut Child,
     domain: &str,
@@ -217,7 +217,7 @@ fn wait(
         if cancel.load(Ordering::Relaxed) {
             let requested = requested.get_or_insert_with(Instant::now);
             if is_sending() || requested.elapsed() >= virsh::SETUP {
-                // Fails while there is no migration yet, and after it has been cancelled.
+                // Fails before the migration has begun, and after it was cancelled.
                 let _ = virsh::output(["domjobabort", "--domain", domain]);
             }
         }
@@ -247,8 +247,8 @@ impl Options {
     }
 }
 
-/// Sockets for this host's QEMU, and their ports, of which the other host chooses one. Neither libvirt nor the system chooses
-/// ports in this range.
+/// Ports for this host's QEMU, with their listeners; the other host chooses one. Neither libvirt nor the system allocates ports
+/// in this range.
 fn listeners(options: &Options, stall_timeout: Duration) -> Result<Vec<(u16, Listener)>> {
     const PORTS: Range<u16> = 20_000..32_000;
     const ENOUGH: usize = 8;
@@ -282,7 +282,7 @@ impl<'a> Far<'a> {
         let program = options.ssh.split_whitespace().next();
         let program = program.context("--ssh: a command is needed")?;
         let mut command = Command::new("sh");
-        // Ctrl-C is for the migration: it ends in order, and ssh with it.
+        // Ctrl-C cancels the migration, which then ends ssh.
         command.args(["-c", "trap '' INT; exec \"$@\"", "sh"]);
         command.args(ssh).arg(host);
         command.args([&options.remote_vamoose, "libvirt", "receive"]);
@@ -303,7 +303,7 @@ impl<'a> Far<'a> {
             }
         });
         let mut far = Self { host, child, stdin };
-        // If the child has ended, its answer is missing, too.
+        // If the child has ended, reading its answer fails as well.
         let _ = writeln!(far.stdin, "{}", serde_json::to_string(request)?);
         let mut lines = BufReader::new(stdout).lines().map_while(Result::ok);
         let ready = lines.find_map(|line| line.strip_prefix(MARK).map(str::to_owned));
@@ -341,7 +341,7 @@ impl<'a> Far<'a> {
         let _ = child.wait();
     }
 
-    /// Waits until the relay has ended by itself, when the guest is loaded.
+    /// Waits until the relay has ended by itself, after the guest is loaded.
     fn finish(mut self) -> Result<()> {
         let status = self.child.wait().context("waiting for ssh")?;
         let host = self.host;
@@ -368,7 +368,7 @@ mod tests {
         options: Options,
     }
 
-    /// Why the other host's relay does not start, by an `ssh` that does this.
+    /// The error of [`Far::start`] when this script is `ssh`.
     fn complaint(ssh: &str) -> String {
         let folder = TempDir::new().unwrap();
         let script = folder.path().join("ssh");
@@ -391,9 +391,9 @@ mod tests {
         format!("{:#}", started.err().unwrap())
     }
 
-    /// Before anything is asked or started.
+    /// The check comes before anything else.
     #[test]
-    fn disks_are_not_copied_onto_those_of_this_host() {
+    fn copying_disks_is_refused() {
         for option in [
             "--copy-storage-all",
             "--copy-storage-inc",
@@ -415,20 +415,20 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_ssh_does_not_reach() {
+    fn unreachable_host() {
         let said = complaint("exit 255");
         assert!(said.starts_with("cannot reach kvm2 by `sh "), "{said}");
     }
 
     #[test]
-    fn a_host_without_vamoose() {
+    fn host_without_vamoose() {
         let said = complaint("shift; exec \"$@\"");
         let found = said.contains("`/no/vamoose` is not installed on kvm2: install it there");
         assert!(found && said.contains("--remote-vamoose"), "{said}");
     }
 
     #[test]
-    fn a_command_for_ssh_that_is_not_here() {
+    fn missing_ssh_command() {
         let said = complaint_of("no-such-ssh -q");
         assert!(
             said.starts_with("`no-such-ssh -q` is not installed here"),
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vamoose_that_fails_there_or_answers_something_else() {
+    fn remote_vamoose_that_fails_or_is_of_another_version() {
         let said = complaint("exit 3");
         assert!(
             said.starts_with("`/no/vamoose` failed on kvm2 (exit status: 3)"),

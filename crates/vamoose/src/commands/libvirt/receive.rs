@@ -1,9 +1,9 @@
-//! The other end of `vamoose libvirt migrate`, which starts this over ssh: a relay for one migration.
+//! `vamoose libvirt receive`, which `vamoose libvirt migrate` starts on the other host over ssh: a relay for one migration.
 //!
 //! ```text
 //!  migrate                                     receive, on the other host
-//!     Request, a line ───── its stdin ────────────>  takes a port at which its QEMU can wait, and listens for the relay
-//!     Ready, a line behind MARK <── its stdout ────
+//!     Request, a line ────── stdin ───────────────>  chooses a port at which its QEMU can wait, and listens for the relay
+//!     Ready, a line after MARK <─── stdout ────────
 //!     the end of stdin ─────────────────────────> ends
 //! ```
 
@@ -47,15 +47,15 @@ pub(super) struct Request {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Ready {
     pub(super) key: String,
-    /// One of the requested ports that is free on this host's loopback, too.
+    /// One of the offered ports, which is free on this host's loopback as well.
     pub(super) port: u16,
     /// Port at which this relay listens.
     pub(super) listen: u16,
-    /// Address at which ssh has reached this host.
+    /// Address of this host that ssh has connected to.
     pub(super) address: Option<String>,
 }
 
-/// Prefix of the line with [`Ready`]: a login shell may print other lines.
+/// Prefix of the line with [`Ready`]; a login shell may print other lines.
 pub(super) const MARK: &str = "vamoose-ready ";
 
 pub(super) fn run() -> Result<()> {
@@ -109,10 +109,10 @@ pub(super) fn run() -> Result<()> {
         match result {
             Ok(_) => {
                 accept.drain(stall_timeout);
-                // The other thread still waits for the end of standard input.
+                // The other thread still waits for the end of standard input, so this thread cannot return.
                 process::exit(0);
             }
-            // The thread that hung up reports the reason.
+            // `migrate` or ssh has ended, and reports the reason.
             Err(_) if hangup.is_hung_up() => Ok(()),
             Err(error) => {
                 eprintln!("vamoose: {:#}", Error::from(error));
@@ -130,7 +130,7 @@ pub(super) fn at(port: u16) -> Address {
     }
 }
 
-/// Listens on all addresses: keys decide which peers may connect.
+/// Listens on all addresses; keys decide who may connect.
 fn listen(port: u16, stall_timeout: Duration) -> Result<Listener> {
     let bind = |host: &str| {
         let host = host.to_owned();
@@ -144,7 +144,7 @@ fn free(ports: &[u16]) -> Option<u16> {
     ports.iter().copied().find(is_free)
 }
 
-/// From sshd's variable with the addresses and ports of client and server.
+/// The server's address in sshd's variable, which has the addresses and ports of client and server.
 fn reached_at() -> Option<String> {
     let connection = env::var("SSH_CONNECTION").ok()?;
     connection.split(' ').nth(2).map(str::to_owned)

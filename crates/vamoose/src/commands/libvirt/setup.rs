@@ -1,5 +1,5 @@
-//! `vamoose libvirt setup`: the lines of qemu.conf that lead libvirt's migrations to the gateway, and checks of what else the
-//! migrations need.
+//! `vamoose libvirt setup`: the lines of qemu.conf that lead libvirt's migrations to the gateway, and checks of the other
+//! requirements.
 
 use std::{
     fs::{self, File},
@@ -15,15 +15,15 @@ use vamoose_relay::GatewayConfig;
 
 use crate::commands::{gateway, virsh};
 
-/// Show or add the lines that qemu.conf needs for migrations through this host's gateway, and check what else they need
+/// Show or add the lines that qemu.conf needs for migrations through this host's gateway, and check the other requirements
 ///
-/// Ends with an error if something would prevent migrations.
+/// Fails if something would prevent migrations.
 #[derive(Args, Debug)]
 pub(super) struct Options {
-    /// The gateway's configuration
+    /// Configuration of the gateway
     #[arg(long, default_value = "/etc/vamoose/gateway.toml", value_name = "FILE")]
     config: PathBuf,
-    /// libvirt's configuration of its QEMUs
+    /// libvirt's configuration of QEMU
     #[arg(long, default_value = "/etc/libvirt/qemu.conf", value_name = "FILE")]
     qemu_conf: PathBuf,
     /// Append the missing lines to qemu.conf
@@ -77,10 +77,10 @@ pub(super) fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// A setting of qemu.conf, and its value as the file has it.
+/// A setting of qemu.conf: name, and value as in the file.
 type Setting = (&'static str, String);
 
-/// QEMUs of this host wait at its alias, and libvirt tells sources to connect there.
+/// The required settings: QEMUs of this host wait at its alias, and libvirt tells sources to connect there.
 fn wanted(config: &GatewayConfig) -> Result<[Setting; 4]> {
     let Some(alias) = config.alias else {
         bail!("the gateway has no alias, which libvirt's migrations need: it carries only streams");
@@ -102,7 +102,7 @@ fn line((name, value): &Setting) -> String {
     format!("{name} = {value}\n")
 }
 
-/// The lines that `text` lacks, below a comment.
+/// The lines that are missing in `text`, below a comment.
 fn missing(text: &str, wanted: &[Setting]) -> String {
     const HEADING: &str =
         "# Migrations to this host come through `vamoose gateway` (vamoose libvirt setup).\n";
@@ -135,7 +135,7 @@ fn value<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     values.next()
 }
 
-/// Major and minor.
+/// Major and minor version.
 type Version = (u32, u32);
 
 fn libvirt() -> Vec<Finding> {
@@ -198,7 +198,7 @@ fn of_qemu_conf(text: &str, wanted: &[Setting], config: &GatewayConfig) -> Vec<F
                 .to_owned(),
         ));
     }
-    // The gateway accepts the distribution's user, which is the default.
+    // Without this setting QEMU runs as the distribution's user, whom the gateway accepts by default.
     if let Some(user) = value(text, "user") {
         findings.push(match gateway::uid(user.trim_start_matches('+')) {
             None => Finding::Problem(format!("user {user} of qemu.conf is not in /etc/passwd")),
@@ -230,7 +230,7 @@ fn of_gateway(config: &GatewayConfig) -> Vec<Finding> {
         }
         let Some(alias) = peer.alias else { continue };
         let at = SocketAddr::new(alias, *peer.ports.start());
-        // To connect would look like a migration.
+        // A test connection would look like a migration.
         findings.push(match TcpListener::bind(at) {
             Err(error) if error.kind() == ErrorKind::AddrInUse => {
                 Finding::Fine(format!("the gateway listens for migrations to {name}"))
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_that_do_not_suit_each_other() {
+    fn incompatible_versions_are_problems() {
         let say = |libvirt: &str, qemu: &str| {
             let (library, running) = ("Using library: libvirt ", "Running hypervisor: QEMU ");
             of_versions(&format!("{library}{libvirt}\n{running}{qemu}\n"))
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn values_are_found_as_libvirt_finds_them() {
+    fn values_are_read_as_libvirt_reads_them() {
         let text = "# The default.\n#migration_address = \"0.0.0.0\"\nuser = 'libvirt-qemu' # who\n\
             \ngroup = \"\"\"kvm's\"\"\"\n  migration_port_min=49152\nnamespaces = [\n  \"mount\", # one\n\n]\nmigration_port_min = 7";
         assert_eq!(value(text, "migration_address"), None);
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_only_appended_to() {
+    fn file_is_only_appended_to() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("qemu.conf");
         for expected in ["one\n", "one\none\n"] {
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_that_differ_are_problems() {
+    fn different_settings_are_problems() {
         let config = config();
         let wanted = wanted(&config).unwrap();
         let text = "migration_address = \"127.77.0.1\"\nmigration_host = \"10.0.0.1\"\nmigration_port_min = 49152\n";
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn qemus_that_encrypt_by_themselves_are_noted() {
+    fn forced_tls_of_qemu_is_noted() {
         let config = config();
         for (line, is_noted) in [
             ("migrate_tls_force = 1", true),
