@@ -1,4 +1,4 @@
-//! Hosts, and the guests that are to move.
+//! Fleet: hosts, guests and destinations.
 
 use std::collections::BTreeMap;
 
@@ -12,14 +12,14 @@ pub struct HostId(pub usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GuestId(pub usize);
 
-/// A host, to be emptied or to take guests.
+/// A host: a source or a destination.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Host {
     /// Name in messages.
     pub name: String,
     /// Bytes of memory free for guests.
     pub memory_free: u64,
-    /// A guest with more CPUs does not move here.
+    /// Number of CPUs; a guest with more CPUs cannot move here.
     pub cpus: u32,
 }
 
@@ -28,7 +28,7 @@ pub struct Host {
 pub struct Guest {
     /// Name in messages.
     pub name: String,
-    /// Host of the guest.
+    /// The host that has the guest.
     pub host: HostId,
     /// Bytes needed at a destination.
     pub memory: u64,
@@ -48,13 +48,13 @@ pub struct Fleet {
     destinations: Vec<HostId>,
 }
 
-/// A fleet that contradicts itself.
+/// An inconsistent fleet.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum FleetError {
-    /// The index of a host is too large.
+    /// A host does not exist.
     #[error("there is no host {}", .0.0)]
     NoSuchHost(HostId),
-    /// A guest is where guests are to go.
+    /// A guest is on a destination already.
     #[error("guest {guest} is on {host}, which is a destination")]
     AtDestination {
         /// The guest's name.
@@ -101,7 +101,7 @@ impl Fleet {
         &self.guests
     }
 
-    /// The hosts that take guests.
+    /// The hosts that accept guests, in the order of their indices.
     pub fn destinations(&self) -> &[HostId] {
         &self.destinations
     }

@@ -7,16 +7,16 @@
 //!                        └────── Event: tick, ended (and where), stop <─────┘
 //! ```
 //! [`Plan`] admits guests, the largest first, and reserves their memory at a destination. It names the guests that cannot move
-//! before anything starts. [`Scheduler`] carries the plan out: it takes events with the time at which they happened, and
+//! before anything starts. [`Scheduler`] carries out the plan: it takes events with the time at which they happened, and
 //! returns actions.
 //!
 //! # Rules
 //! - **Capacity**: the memory reserved at a destination never exceeds the memory that was free there.
 //! - **Slots**: the number of concurrent migrations is limited for each source and each destination.
-//! - **One outcome**: each guest ends as moved, staying, or in doubt. A guest in doubt is never tried again: a second
+//! - **One outcome**: each guest is moved, stays, or is in doubt. A guest in doubt is never tried again, because a second
 //!   migration could leave two copies running.
-//! - **Observation**: after a migration, both hosts are asked where the guest is. The answer counts, not the migration's own
-//!   result. A restarted process therefore plans from what it observes, and needs no record.
+//! - **Observation**: after a migration, both hosts are asked where the guest is. Their answers override the migration's own
+//!   result. A restarted process can therefore plan from what it observes, without a record.
 
 #![forbid(unsafe_code)]
 

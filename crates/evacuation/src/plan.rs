@@ -30,7 +30,7 @@ pub enum Hindrance {
     /// Reasons that lie in the guest itself.
     #[error("{}", .0.join("; "))]
     Obstacles(Vec<String>),
-    /// No destination takes the guest.
+    /// No destination accepts the guest.
     #[error("no destination accepts it: {}", list(.0))]
     NoDestination(Vec<String>),
 }
@@ -42,7 +42,7 @@ impl Plan {
         if spread.left_over(fleet) == 0 {
             return spread;
         }
-        // An even spread may leave no room for large guests.
+        // Spread evenly, guests may leave no room for large ones.
         let tight = Self::placed(fleet, Preference::Tight);
         match tight.left_over(fleet) < spread.left_over(fleet) {
             true => tight,
@@ -69,11 +69,11 @@ impl Plan {
         Self { moves, stays }
     }
 
-    /// Bytes of the guests that found no destination.
+    /// Bytes of the guests without a destination.
     fn left_over(&self, fleet: &Fleet) -> u128 {
         let stays = self.stays.iter();
         let without = stays.filter(|(_, why)| matches!(why, Hindrance::NoDestination(_)));
-        // A guest without memory counts, too.
+        // The 1 makes guests without memory count.
         without
             .map(|(id, _)| u128::from(fleet.guest(*id).memory) + 1)
             .sum()
@@ -132,7 +132,7 @@ pub(crate) fn refusal(fleet: &Fleet, guest: &Guest, host: HostId, free: u64) -> 
     }
 }
 
-/// The first few refusals: there may be a thousand.
+/// The first few refusals, as there may be a thousand.
 fn list(refused: &[String]) -> String {
     const SHOWN: usize = 3;
     let text = match refused.len() {

@@ -13,9 +13,9 @@ pub struct Limits {
     pub per_host: NonZeroUsize,
     /// Further tries after the first.
     pub retries: u32,
-    /// How long a guest waits before its second try; twice as long before each further one.
+    /// Wait before the second try; doubled before each further one.
     pub backoff: Duration,
-    /// How long a try may take.
+    /// Maximum duration of a try.
     pub timeout: Option<Duration>,
 }
 
@@ -29,7 +29,7 @@ pub enum Action {
         /// Its destination.
         to: HostId,
     },
-    /// Cancel a migration. Its end is awaited as that of any other.
+    /// Cancel a migration. Its end must still be reported.
     Cancel {
         /// The guest.
         guest: GuestId,
@@ -39,7 +39,7 @@ pub enum Action {
 /// An event, reported by the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Time has passed. Without ticks, no timeout and no backoff ends.
+    /// Time has passed. Timeouts and backoffs depend on ticks.
     Tick,
     /// A migration has ended.
     Ended(End),
@@ -47,7 +47,7 @@ pub enum Event {
     Stop(Stop),
 }
 
-/// How a migration has ended.
+/// The end of a migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct End {
     /// The guest.
@@ -58,12 +58,12 @@ pub struct End {
     pub result: Result<(), Failure>,
 }
 
-/// Where a guest runs, observed when no migration of it is under way.
+/// Location of a guest, observed while no migration of it is under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum At {
-    /// At the source alone.
+    /// Only at the source.
     Source,
-    /// At the destination alone.
+    /// Only at the destination.
     Destination,
     /// At both.
     Both,
@@ -77,13 +77,13 @@ pub enum At {
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("{reason}")]
 pub struct Failure {
-    /// Whether another try may succeed, later or elsewhere.
+    /// Whether another try may succeed, later or at another destination.
     pub is_temporary: bool,
-    /// In words.
+    /// The reason, for people.
     pub reason: String,
 }
 
-/// What happens to migrations under way when the evacuation is stopped.
+/// Treatment of migrations under way when the evacuation is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stop {
     /// They continue to their end.
@@ -102,7 +102,7 @@ pub enum Outcome {
     },
     /// The guest is where it was.
     Stays(Stay),
-    /// The guest's location is unknown, or it runs twice. An operator has to look.
+    /// The guest's location is unknown, or the guest runs twice. An operator must find out.
     InDoubt {
         /// Intended destination.
         to: HostId,
@@ -130,12 +130,12 @@ pub enum Stay {
     Failed(Failure),
 }
 
-/// Carries a plan out.
+/// Carries out a plan.
 #[derive(Clone, Debug)]
 pub struct Scheduler<'a> {
     fleet: &'a Fleet,
     limits: Limits,
-    /// Tasks in the order in which they begin.
+    /// Tasks, in the order of their start.
     tasks: Vec<Task>,
     stop: Option<Stop>,
 }
@@ -290,7 +290,7 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// Where a guest has failed least often; of those, the one with the most memory left.
+    /// The destination with the fewest failed tries; of several, the one with the most memory left.
     fn next_destination(&self, task: &Task) -> Option<HostId> {
         let guest = self.fleet.guest(task.guest);
         let free = self.free_for(task.guest);
@@ -302,7 +302,7 @@ impl<'a> Scheduler<'a> {
             .min_by_key(|host| (failed(*host), Reverse(free[host.0]), *host))
     }
 
-    /// By host: bytes that no guest but this one has there or has reserved.
+    /// By host: bytes that no other guest uses or has reserved.
     fn free_for(&self, guest: GuestId) -> Vec<u64> {
         let hosts = self.fleet.hosts().iter();
         let mut free: Vec<_> = hosts.map(|host| host.memory_free).collect();

@@ -1,6 +1,6 @@
 //! Hints: remedies for errors in terms of the program's options, which the crates below do not know.
 
-use std::io;
+use std::{error::Error as StdError, io, path::Path};
 
 use anyhow::Error;
 use vamoose_codec::{DecodeError, EncodeError, SettingsError};
@@ -12,32 +12,35 @@ pub fn of(error: &Error) -> Option<String> {
     error.chain().find_map(|cause| {
         if let Some(failure) = cause.downcast_ref() {
             of_failure(failure)
-        } else if let Some(SettleError::NotAsked(..) | SettleError::NoProof(_)) =
-            cause.downcast_ref()
-        {
-            Some(NOT_ASKED.to_owned())
-        } else if let Some(settings) = cause.downcast_ref() {
-            of_settings(settings)
         } else if let Some(tls) = cause.downcast_ref() {
             of_tls(tls)
-        } else if matches!(cause.downcast_ref(), Some(EncodeError::Distrusted { .. }))
-            || matches!(cause.downcast_ref(), Some(DecodeError::Distrusted { .. }))
-        {
-            Some(DISTRUSTED.to_owned())
-        } else if let Some(RelayError::LateChannel) = cause.downcast_ref() {
-            Some(
-                "name the number of channels that the source opens: --incoming-channels N"
-                    .to_owned(),
-            )
         } else {
-            None
+            fixed(cause).map(str::to_owned)
         }
     })
 }
 
-const NOT_ASKED: &str =
-    "make sure that the guest does not run there. If that host is gone for good, add --unreachable";
-const DISTRUSTED: &str = "a device is broken: use --accel none, or --verify all";
+/// Remedies that do not depend on the error's values.
+fn fixed(error: &(dyn StdError + 'static)) -> Option<&'static str> {
+    if let Some(SettleError::NotAsked(..) | SettleError::NoProof(_)) = error.downcast_ref() {
+        Some(
+            "make sure that the guest does not run there. If that host is gone for good, add --unreachable",
+        )
+    } else if let Some(SettingsError::EngineAbsent { .. }) = error.downcast_ref() {
+        Some(
+            "`vamoose probe` shows what this host has and what is missing; --accel auto uses what is available; \
+             --accel none, software only",
+        )
+    } else if matches!(error.downcast_ref(), Some(EncodeError::Distrusted { .. }))
+        || matches!(error.downcast_ref(), Some(DecodeError::Distrusted { .. }))
+    {
+        Some("a device is broken: use --accel none, or --verify all")
+    } else if let Some(RelayError::LateChannel) = error.downcast_ref() {
+        Some("name the number of channels that the source opens: --incoming-channels N")
+    } else {
+        None
+    }
+}
 
 fn of_failure(failure: &Failure) -> Option<String> {
     if let Cause::StandsStill(state) = &failure.cause {
@@ -46,17 +49,17 @@ fn of_failure(failure: &Failure) -> Option<String> {
     let attempt = failure.attempt?;
     match failure.guest {
         GuestLocation::InDoubt => Some(format!(
-            "run the same command again to finish the migration, and do not continue the guest by hand on either host \
-             before. If the destination is gone for good, find out whether the guest ran there, then run: \
+            "run the same command again to finish the migration. Until then, do not continue the guest by hand on either host. \
+             If the destination is gone for good, find out whether the guest ran there, then run: \
              vamoose settle --attempt {attempt} --as running-there|never-ran, \
              with this command's --keys (or equivalent), or with --unreachable if the host cannot be asked"
         )),
         GuestLocation::Unconfirmed => Some(format!(
-            "if nobody has migrated the guest with another tool since, run the same command with --confirm {attempt} to finish \
-             the migration. If somebody has, run: vamoose settle --attempt {attempt} --as moved-elsewhere"
+            "if no other tool has migrated the guest since, run the same command with --confirm {attempt} to finish the migration. \
+             Otherwise, run: vamoose settle --attempt {attempt} --as moved-elsewhere"
         )),
         GuestLocation::Gone => Some(format!(
-            "if `vamoose attempts` on the destination's host has the attempt as orphaned, its QEMU holds all of the guest, paused. \
+            "if `vamoose attempts` on the destination's host lists the attempt as orphaned, its QEMU holds all of the guest, paused. \
              If the guest runs nowhere else, run there: vamoose settle --attempt {attempt} --as running-there|never-ran"
         )),
         _ => None,
@@ -75,51 +78,23 @@ fn of_state(state: &str) -> String {
     format!("the migration is over. At the destination: {remedy}")
 }
 
-fn of_settings(error: &SettingsError) -> Option<String> {
-    match error {
-        SettingsError::EngineAbsent { .. } => Some(
-            "`vamoose probe` shows what this host has and what is missing; --accel auto uses what is available; \
-             --accel none, software only"
-                .to_owned(),
-        ),
-        _ => None,
-    }
-}
-
 fn of_tls(error: &TlsError) -> Option<String> {
     const PEERS_KEY: &str = "`vamoose keys show` on the other host prints its key";
-    const SAME: &str = "use the same one of --tls-creds, --keys and --insecure at both ends";
     let hint = match error {
-        TlsError::File { path, fault } => {
-            let is_key = path.file_name().is_some_and(|name| name == "key");
-            match fault {
-                FileFault::System(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                    "`vamoose keys show` prints the key that is there".to_owned()
-                }
-                FileFault::System(error) if error.kind() == io::ErrorKind::NotFound && is_key => {
-                    "`vamoose keys init` creates a key".to_owned()
-                }
-                FileFault::System(error) if error.kind() == io::ErrorKind::NotFound => {
-                    "--tls-creds takes a directory as QEMU's documentation describes it for TLS; without a certificate \
-                     authority, use --keys"
-                        .to_owned()
-                }
-                FileFault::NobodyTrusted => {
-                    format!("{PEERS_KEY}: add it to this file, or give it with --peer-key")
-                }
-                FileFault::Mode { .. } => format!("chmod 600 {}", path.display()),
-                _ => return None,
+        TlsError::File { path, fault } => match fault {
+            FileFault::Mode { .. } => format!("chmod 600 {}", path.display()),
+            FileFault::NobodyTrusted => {
+                format!("{PEERS_KEY}: add it to this file, or give it with --peer-key")
             }
-        }
-        TlsError::Kind { .. } | TlsError::NotTls { .. } => SAME.to_owned(),
+            FileFault::System(error) => of_file(path, error.kind())?.to_owned(),
+            _ => return None,
+        },
         TlsError::Refused { reason, .. } => match reason {
-            Refusal::UnknownKey { .. } => {
-                format!(
-                    "{PEERS_KEY}: if it is this one, add it to `trusted`, or give it with --peer-key, which replaces `trusted`"
-                )
-            }
+            Refusal::UnknownKey { .. } => format!(
+                "{PEERS_KEY}: if it is this one, add it to `trusted`, or give it with --peer-key, which replaces `trusted`"
+            ),
             Refusal::OtherHost { host, .. } => {
-                format!("{PEERS_KEY}: if it is this one, write hosts={host} behind it in `trusted`")
+                format!("{PEERS_KEY}: if it is this one, write hosts={host} after it in `trusted`")
             }
             Refusal::Name { .. } => {
                 "--tls-server-name NAME names the server's certificate if it is not for the address"
@@ -128,19 +103,37 @@ fn of_tls(error: &TlsError) -> Option<String> {
             Refusal::NotAllowed { .. } => "--allow PATTERN allows a name".to_owned(),
             _ => return None,
         },
-        TlsError::RefusedByPeer { reason, .. } => match reason {
-            Objection::UnknownKey { .. } => {
-                "add this key to `trusted` on the other host, or give it there with --peer-key"
-                    .to_owned()
-            }
-            Objection::NotAllowed { .. } => {
-                "--allow PATTERN allows a name on the other host".to_owned()
-            }
-            _ => return None,
-        },
+        TlsError::RefusedByPeer { reason, .. } => of_objection(reason)?.to_owned(),
+        TlsError::Kind { .. } | TlsError::NotTls { .. } => {
+            "use the same one of --tls-creds, --keys and --insecure at both ends".to_owned()
+        }
         _ => return None,
     };
     Some(hint)
+}
+
+fn of_file(path: &Path, error: io::ErrorKind) -> Option<&'static str> {
+    match error {
+        io::ErrorKind::AlreadyExists => Some("`vamoose keys show` prints the key that is there"),
+        io::ErrorKind::NotFound if path.ends_with("key") => {
+            Some("`vamoose keys init` creates a key")
+        }
+        io::ErrorKind::NotFound => Some(
+            "--tls-creds takes a directory as QEMU's documentation describes it for TLS; without a certificate authority, use \
+             --keys",
+        ),
+        _ => None,
+    }
+}
+
+fn of_objection(reason: &Objection) -> Option<&'static str> {
+    match reason {
+        Objection::UnknownKey { .. } => {
+            Some("add this key to `trusted` on the other host, or give it there with --peer-key")
+        }
+        Objection::NotAllowed { .. } => Some("--allow PATTERN allows a name on the other host"),
+        _ => None,
+    }
 }
 
 #[cfg(test)]

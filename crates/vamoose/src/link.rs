@@ -2,7 +2,7 @@
 
 use std::{fs, net::IpAddr, time::Duration};
 
-use anyhow::{Result, bail};
+use anyhow::{Context as _, Result};
 use clap::Args;
 use vamoose_link::{Address, Path, Remote, SessionConfig};
 
@@ -33,8 +33,20 @@ pub struct LinkOptions {
 pub fn page_caches(size: Option<Size>) -> usize {
     const MOST: u64 = 4 << 30;
     let quarter = || memory_of_host().map_or(MOST, |bytes| (bytes / 4).min(MOST));
-    let bytes = size.map_or_else(quarter, |size| size.0);
-    usize::try_from(bytes).unwrap_or(usize::MAX)
+    size.unwrap_or_else(|| Size(quarter())).in_memory()
+}
+
+/// The paths to the addresses `to` of one host: from the addresses `bind`, one for each of `to`, or from any. `None` if the
+/// numbers of addresses differ.
+pub fn paths(to: &[Address], bind: &[IpAddr]) -> Option<Vec<Path>> {
+    if !bind.is_empty() && bind.len() != to.len() {
+        return None;
+    }
+    let paths = to.iter().enumerate().map(|(at, address)| Path {
+        to: address.clone(),
+        bind: bind.get(at).copied(),
+    });
+    Some(paths.collect())
 }
 
 /// `MemTotal:  16303400 kB`
@@ -57,31 +69,27 @@ impl LinkOptions {
             check: self.check == Switch::On,
             reconnect_timeout: Duration::from_secs(self.reconnect_timeout),
             stall_timeout,
-            page_cache: usize::try_from(self.page_cache.0).unwrap_or(usize::MAX),
+            page_cache: self.page_cache.in_memory(),
             ..SessionConfig::new(self.security.for_addresses(addresses)?)
         })
     }
 
-    /// The Vamoose at the addresses `to` of one host. Connections come from `bind`, an address for each of `to`, or from any.
+    /// The Vamoose at the addresses `to` of one host, reached from the addresses `bind` ([`paths`]).
     pub fn remote(
         &self,
         to: &[Address],
         bind: &[IpAddr],
         stall_timeout: Duration,
     ) -> Result<Remote> {
-        if !bind.is_empty() && bind.len() != to.len() {
-            bail!(
+        let paths = paths(to, bind).with_context(|| {
+            format!(
                 "--bind: {} addresses for {} destination addresses: give one for each, in the same order, or none",
                 bind.len(),
                 to.len()
-            );
-        }
-        let paths = to.iter().enumerate().map(|(number, address)| Path {
-            to: address.clone(),
-            bind: bind.get(number).copied(),
-        });
+            )
+        })?;
         Ok(Remote {
-            paths: paths.collect(),
+            paths,
             config: self.config(to, stall_timeout)?,
         })
     }

@@ -439,6 +439,11 @@ mod as_name {
 pub struct Size(pub u64);
 
 impl Size {
+    /// The size of something in memory.
+    pub fn in_memory(self) -> usize {
+        usize::try_from(self.0).unwrap_or(usize::MAX)
+    }
+
     pub fn rate(self) -> Result<NonZeroU64> {
         NonZeroU64::new(self.0).context("--max-bandwidth: the rate must not be 0")
     }

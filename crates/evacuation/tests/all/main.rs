@@ -1,4 +1,4 @@
-//! Plans and schedules of any fleet keep their rules, and those of a large one are quick.
+//! Plans and schedules keep their rules for any fleet, and are fast for large fleets.
 
 #![allow(
     clippy::unwrap_used,

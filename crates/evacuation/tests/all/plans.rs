@@ -1,4 +1,4 @@
-//! What a plan promises.
+//! Guarantees of a plan.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,7 +9,7 @@ use crate::strategies::fleet;
 
 proptest! {
     #[test]
-    fn each_guest_is_named_once_and_no_host_is_given_more_than_it_has(fleet in fleet()) {
+    fn plan_names_each_guest_once_and_never_exceeds_free_memory(fleet in fleet()) {
         let plan = Plan::new(&fleet);
         prop_assert_eq!(&plan, &Plan::new(&fleet));
         let named = plan.moves.iter().map(|step| step.guest);
@@ -47,8 +47,8 @@ proptest! {
 }
 
 #[test]
-fn large_ones_find_room_where_small_ones_are_put_together() {
-    // Spread evenly, they leave room for no further 5.
+fn large_guests_fit_when_small_ones_are_packed() {
+    // Spread evenly, the first two guests leave no room for another 5.
     let fleet = Fleet::new(
         vec![host("old", 0), host("a", 10), host("b", 6)],
         vec![guest("small", 5), guest("large", 6), guest("middle", 5)],
@@ -61,7 +61,7 @@ fn large_ones_find_room_where_small_ones_are_put_together() {
 }
 
 #[test]
-fn reasons_are_those_of_each_destination() {
+fn hindrance_has_the_reason_of_each_destination() {
     const MIB: u64 = 1 << 20;
     let mut large = guest("large", 9 * MIB);
     large.cpus = 4;
@@ -90,7 +90,7 @@ fn reasons_are_those_of_each_destination() {
 }
 
 #[test]
-fn fleets_that_contradict_themselves_are_refused() {
+fn inconsistent_fleets_are_rejected() {
     let hosts = || vec![host("a", 0), host("b", 0)];
     let fleet = |guests, to| Fleet::new(hosts(), guests, to).unwrap_err();
     let at = fleet(vec![guest("g", 1)], vec![HostId(0)]);

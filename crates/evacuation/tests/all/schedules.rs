@@ -1,4 +1,4 @@
-//! What a schedule promises, whatever happens to its migrations.
+//! Guarantees of a schedule, for any sequence of events.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,7 +14,7 @@ use proptest::{collection::vec, option, prelude::*};
 
 use crate::strategies::fleet;
 
-/// What happens next.
+/// The next event.
 #[derive(Clone, Debug)]
 enum Step {
     Ends(usize, At, Result<(), Failure>),
@@ -58,13 +58,13 @@ fn failure(is_temporary: bool, reason: &str) -> Failure {
     }
 }
 
-/// Does what the scheduler says, and checks it.
+/// Carries out the actions, and checks them.
 struct World<'a> {
     fleet: &'a Fleet,
     limits: Limits,
     running: BTreeMap<GuestId, HostId>,
     cancelled: BTreeSet<GuestId>,
-    /// Where guests have moved to, or may have.
+    /// Guests that have moved, or may have moved, with their destinations.
     taken: BTreeMap<GuestId, HostId>,
     tries: BTreeMap<GuestId, u32>,
 }
@@ -91,7 +91,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// At any moment, also between two actions.
+    /// Checks the limits, also between two actions.
     fn check(&self) -> Result<(), TestCaseError> {
         let (mut from, mut into) = (BTreeMap::new(), BTreeMap::new());
         let mut memory = BTreeMap::<HostId, u64>::new();
@@ -125,7 +125,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
-    fn all_limits_are_kept_and_each_guest_has_one_outcome(
+    fn limits_are_kept_and_each_guest_has_one_outcome(
         fleet in fleet(),
         limits in limits(),
         steps in vec(step(), 0..120),
@@ -145,7 +145,7 @@ proptest! {
         let first = scheduler.clone().handle(now, Event::Tick);
         prop_assert_eq!(&first, &scheduler.handle(now, Event::Tick), "not deterministic");
         world.act(&first)?;
-        // Whatever has not ended ends now, at its destination.
+        // After the steps, each remaining migration ends at its destination.
         let last = std::iter::repeat(Step::Ends(0, At::Destination, Ok(())));
         let mut steps = steps.into_iter().chain(last);
         while !scheduler.is_done() {
@@ -202,7 +202,7 @@ prop_assert!(!actions.iter().any(is_start));
 }
 
 #[test]
-fn a_guest_that_failed_goes_elsewhere_after_a_while() {
+fn failed_guest_is_retried_elsewhere_after_a_backoff() {
     let fleet = small();
     let plan = Plan::new(&fleet);
     let mut scheduler = Scheduler::new(&fleet, &plan, one_at_once());
@@ -232,7 +232,7 @@ fn a_guest_that_failed_goes_elsewhere_after_a_while() {
 }
 
 #[test]
-fn the_observed_location_counts_not_the_result() {
+fn observed_location_overrides_the_result() {
     let fleet = small();
     let plan = Plan::new(&fleet);
     let lost = Err(failure(true, "the connection was lost"));
@@ -247,7 +247,7 @@ fn the_observed_location_counts_not_the_result() {
 }
 
 #[test]
-fn a_migration_that_takes_too_long_is_cancelled_once_and_tried_again() {
+fn late_migration_is_cancelled_once_and_retried() {
     let fleet = small();
     let plan = Plan::new(&fleet);
     let limits = Limits {

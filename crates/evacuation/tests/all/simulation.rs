@@ -1,8 +1,8 @@
-//! A rack of a thousand hosts is emptied, in virtual time.
+//! Racks of a thousand hosts are emptied, in virtual time.
 
 use crate::simulator::{MIB, Scenario};
 
-/// Small guests make it quick; the example has larger numbers.
+/// Fewer guests than in the example, so that the test is quick.
 const SCENARIO: Scenario = Scenario {
     hosts: 1000,
     rack: 20,
@@ -13,17 +13,17 @@ const SCENARIO: Scenario = Scenario {
 };
 
 #[test]
-fn a_rack_is_emptied_in_little_more_than_its_bytes_take() {
+fn rack_is_emptied_almost_at_link_rate() {
     let found = SCENARIO.empty_one_rack(1);
     assert_eq!((found.guests, found.moved), (200, 200));
     assert!(found.tries >= 200 && found.sent > found.memory as f64);
-    // In virtual time, so this is no matter of the machine.
+    // Virtual time does not depend on the machine.
     let ratio = found.took.as_secs_f64() / found.bound.as_secs_f64();
     assert!((1.0..1.6).contains(&ratio), "{ratio}: {found:?}");
 }
 
 #[test]
-fn hosts_are_emptied_one_rack_after_the_other() {
+fn racks_are_emptied_one_after_the_other() {
     let scenario = Scenario {
         hosts: 40,
         failures: 50,

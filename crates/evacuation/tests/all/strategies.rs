@@ -1,11 +1,11 @@
-//! Any fleet.
+//! Random fleets.
 
 use std::collections::BTreeMap;
 
 use evacuation::{Fleet, Guest, Host, HostId};
 use proptest::{collection::vec, prelude::*, sample::subsequence};
 
-/// Of up to three hosts to be emptied and up to five that take guests.
+/// A fleet of up to three sources and up to five destinations.
 pub(crate) fn fleet() -> impl Strategy<Value = Fleet> {
     (1..=3_usize, 0..=5_usize).prop_flat_map(|(sources, destinations)| {
         let hosts = vec(host(), sources + destinations);

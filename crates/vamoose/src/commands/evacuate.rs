@@ -1,4 +1,4 @@
-//! `vamoose evacuate`: moves all running guests off a host by libvirt's own migrations, through gateways if hosts have them.
+//! `vamoose evacuate`: moves all running guests off a host with libvirt's own migrations, through gateways if the hosts have them.
 //!
 //! ```text
 //!  survey: hosts and guests ──> plan ──> drive: migrations, as the scheduler says ──> summary
@@ -23,20 +23,21 @@ use vamoose::options::{JsonReport, Size};
 
 /// Move all running guests off a host of libvirt
 ///
-/// Guests that cannot move are listed, with reasons, before anything starts; the others move. Ctrl-C starts no further guests and
-/// waits for those under way; a second one cancels them. The same command continues with the guests that are still on the host.
+/// Guests that cannot move are listed with reasons before anything starts; the others move. After Ctrl-C, no further guests
+/// start, and the command waits for the migrations under way; a second Ctrl-C cancels them. The same command continues with the
+/// guests that are still on the host.
 #[derive(Args, Debug)]
 #[command(override_usage = "vamoose evacuate [OPTIONS] <HOST> --to <HOST>...")]
 pub(crate) struct Options {
     /// Host to be emptied: its name for ssh, `localhost`, or a URI of libvirt
     host: String,
-    /// Hosts that take the guests
+    /// Hosts to move the guests to
     #[arg(long, value_name = "HOST", required = true, num_args = 1..)]
     to: Vec<String>,
-    /// Only this guest (repeatable)
+    /// Move only this guest (repeatable)
     #[arg(long = "guest", value_name = "NAME")]
     guests: Vec<String>,
-    /// All guests but this one (repeatable)
+    /// Move all guests but this one (repeatable)
     #[arg(long, value_name = "NAME", conflicts_with = "guests")]
     except: Vec<String>,
     /// Migrations at once from the host, and to each destination
@@ -59,18 +60,18 @@ pub(crate) struct Options {
     /// Number of data channels of each migration
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
     channels: u8,
-    /// Disks that are files or block devices are the same on all hosts
+    /// Disks that are files or block devices are shared by all hosts
     #[arg(long)]
     shared_storage: bool,
     /// Copy disks that are files or block devices; the destinations need images of the same size
     #[arg(long, conflicts_with = "shared_storage")]
     copy_storage: bool,
-    /// Throttle guests that write faster than their memory is sent
+    /// Slow down guests that write faster than their memory is sent
     #[arg(long)]
     auto_converge: bool,
-    /// Let the host itself connect to the destinations, by the same URIs
+    /// Let the host itself connect to the destinations, with the same URIs
     ///
-    /// Its migrations then do not depend on this process.
+    /// The migrations then do not depend on this process.
     #[arg(long)]
     p2p: bool,
     /// Print the plan only
@@ -131,7 +132,7 @@ fn say_shut_off(survey: &Survey) {
     }
 }
 
-/// QEMU sends at least one packet of 512 KiB ten times a second, whatever its limit.
+/// Lowest rate of a QEMU in bytes per second: a packet of 512 KiB ten times a second, even below its limit.
 const LEAST_RATE: u64 = 5 << 20;
 
 impl Options {

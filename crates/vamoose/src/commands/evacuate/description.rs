@@ -5,14 +5,14 @@ use roxmltree::{Document, Node};
 /// The parts of a guest's description that matter to a migration.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Description {
-    /// Reasons against any migration.
+    /// Reasons why the guest cannot move at all.
     pub(super) obstacles: Vec<String>,
-    /// The guest has all features of the source's CPU, and needs them.
+    /// The guest has, and needs, all features of the source's CPU.
     pub(super) has_host_cpu: bool,
 }
 
 impl Description {
-    /// With `has_all_disks`, the destinations have the images of disks, or get copies of them.
+    /// `has_all_disks`: the destinations have the disks' images, or get copies of them.
     pub(super) fn parse(xml: &str, has_all_disks: bool) -> Result<Self, roxmltree::Error> {
         let document = Document::parse(xml)?;
         let domain = document.root_element();
@@ -38,7 +38,7 @@ pub(super) fn host_uuid(capabilities: &str) -> Option<String> {
     uuid.text().map(str::to_owned)
 }
 
-/// Modes of a CPU that libvirt does not compare with the destination's. An emulated CPU has nothing of the host's.
+/// Whether the CPU's mode is one that libvirt does not compare with the destination. An emulated CPU does not depend on the host.
 fn has_host_cpu(domain: Node<'_, '_>) -> bool {
     let mode = child(domain, "cpu").and_then(|cpu| cpu.attribute("mode"));
     let is_of_host = matches!(mode, Some("host-passthrough" | "maximum"));
@@ -76,7 +76,7 @@ fn local_disk(disk: Node<'_, '_>) -> Option<String> {
     ))
 }
 
-/// A device with a stand-in (`teaming`) can be unplugged for the migration, and is no obstacle.
+/// The obstacle of a host device. A device with a stand-in (`teaming`) is none: it is unplugged for the migration.
 fn passed_through(device: Node<'_, '_>) -> Option<String> {
     let teaming = child(device, "teaming").and_then(|it| it.attribute("type"));
     if teaming == Some("transient") {
@@ -121,7 +121,7 @@ mod tests {
         </devices></domain>";
 
     #[test]
-    fn obstacles_are_named() {
+    fn obstacles_are_found() {
         let obstacles = |has_all_disks| {
             let description = Description::parse(DOMAIN, has_all_disks);
             description.unwrap().obstacles

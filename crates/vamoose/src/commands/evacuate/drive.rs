@@ -1,4 +1,4 @@
-//! Carries out the plan: one thread for each migration, and one that polls them and follows the scheduler.
+//! Carries out the plan: one thread per migration, and one that polls all migrations and follows the scheduler.
 
 use std::{
     collections::BTreeMap,
@@ -32,7 +32,7 @@ use vamoose::progress::Bar;
 /// Interval at which migrations are polled.
 const POLL: Duration = Duration::from_millis(250);
 
-/// Interval of progress lines if there is no terminal.
+/// Interval of progress lines without a terminal.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 
 /// Time for both hosts to agree on a guest's location after its migration.
@@ -68,7 +68,7 @@ pub(super) fn run(
     Ok(())
 }
 
-/// Signals that are counted: each is a byte in a socket, so two between two polls are two.
+/// Counts signals. Each signal is a byte in a socket, so none is lost between two polls.
 struct Signals(UnixStream);
 
 impl Signals {
@@ -108,7 +108,7 @@ struct Drive<'a> {
 struct Running {
     /// Bytes of memory at the destination.
     done: u64,
-    /// When the migration was to be cancelled.
+    /// Time of the request to cancel.
     cancelled: Option<Instant>,
 }
 
@@ -236,7 +236,7 @@ impl<'a> Drive<'a> {
         self.bar.show(memory + sent, total, text);
     }
 
-    /// Polls a migration, and cancels it if that was requested. Errors are ignored: a guest that is gone has moved.
+    /// Polls a migration, and cancels it if requested. Errors are ignored: a guest that is no longer there has moved.
     fn ask(&mut self, guest: GuestId) {
         let source = self.survey.source();
         let Domain { uuid, memory, .. } = self.survey.domain(guest);
@@ -291,7 +291,7 @@ impl<'a> Migration<'a> {
                     None => Err(permanent(ENDED.to_owned())),
                 };
                 let (at, state) = self.observe(active.is_some());
-                // A guest that has ended is not tried again.
+                // The guest has ended, so another try is useless.
                 match state {
                     Some(State::Ended(how)) if at == At::Source => {
                         let reason = format!("{ENDED}: {how}");
@@ -300,7 +300,7 @@ impl<'a> Migration<'a> {
                     _ => (at, state, result),
                 }
             }
-            // Nothing has begun: the guest is where it was.
+            // No migration has begun, so the guest is at its source.
             Err(error) => (At::Source, None, Err(temporary(format!("{error:#}")))),
         };
         let job = match at {
@@ -315,9 +315,9 @@ impl<'a> Migration<'a> {
         }
     }
 
-    /// Migrates the guest, and returns after the end.
+    /// Migrates the guest, and returns at the end of the migration.
     fn migrate(&self) -> std::result::Result<(), Failure> {
-        // `virsh` does not print error numbers; the texts are libvirt's own, of `virErrorNumber`.
+        // `virsh` prints no error numbers. These are libvirt's texts for `virErrorNumber`.
         const PERMANENT: [&str; 5] = [
             "operation aborted",
             "this function is not supported by the connection driver",
@@ -335,7 +335,7 @@ impl<'a> Migration<'a> {
         }
     }
 
-    /// If this process dies, this `virsh` dies with it, and libvirt cancels the migration, unless the source host carries it out.
+    /// This `virsh` dies with this process. Libvirt then cancels the migration, unless the source host carries it out.
     fn command(&self) -> Command {
         let (options, is_persistent) = (self.options, self.domain.is_persistent);
         let mut command = virsh::command_at(&self.from.uri_here());
@@ -370,7 +370,7 @@ impl<'a> Migration<'a> {
         command
     }
 
-    /// Asks both hosts where the guest is, until both answer and no migration is under way. A guest that did not run before its
+    /// Asks both hosts where the guest is, until both answer and no migration is under way. A guest that had ended before its
     /// migration is not in doubt.
     fn observe(&self, has_run: bool) -> (At, Option<State>) {
         let (start, uuid) = (Instant::now(), &self.domain.uuid);
@@ -406,7 +406,7 @@ impl<'a> Migration<'a> {
     }
 }
 
-/// Reason for a guest that has ended by itself or by its user.
+/// Reason for a guest that has ended by itself, or was ended by a user.
 const ENDED: &str = "it no longer runs";
 
 fn temporary(reason: String) -> Failure {
@@ -423,7 +423,7 @@ fn permanent(reason: String) -> Failure {
     }
 }
 
-/// Location of a guest that runs nowhere, from the last state that both hosts keep of a persistent guest.
+/// Location of a guest that has ended, from the last states that both hosts keep of a persistent guest.
 fn ended(from: Option<State>, to: Option<State>) -> (At, Option<State>) {
     match (from, to) {
         (Some(State::Ended(_)), _) => (At::Source, from),
@@ -438,22 +438,22 @@ mod tests {
 
     const SHUT_OFF: u32 = 5;
 
-    /// By libvirt's numbers of the reason for which a guest is shut off.
+    /// The numbers are libvirt's reasons for being shut off.
     #[test]
-    fn an_ended_guest_is_not_in_doubt() {
+    fn ended_guest_is_not_in_doubt() {
         let state = |reason| Some(State::new(SHUT_OFF, reason));
         for (from, to, at) in [
-            // Shut down, destroyed, crashed, saved; whatever its last end at the other host was.
+            // Shut down, destroyed, crashed, saved; its last end at the other host does not matter.
             (state(1), None, At::Source),
             (state(2), state(1), At::Source),
             (state(3), None, At::Source),
             (state(5), None, At::Source),
-            // It has migrated, and was shut down there.
+            // Migrated, and then shut down at the destination.
             (state(4), state(1), At::Destination),
-            // It has migrated, and the other host knows nothing of it, or only of an older time.
+            // Migrated, but unknown to the other host, or known only from an earlier time.
             (state(4), None, At::Neither),
             (state(4), state(0), At::Neither),
-            // The source has failed, or nothing is known.
+            // Failed at the source, or nothing is known.
             (state(6), state(1), At::Neither),
             (state(0), None, At::Neither),
             (None, state(1), At::Neither),
@@ -463,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn two_signals_between_two_polls_are_two() {
+    fn signals_between_two_polls_are_counted() {
         use signal_hook::{consts::SIGUSR1, low_level::raise};
 
         let signals = Signals::catch(&[SIGUSR1]).unwrap();

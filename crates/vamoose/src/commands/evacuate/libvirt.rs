@@ -15,7 +15,7 @@ pub(super) struct LibvirtHost {
     pub(super) name: String,
     /// libvirt's URI of it.
     pub(super) uri: String,
-    /// All threads share it: only migrations take long, and have a `virsh` of their own.
+    /// Shared by all threads. Migrations, which take long, have a `virsh` of their own.
     shell: Mutex<Option<Shell>>,
 }
 
@@ -34,10 +34,10 @@ pub(super) struct Node {
 pub(super) struct Domain {
     pub(super) name: String,
     pub(super) uuid: String,
-    /// Whether the host keeps its description when the guest ends.
+    /// Whether the host keeps the description after the guest has ended.
     pub(super) is_persistent: bool,
     pub(super) state: State,
-    /// The most memory it may have, in bytes.
+    /// Maximum memory, in bytes.
     pub(super) memory: u64,
     pub(super) cpus: u32,
 }
@@ -68,12 +68,12 @@ impl LibvirtHost {
         }
     }
 
-    /// Whether the URI means another host on each host.
+    /// Whether the URI means a different host on each host.
     pub(super) fn is_local(&self) -> bool {
         self.uri.contains(":///")
     }
 
-    /// The URI for use on this host: `virsh` is in the background, where ssh cannot ask for a password.
+    /// The URI for use on this host, where `virsh` runs in the background and ssh cannot ask for a password.
     pub(super) fn uri_here(&self) -> String {
         let uri = &self.uri;
         let scheme = uri.split_once("://").map(|(scheme, _)| scheme);
@@ -115,8 +115,8 @@ impl LibvirtHost {
 
     /// All guests that the host knows, running or not.
     ///
-    /// Only a list proves that a guest is gone: for a single guest, `virsh` reports a broken connection, too, as
-    /// `failed to get domain`.
+    /// Only a list proves that a guest is gone: for a single guest, `virsh` reports a broken connection as `failed to get
+    /// domain`, too.
     pub(super) fn domains(&self) -> Result<Vec<Domain>> {
         let list = self.run("list --all --uuid --name")?;
         let lines = list.lines().map(str::trim);
@@ -129,7 +129,7 @@ impl LibvirtHost {
         let domains = stats.split("Domain: '").skip(1).filter_map(|stats| {
             let (name, stats) = stats.split_once("'\n")?;
             let stats = Fields::of(stats);
-            // None: it has appeared since the first command.
+            // `None`: the guest has appeared since the first command.
             let uuid = *uuids.get(name)?;
             Some(Domain {
                 name: name.to_owned(),
@@ -222,7 +222,7 @@ impl<'a> Fields<'a> {
         Self(fields.collect())
     }
 
-    /// The number that a value begins with; a unit may follow.
+    /// The number at the start of a value; a unit may follow.
     fn number<T: FromStr>(&self, name: &str) -> Option<T> {
         self.0.get(name)?.split_whitespace().next()?.parse().ok()
     }
@@ -235,13 +235,13 @@ pub(super) enum State {
     PausedByUser,
     /// Paused for an incoming or outgoing migration.
     Migrating,
-    /// It ran on this host and ended there.
+    /// Ended on this host.
     Ended(&'static str),
-    /// It has left this host for another.
+    /// Migrated from this host to another.
     Left,
-    /// Shut off; when and why is not known.
+    /// Shut off for another reason, or an unknown one.
     ShutOff,
-    /// It has a process, and cannot move.
+    /// Active, but in a state in which the guest cannot move.
     Stuck(&'static str),
 }
 
@@ -269,7 +269,7 @@ impl State {
         }
     }
 
-    /// Whether it has a process.
+    /// Whether the guest has a process.
     pub(super) fn is_active(self) -> bool {
         !matches!(self, Self::Ended(_) | Self::Left | Self::ShutOff)
     }
@@ -290,7 +290,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_uris_are_told_apart() {
+    fn names_and_uris_are_distinguished() {
         for (text, name, uri) in [
             ("kvm1", "kvm1", "qemu+ssh://kvm1/system"),
             ("root@kvm1", "root@kvm1", "qemu+ssh://root@kvm1/system"),

@@ -1,4 +1,4 @@
-//! The report of an evacuation, as text and as JSON: first the plan, in the end the outcome of each guest.
+//! The report of an evacuation, as text and as JSON: first the plan, then the outcome of each guest.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ pub(super) struct Report {
     pub(super) status: &'static str,
     host: String,
     total_time: u64,
-    /// By guest of the fleet.
+    /// In the order of the fleet's guests.
     pub(super) guests: Vec<GuestReport>,
     /// Guests that are shut off, which are not moved.
     shut_off: usize,
@@ -30,12 +30,12 @@ pub(super) struct GuestReport {
     memory: u64,
     /// `planned`, `moved`, `stays` or `in-doubt`.
     pub(super) outcome: &'static str,
-    /// The host that has the guest, as both hosts report; `None` if in doubt.
+    /// The host that has the guest, according to both hosts; `None` if in doubt.
     at: Option<String>,
     /// Destination.
     #[serde(skip_serializing_if = "Option::is_none")]
     to: Option<String>,
-    /// State there, as libvirt reports it.
+    /// State of the guest there, according to libvirt.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) state: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -46,7 +46,7 @@ pub(super) struct GuestReport {
     pub(super) began: Option<Instant>,
     /// From the start of the first try to the end of the last one.
     pub(super) total_time: u64,
-    /// Of the last try, as QEMU counts them: before a gateway compresses them.
+    /// Bytes of the last try as QEMU counts them, before a gateway compresses them.
     pub(super) bytes: u64,
     pub(super) downtime: Option<u64>,
 }
@@ -87,7 +87,7 @@ impl Report {
         report
     }
 
-    /// Replaces the plan by the outcome.
+    /// Replaces the plan by the outcome of each guest.
     pub(super) fn conclude(
         &mut self,
         survey: &Survey,
@@ -176,7 +176,7 @@ impl GuestReport {
     }
 }
 
-/// Why the location of a guest that was to move to `to` is not known.
+/// Reason why the location of a guest is not known.
 pub(super) fn in_doubt(at: At, to: &str) -> String {
     match at {
         At::Both => format!("IT IS ACTIVE ON ITS HOST AND ON {to}: end one of the two"),

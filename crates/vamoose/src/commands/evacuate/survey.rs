@@ -44,7 +44,7 @@ impl Survey {
             );
             match Destination::ask(&host, cpu.as_deref()) {
                 Ok(found) => {
-                    // The memory of a host with two names would be reserved twice.
+                    // The memory of a host that is named twice would be reserved twice.
                     let same = uuids
                         .iter()
                         .position(|it| it.is_some() && *it == found.uuid);
@@ -111,7 +111,7 @@ impl Survey {
     }
 }
 
-/// Checks that a guest that was named on the command line, and is not on the source, has already moved.
+/// Checks that a guest from the command line that is not on the source has already moved.
 fn expect_moved(name: &str, options: &Options, destinations: &[Destination]) -> Result<()> {
     let has = |it: &&Destination| {
         let mut guests = it.guests.iter();
@@ -161,7 +161,7 @@ fn guest(
     })
 }
 
-/// A host that is to take guests.
+/// A destination and its guests.
 struct Destination {
     host: Host,
     uuid: Option<String>,
@@ -176,7 +176,7 @@ impl Destination {
         let guests = host.domains()?;
         let active = guests.iter().filter(|guest| guest.state.is_active());
         let promised = active.map(|guest| guest.memory).sum();
-        // Memory that guests there have not touched yet is free, but theirs.
+        // Memory that the guests there have not touched yet is free, but promised to them.
         let memory_free = node.available.min(node.memory.saturating_sub(promised));
         Ok(Self {
             host: Host {
@@ -185,7 +185,7 @@ impl Destination {
                 cpus: node.cpus,
             },
             uuid: description::host_uuid(&host.capabilities()?),
-            // If libvirt cannot tell in advance, the migration will.
+            // If libvirt cannot compare CPUs now, it will when the migration begins.
             has_source_cpu: source_cpu.is_none_or(|cpu| {
                 host.has_cpu(cpu).unwrap_or_else(|error| {
                     warn!("{} cannot compare CPUs: {error:#}", host.name);

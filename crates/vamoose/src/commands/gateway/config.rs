@@ -17,13 +17,13 @@ use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize;
 use vamoose_codec::Settings;
 use vamoose_link::{
-    Address, AddressError, Certificates, Keys, MethodChoice, Path as LinkPath, Peers, PublicKey,
-    Remote, Security, SessionConfig,
+    Address, AddressError, Certificates, Keys, MethodChoice, Peers, PublicKey, Remote, Security,
+    SessionConfig,
 };
 use vamoose_relay::{Config, GatewayConfig, GatewayPeer, GatewayStream};
 
 use vamoose::{
-    link::page_caches,
+    link::{page_caches, paths},
     options::{Hardware, MethodName, Size, as_text},
     security::keys_directory,
 };
@@ -167,7 +167,7 @@ impl File {
         let config = GatewayConfig {
             peers: peers.collect::<Result<_>>()?,
             streams: streams.collect::<Result<_>>()?,
-            listen: self.listen.iter().map(|it| it.0.0.clone()).collect(),
+            listen: addresses(&self.listen),
             alias: self.alias,
             ports: ports(self.ports.as_ref(), self.alias),
             users: users(self.users.as_deref()).context("users")?,
@@ -181,14 +181,9 @@ impl File {
     }
 
     fn peer(&self, name: &String, peer: &Peer) -> Result<GatewayPeer> {
-        if !peer.bind.is_empty() && peer.bind.len() != peer.to.len() {
-            bail!("bind: one for each address of `to`, or none");
-        }
-        let paths = peer.to.iter().enumerate();
-        let paths = paths.map(|(at, Text(Endpoint(to)))| LinkPath {
-            to: to.clone(),
-            bind: peer.bind.get(at).copied(),
-        });
+        let to = addresses(&peer.to);
+        ensure!(!to.is_empty(), "to: an address is needed");
+        let paths = paths(&to, &peer.bind);
         let security = self.security(&[(name, peer)], Some(certificate_name(name, peer)))?;
         let identity = match &security {
             Security::Certificates(certificates) => certificates.server_name.clone(),
@@ -201,7 +196,7 @@ impl File {
             alias: peer.alias,
             ports: ports(peer.ports.as_ref(), peer.alias),
             remote: Remote {
-                paths: paths.collect(),
+                paths: paths.context("bind: one for each address of `to`, or none")?,
                 config: self.sessions(security),
             },
             identity,
@@ -273,10 +268,15 @@ impl File {
         sessions.reconnect_timeout = Duration::from_secs(self.reconnect_timeout.unwrap_or(30));
         sessions.stall_timeout = self.stall_timeout();
         if let Some(Text(size)) = self.page_cache {
-            sessions.page_cache = usize::try_from(size.0).unwrap_or(usize::MAX);
+            sessions.page_cache = size.in_memory();
         }
         sessions
     }
+}
+
+fn addresses(endpoints: &[Text<Endpoint>]) -> Vec<Address> {
+    let endpoints = endpoints.iter().cloned();
+    endpoints.map(|Text(Endpoint(address))| address).collect()
 }
 
 fn certificate_name(name: &str, peer: &Peer) -> String {
@@ -335,10 +335,6 @@ fn check(config: &GatewayConfig) -> Result<()> {
     check_loopback(config.alias)?;
     for (at, peer) in config.peers.iter().enumerate() {
         let name = &peer.name;
-        ensure!(
-            !peer.remote.paths.is_empty(),
-            "peer {name}: to: an address is needed"
-        );
         check_loopback(peer.alias).with_context(|| format!("peer {name}"))?;
         if let Some(alias) = peer.alias {
             ensure!(

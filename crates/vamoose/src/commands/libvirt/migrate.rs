@@ -9,7 +9,7 @@
 use std::{
     io::{self, BufRead as _, BufReader, IsTerminal as _, Write as _},
     ops::Range,
-    process::{self, Child, ChildStdin, Command, ExitStatus, Stdio},
+    process::{self, Child, Command, ExitStatus, Stdio},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -272,7 +272,6 @@ fn listeners(options: &Options, stall_timeout: Duration) -> Result<Vec<(u16, Lis
 struct Far<'a> {
     host: &'a str,
     child: Child,
-    stdin: ChildStdin,
 }
 
 impl<'a> Far<'a> {
@@ -291,7 +290,7 @@ impl<'a> Far<'a> {
             .stderr(Stdio::piped())
             .spawn()
             .context("cannot run sh")?;
-        let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        let pipes = (&mut child.stdin, child.stdout.take(), child.stderr.take());
         let (Some(stdin), Some(stdout), Some(stderr)) = pipes else {
             bail!("{program} has no pipes");
         };
@@ -302,9 +301,9 @@ impl<'a> Far<'a> {
                 eprintln!("{name}: {line}");
             }
         });
-        let mut far = Self { host, child, stdin };
         // If the child has ended, reading its answer fails as well.
-        let _ = writeln!(far.stdin, "{}", serde_json::to_string(request)?);
+        let _ = writeln!(stdin, "{}", serde_json::to_string(request)?);
+        let mut far = Self { host, child };
         let mut lines = BufReader::new(stdout).lines().map_while(Result::ok);
         let ready = lines.find_map(|line| line.strip_prefix(MARK).map(str::to_owned));
         let Some(ready) = ready else {
@@ -333,16 +332,14 @@ impl<'a> Far<'a> {
     }
 
     /// Ends the relay of the other host.
-    fn end(self) {
-        let Self {
-            mut child, stdin, ..
-        } = self;
-        drop(stdin);
-        let _ = child.wait();
+    fn end(mut self) {
+        // This closes its standard input.
+        let _ = self.child.wait();
     }
 
     /// Waits until the relay has ended by itself, after the guest is loaded.
     fn finish(mut self) -> Result<()> {
+        let _stdin = self.child.stdin.take();
         let status = self.child.wait().context("waiting for ssh")?;
         let host = self.host;
         ensure!(
