@@ -83,6 +83,24 @@ pub struct Failure {
     pub reason: String,
 }
 
+impl Failure {
+    /// A failure after which another try makes sense.
+    pub fn temporary(reason: impl Into<String>) -> Self {
+        Self {
+            is_temporary: true,
+            reason: reason.into(),
+        }
+    }
+
+    /// A failure that every further try would have as well.
+    pub fn permanent(reason: impl Into<String>) -> Self {
+        Self {
+            is_temporary: false,
+            reason: reason.into(),
+        }
+    }
+}
+
 /// Treatment of migrations under way when the evacuation is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stop {
@@ -256,24 +274,19 @@ impl<'a> Scheduler<'a> {
 
     /// Why a guest is still at the source after a try; `None` if this try was cancelled by a stop.
     fn failure(&self, is_cancelled: bool, result: Result<(), Failure>) -> Option<Failure> {
-        let temporary = |reason| Failure {
-            is_temporary: true,
-            reason,
-        };
-        match result {
-            _ if is_cancelled && self.stop == Some(Stop::Cancel) => None,
+        if is_cancelled && self.stop == Some(Stop::Cancel) {
+            return None;
+        }
+        Some(match result {
             _ if is_cancelled => {
                 let seconds = self.limits.timeout.unwrap_or_default().as_secs();
-                Some(temporary(format!(
-                    "cancelled after {seconds} s without an end"
-                )))
+                Failure::temporary(format!("cancelled after {seconds} s without an end"))
             }
-            Ok(()) => {
-                let reason = "its migration reported success, but the guest is still at the source";
-                Some(temporary(reason.to_owned()))
-            }
-            Err(failure) => Some(failure),
-        }
+            Ok(()) => Failure::temporary(
+                "its migration reported success, but the guest is still at the source",
+            ),
+            Err(failure) => failure,
+        })
     }
 
     /// A further try, if one makes sense.

@@ -243,15 +243,11 @@ impl World {
             Some((after, guest)) if after <= TICK => {
                 self.pass(after);
                 let ended = self.running.remove(&guest).unwrap();
-                let failure = || Failure {
-                    is_temporary: true,
-                    reason: "as simulated".to_owned(),
-                };
                 Event::Ended(match ended.fails_at {
                     Some(_) => End {
                         guest,
                         at: At::Source,
-                        result: Err(failure()),
+                        result: Err(Failure::temporary("as simulated")),
                     },
                     None => End {
                         guest,

@@ -32,8 +32,8 @@ fn step() -> impl Strategy<Value = Step> {
     ];
     let result = prop_oneof![
         3 => Just(Ok(())),
-        2 => Just(Err(failure(true, "it failed"))),
-        1 => Just(Err(failure(false, "it failed for good"))),
+        2 => Just(Err(Failure::temporary("it failed"))),
+        1 => Just(Err(Failure::permanent("it failed for good"))),
     ];
     prop_oneof![
         20 => (any::<usize>(), at, result).prop_map(|(guest, at, result)| Step::Ends(guest, at, result)),
@@ -49,13 +49,6 @@ fn limits() -> impl Strategy<Value = Limits> {
         backoff: Duration::from_secs(4),
         timeout: timeout.map(Duration::from_secs),
     })
-}
-
-fn failure(is_temporary: bool, reason: &str) -> Failure {
-    Failure {
-        is_temporary,
-        reason: reason.to_owned(),
-    }
 }
 
 /// Carries out the actions, and checks them.
@@ -211,7 +204,7 @@ fn failed_guest_is_retried_elsewhere_after_a_backoff() {
     let failed = End {
         guest: GuestId(0),
         at: At::Source,
-        result: Err(failure(true, "no port is free")),
+        result: Err(Failure::temporary("no port is free")),
     };
     let seconds = Duration::from_secs;
     let failed = Event::Ended(failed);
@@ -235,7 +228,7 @@ fn failed_guest_is_retried_elsewhere_after_a_backoff() {
 fn observed_location_overrides_the_result() {
     let fleet = small();
     let plan = Plan::new(&fleet);
-    let lost = Err(failure(true, "the connection was lost"));
+    let lost = Err(Failure::temporary("the connection was lost"));
     for (at, result, is_moved) in [(At::Destination, lost, true), (At::Source, Ok(()), false)] {
         let mut scheduler = Scheduler::new(&fleet, &plan, one_at_once());
         scheduler.handle(Duration::ZERO, Event::Tick);
@@ -267,7 +260,7 @@ fn late_migration_is_cancelled_once_and_retried() {
     let end = End {
         guest,
         at: At::Source,
-        result: Err(failure(false, "cancelled by the client")),
+        result: Err(Failure::permanent("cancelled by the client")),
     };
     scheduler.handle(seconds(120), Event::Ended(end));
     assert!(scheduler.outcome(guest).is_none(), "it is not tried again");

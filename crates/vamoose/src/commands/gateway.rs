@@ -18,10 +18,10 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::{error, info, warn};
-use vamoose_link::{Address, PageCaches, Session, Sessions};
+use vamoose_link::{PageCaches, Session, Sessions};
 use vamoose_relay::{Gateway, GatewayConfig};
 
-use self::config::File;
+use self::config::{File, GatewaySettings};
 use vamoose::{
     metrics::{self, Counts, MetricsOption},
     options::Hardware,
@@ -57,13 +57,13 @@ pub(crate) struct Options {
 
 impl Options {
     /// Reads the file, and finds all errors that can be found without listening.
-    fn read(&self) -> Result<Setting> {
-        let file = File::read(&self.config)?;
-        let metrics = self.metrics.metrics.clone().or_else(|| file.metrics());
-        let page_caches = file.page_caches();
+    fn read(&self) -> Result<GatewaySettings> {
         let drain_timeout = Duration::from_secs(self.drain_timeout);
-        let config = file.into_config(&self.hardware, drain_timeout);
-        let config = config.with_context(|| self.config.display().to_string())?;
+        let file = File::read(&self.config)?;
+        let settings = file.settings(&self.hardware, drain_timeout);
+        let mut settings = settings.with_context(|| self.config.display().to_string())?;
+        settings.metrics = self.metrics.metrics.clone().or(settings.metrics);
+        let config = &settings.config;
         Sessions::check(&config.sessions)?;
         for peer in config.dialled() {
             let name = &peer.name;
@@ -78,25 +78,11 @@ impl Options {
                 "the ports of peer {name} overlap this host's: libvirt here finds no free port for a migration to it"
             );
         }
-        Ok(Setting {
-            config,
-            metrics,
-            page_caches,
-        })
+        Ok(settings)
     }
 }
 
-/// The contents of the configuration file.
-#[derive(Clone)]
-struct Setting {
-    config: GatewayConfig,
-    /// Address at which to serve metrics.
-    metrics: Option<Address>,
-    /// Memory for the page caches of all migrations.
-    page_caches: usize,
-}
-
-impl Setting {
+impl GatewaySettings {
     /// Adds counters for the peers.
     fn count_in(&self, counts: &Counts) {
         counts.expect(self.config.peers.iter().map(|peer| &*peer.name));
@@ -154,11 +140,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     systemd::notify("READY=1");
     // An error in the file leaves the previous configuration in force.
     let reload = || {
-        let setting = options.read()?;
-        gateway.reload(setting.config.clone().sharing(&caches))?;
-        caches.set_limit(setting.page_caches);
-        setting.count_in(&counts);
-        Ok(setting.only_at_start(&at_start))
+        let settings = options.read()?;
+        gateway.reload(settings.config.clone().sharing(&caches))?;
+        caches.set_limit(settings.page_caches);
+        settings.count_in(&counts);
+        Ok(settings.only_at_start(&at_start))
     };
     thread::scope(|scope| {
         let _end = watchable::serve(scope, watchable.as_ref(), || gateway.under_way());
@@ -173,8 +159,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 
 /// The configuration of a gateway with this file.
 pub(crate) fn configuration(file: &Path) -> Result<GatewayConfig> {
-    let config = File::read(file)?.into_config(&Hardware::default(), Duration::ZERO);
-    config.with_context(|| file.display().to_string())
+    let settings = File::read(file)?.settings(&Hardware::default(), Duration::ZERO);
+    let settings = settings.with_context(|| file.display().to_string())?;
+    Ok(settings.config)
 }
 
 fn obey(signals: &mut Signals, gateway: &Gateway, reload: &dyn Fn() -> Result<Vec<&'static str>>) {

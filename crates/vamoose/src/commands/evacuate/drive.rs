@@ -127,7 +127,11 @@ impl<'a> Drive<'a> {
                                 // The receiver outlives it.
                                 scope.spawn(move || drop(send.send(migration.run(guest))));
                             }
-                            Action::Cancel { guest } => self.cancel(guest),
+                            Action::Cancel { guest } => {
+                                if let Some(running) = self.running.get_mut(&guest) {
+                                    running.cancelled = Some(Instant::now());
+                                }
+                            }
                         }
                     }
                 }
@@ -164,13 +168,6 @@ impl<'a> Drive<'a> {
         let (name, to) = (&migration.domain.name, &migration.to.name);
         self.bar.suspend(|| info!("{name} moves to {to}{again}"));
         migration
-    }
-
-    fn cancel(&mut self, guest: GuestId) {
-        if let Some(running) = self.running.get_mut(&guest) {
-            running.cancelled = Some(Instant::now());
-        }
-        self.ask(guest);
     }
 
     /// The first signal stops new migrations, the second one cancels those under way.
@@ -224,41 +221,33 @@ impl<'a> Drive<'a> {
         Event::Ended(end)
     }
 
-    /// Polls all migrations, and shows progress.
+    /// Polls all migrations, cancels those that are to be cancelled, and shows progress.
     fn poll(&mut self) {
-        let guests: Vec<_> = self.running.keys().copied().collect();
-        for guest in &guests {
-            self.ask(*guest);
+        let source = self.survey.source();
+        for (guest, running) in &mut self.running {
+            let Domain { uuid, memory, .. } = self.survey.domain(*guest);
+            // After an error the guest is no longer there. Without a job there is nothing to cancel.
+            let Some(job) = source.job(uuid).ok().filter(|job| job.is_active) else {
+                continue;
+            };
+            if job.processed > 0 {
+                running.done = memory.saturating_sub(job.remaining);
+            }
+            let has_set_up =
+                |requested: Instant| job.processed > 0 || requested.elapsed() >= virsh::SETUP;
+            if running.cancelled.is_some_and(has_set_up)
+                && let Err(error) = source.abort(uuid)
+            {
+                debug!("{uuid}: {error:#}");
+            }
+            let report = self.report.guest(*guest);
+            report.bytes = report.bytes.max(job.processed);
         }
         let sent: u64 = self.running.values().map(|running| running.done).sum();
         let ((memory, moved), (total, all)) = (self.moved, self.total);
-        let text = format!("{moved} of {all} guests moved, {} under way", guests.len());
+        let under_way = self.running.len();
+        let text = format!("{moved} of {all} guests moved, {under_way} under way");
         self.bar.show(memory + sent, total, text);
-    }
-
-    /// Polls a migration, and cancels it if requested. Errors are ignored: a guest that is no longer there has moved.
-    fn ask(&mut self, guest: GuestId) {
-        let source = self.survey.source();
-        let Domain { uuid, memory, .. } = self.survey.domain(guest);
-        let (Ok(job), Some(running)) = (source.job(uuid), self.running.get_mut(&guest)) else {
-            return;
-        };
-        // Without a job there is nothing to cancel.
-        if !job.is_active {
-            return;
-        }
-        if job.processed > 0 {
-            running.done = memory.saturating_sub(job.remaining);
-        }
-        let has_set_up =
-            |requested: Instant| job.processed > 0 || requested.elapsed() >= virsh::SETUP;
-        if running.cancelled.is_some_and(has_set_up)
-            && let Err(error) = source.abort(uuid)
-        {
-            debug!("{uuid}: {error:#}");
-        }
-        let report = self.report.guest(guest);
-        report.bytes = report.bytes.max(job.processed);
     }
 }
 
@@ -288,20 +277,24 @@ impl<'a> Migration<'a> {
             Ok(active) => {
                 let result = match active {
                     Some(_) => self.migrate(),
-                    None => Err(permanent(ENDED.to_owned())),
+                    None => Err(Failure::permanent(ENDED)),
                 };
                 let (at, state) = self.observe(active.is_some());
                 // The guest has ended, so another try is useless.
                 match state {
                     Some(State::Ended(how)) if at == At::Source => {
                         let reason = format!("{ENDED}: {how}");
-                        (at, state, Err(permanent(reason)))
+                        (at, state, Err(Failure::permanent(reason)))
                     }
                     _ => (at, state, result),
                 }
             }
             // No migration has begun, so the guest is at its source.
-            Err(error) => (At::Source, None, Err(temporary(format!("{error:#}")))),
+            Err(error) => (
+                At::Source,
+                None,
+                Err(Failure::temporary(format!("{error:#}"))),
+            ),
         };
         let job = match at {
             At::Destination => self.to.completed_job(uuid).ok(),
@@ -330,8 +323,8 @@ impl<'a> Migration<'a> {
             Err(error) => format!("{error:#}"),
         };
         match PERMANENT.iter().any(|it| failure.contains(it)) {
-            true => Err(permanent(failure)),
-            false => Err(temporary(failure)),
+            true => Err(Failure::permanent(failure)),
+            false => Err(Failure::temporary(failure)),
         }
     }
 
@@ -408,20 +401,6 @@ impl<'a> Migration<'a> {
 
 /// Reason for a guest that has ended by itself, or was ended by a user.
 const ENDED: &str = "it no longer runs";
-
-fn temporary(reason: String) -> Failure {
-    Failure {
-        is_temporary: true,
-        reason,
-    }
-}
-
-fn permanent(reason: String) -> Failure {
-    Failure {
-        is_temporary: false,
-        reason,
-    }
-}
 
 /// Location of a guest that has ended, from the last states that both hosts keep of a persistent guest.
 fn ended(from: Option<State>, to: Option<State>) -> (At, Option<State>) {

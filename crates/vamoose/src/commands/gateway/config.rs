@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use serde::Deserialize;
 use vamoose_codec::Settings;
 use vamoose_link::{
@@ -27,6 +27,16 @@ use vamoose::{
     options::{Hardware, MethodName, Size, as_text},
     security::keys_directory,
 };
+
+/// Settings of a gateway.
+#[derive(Clone)]
+pub(super) struct GatewaySettings {
+    pub(super) config: GatewayConfig,
+    /// Address at which to serve metrics.
+    pub(super) metrics: Option<Address>,
+    /// Memory for the page caches of all migrations.
+    pub(super) page_caches: usize,
+}
 
 /// The keys of the file; docs/gateway.md explains them.
 #[derive(Debug, Deserialize)]
@@ -96,6 +106,12 @@ impl FromStr for Endpoint {
     }
 }
 
+impl Text<Endpoint> {
+    fn address(&self) -> Address {
+        self.0.0.clone()
+    }
+}
+
 /// A range of ports, as FIRST-LAST.
 #[derive(Clone, Debug)]
 struct Ports(RangeInclusive<u16>);
@@ -124,26 +140,16 @@ impl File {
         toml::from_str(&text).with_context(|| path.display().to_string())
     }
 
-    /// Address at which to serve metrics.
-    pub(super) fn metrics(&self) -> Option<Address> {
-        self.metrics.clone().map(|Text(Endpoint(address))| address)
-    }
-
-    /// Memory for the page caches of all migrations.
-    pub(super) fn page_caches(&self) -> usize {
-        page_caches(self.page_caches.as_ref().map(|size| size.0))
-    }
-
     fn stall_timeout(&self) -> Duration {
         Duration::from_secs(self.stall_timeout.map_or(15, NonZeroU64::get))
     }
 
-    /// The configuration of the gateway, with these devices.
-    pub(super) fn into_config(
-        self,
+    /// The settings of the gateway, with these devices.
+    pub(super) fn settings(
+        &self,
         hardware: &Hardware,
         drain_timeout: Duration,
-    ) -> Result<GatewayConfig> {
+    ) -> Result<GatewaySettings> {
         ensure!(
             !self.listen.is_empty(),
             "listen: other gateways need an address"
@@ -167,7 +173,7 @@ impl File {
         let config = GatewayConfig {
             peers: peers.collect::<Result<_>>()?,
             streams: streams.collect::<Result<_>>()?,
-            listen: addresses(&self.listen),
+            listen: self.listen.iter().map(Text::address).collect(),
             alias: self.alias,
             ports: ports(self.ports.as_ref(), self.alias),
             users: users(self.users.as_deref()).context("users")?,
@@ -177,11 +183,15 @@ impl File {
             drain_timeout,
         };
         check(&config)?;
-        Ok(config)
+        Ok(GatewaySettings {
+            config,
+            metrics: self.metrics.as_ref().map(Text::address),
+            page_caches: page_caches(self.page_caches.as_ref().map(|size| size.0)),
+        })
     }
 
     fn peer(&self, name: &String, peer: &Peer) -> Result<GatewayPeer> {
-        let to = addresses(&peer.to);
+        let to: Vec<_> = peer.to.iter().map(Text::address).collect();
         ensure!(!to.is_empty(), "to: an address is needed");
         let paths = paths(&to, &peer.bind);
         let security = self.security(&[(name, peer)], Some(certificate_name(name, peer)))?;
@@ -213,7 +223,7 @@ impl File {
             "`listen` is needed where connections begin, `to` where they lead"
         );
         let local = |endpoint: &Option<Text<Endpoint>>| {
-            let address = endpoint.clone().map(|Text(Endpoint(address))| address);
+            let address = endpoint.as_ref().map(Text::address);
             if let Some(address) = &address {
                 ensure!(address.is_local(), "{address} is not this host's alone");
             }
@@ -274,11 +284,6 @@ impl File {
     }
 }
 
-fn addresses(endpoints: &[Text<Endpoint>]) -> Vec<Address> {
-    let endpoints = endpoints.iter().cloned();
-    endpoints.map(|Text(Endpoint(address))| address).collect()
-}
-
 fn certificate_name(name: &str, peer: &Peer) -> String {
     peer.certificate.clone().unwrap_or_else(|| name.to_owned())
 }
@@ -314,13 +319,13 @@ pub(crate) fn uid(user: &str) -> Option<u32> {
 
 /// Users whose connections are accepted, besides root and the user of this process. Named users must exist.
 fn users(named: Option<&[String]>) -> Result<Peers> {
-    let Some(named) = named else {
-        return Ok(Peers::own_and(qemu_users()));
-    };
-    let uids = named.iter().map(|name| {
+    let number = |name: &String| {
         uid(name).with_context(|| format!("there is no `{name}` in /etc/passwd: give a number"))
-    });
-    Ok(Peers::own_and(uids.collect::<Result<Vec<_>>>()?))
+    };
+    Ok(Peers::own_and(match named {
+        None => qemu_users(),
+        Some(named) => named.iter().map(number).collect::<Result<_>>()?,
+    }))
 }
 
 fn uid_in(passwd: &str, name: &str) -> Option<u32> {
@@ -353,12 +358,11 @@ fn check(config: &GatewayConfig) -> Result<()> {
             );
         }
         for other in &config.peers[..at] {
-            let same = match () {
-                () if other.alias.is_some() && other.alias == peer.alias => "alias",
-                () if other.identity.is_some() && other.identity == peer.identity => "key",
-                () => continue,
-            };
-            bail!("peers {} and {name} have the same {same}", other.name);
+            let both = format!("peers {} and {name}", other.name);
+            let has_same_alias = peer.alias.is_some() && other.alias == peer.alias;
+            ensure!(!has_same_alias, "{both} have the same alias");
+            let has_same_key = peer.identity.is_some() && other.identity == peer.identity;
+            ensure!(!has_same_key, "{both} have the same key");
         }
     }
     Ok(())
@@ -394,7 +398,8 @@ mod tests {
 
     fn load(text: &str) -> Result<GatewayConfig> {
         let file: File = toml::from_str(text)?;
-        file.into_config(&hardware(), Duration::from_secs(1))
+        let settings = file.settings(&hardware(), Duration::from_secs(1))?;
+        Ok(settings.config)
     }
 
     /// The example in docs/gateway.md.
