@@ -413,9 +413,63 @@ fn ended(from: Option<State>, to: Option<State>) -> (At, Option<State>) {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsStr;
+
+    use clap::Parser;
+
     use super::*;
 
     const SHUT_OFF: u32 = 5;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    /// Arguments of `virsh` for a persistent guest.
+    fn arguments(options: &[&str]) -> String {
+        let words = ["vamoose", "kvm1", "--to", "kvm2"].iter().chain(options);
+        let options = Line::parse_from(words).options;
+        let [from, to] = ["kvm1", "kvm2"].map(LibvirtHost::new);
+        let domain = Domain {
+            name: "web1".to_owned(),
+            uuid: "UUID".to_owned(),
+            is_persistent: true,
+            state: State::Running,
+            memory: 0,
+            cpus: 1,
+        };
+        let migration = Migration {
+            options: &options,
+            domain: &domain,
+            from: &from,
+            to: &to,
+        };
+        let command = migration.command();
+        let words: Vec<_> = command.get_args().filter_map(OsStr::to_str).collect();
+        words.join(" ")
+    }
+
+    #[test]
+    fn options_reach_virsh() {
+        assert_eq!(
+            arguments(&["--channels", "4"]),
+            "--quiet --connect qemu+ssh://kvm1/system?no_tty=1 migrate --live --parallel --parallel-connections 4 \
+             --persistent --undefinesource UUID qemu+ssh://kvm2/system?no_tty=1"
+        );
+        let all = ["--p2p", "--copy-storage", "--auto-converge"];
+        assert!(
+            arguments(&all)
+                .ends_with("--copy-storage-all --auto-converge --p2p UUID qemu+ssh://kvm2/system")
+        );
+    }
+
+    #[test]
+    fn each_migration_gets_its_part_of_the_bandwidth() {
+        let limited = arguments(&["--parallel", "4", "--bandwidth", "1200M"]);
+        assert!(limited.contains(" --bandwidth 300 UUID "), "{limited}");
+    }
 
     /// The numbers are libvirt's reasons for being shut off.
     #[test]
