@@ -1,5 +1,4 @@
-//! `vamoose gateway` on two hosts, with stock QEMUs that know nothing of it: migrations of all kinds, and everything that may
-//! come between.
+//! `vamoose gateway` on two hosts, between stock QEMUs: migrations of all kinds, and failures.
 //!
 //! The hosts are this machine. Each test has addresses of its own in 127.0.0.0/8, so that its ports are free.
 
@@ -43,14 +42,14 @@ pub(crate) struct Hosts {
 
 pub(crate) struct Host {
     gateway: Vamoose,
-    /// What stands for the other host here.
+    /// Address that stands for the other host here.
     door: Ipv4Addr,
-    /// Where QEMUs wait here.
+    /// Address at which QEMUs wait here.
     own: Ipv4Addr,
     setting: Setting,
 }
 
-/// What a gateway is started with.
+/// Configuration of a gateway.
 struct Setting {
     folder: TempDir,
     text: String,
@@ -62,12 +61,12 @@ impl Hosts {
         Self::with("", "", &[])
     }
 
-    /// With further lines in the near gateway's configuration, further keys of its peer, and options.
+    /// Starts gateways, with further lines in the near one's configuration, further keys of its peer, and further options.
     pub(crate) fn with(lines: &str, keys: &str, options: &[&'static str]) -> Result<Self> {
         Self::through(lines, keys, options, |far| Ok(far.to_owned()))
     }
 
-    /// As [`with`](Self::with); `to` is where the near gateway reaches the other.
+    /// Like [`with`](Self::with); the near gateway reaches the other at `to`.
     fn through(
         lines: &str,
         of_peer: &str,
@@ -116,7 +115,7 @@ impl Hosts {
         self.pair_with(from, to, port, channels, "none")
     }
 
-    /// The same, with a method of QEMU's own.
+    /// The same, with a compression method of QEMU.
     fn pair_with(
         &self,
         from: &Binary,
@@ -164,7 +163,7 @@ impl Host {
         })
     }
 
-    /// Lets a destination wait for its migration at this port.
+    /// Makes a destination wait for its migration at this port.
     pub(crate) fn receives(&self, destination: &mut Qemu, port: u16) -> Result<()> {
         let at = format!("tcp:{}:{port}", self.own);
         destination.qmp.migrate_incoming(&at)
@@ -205,7 +204,7 @@ impl Setting {
     }
 }
 
-/// Addresses that no other test of this machine has.
+/// Addresses that no other test on this machine uses.
 fn addresses() -> [Ipv4Addr; 4] {
     static NEXT: AtomicU32 = AtomicU32::new(1);
     let first = NEXT.fetch_add(4, Ordering::Relaxed);
@@ -247,7 +246,7 @@ fn old_and_new_qemus() -> Result<()> {
     Ok(())
 }
 
-/// As libvirt sets them up for `--compressed`.
+/// QEMUs as libvirt sets them up for `--compressed`.
 #[test]
 fn qemus_with_their_own_compression_get_their_method() -> Result<()> {
     let Some(qemu) = qemu::newest_or_skip()? else {
@@ -325,7 +324,7 @@ fn two_guests_move_at_once_and_a_third_one_back() -> Result<()> {
     hosts.expect_moved(&mut back, &mut waits)
 }
 
-/// Without multifd; with further capabilities.
+/// Migrates without multifd, with further capabilities.
 fn plain(
     hosts: &Hosts,
     (from, to): (&Binary, &Binary),
@@ -354,8 +353,8 @@ fn without_multifd() -> Result<()> {
     Ok(())
 }
 
-/// With and without a connection of its own for pages that are asked for, which is silent until then. It does not keep the gateway from
-/// seeing that there are no channels.
+/// With and without a separate connection for requested pages, which is silent at first. The gateway must still see that there are
+/// no channels.
 #[test]
 fn post_copy() -> Result<()> {
     let pairs = qemu::pairs_or_skip()?;

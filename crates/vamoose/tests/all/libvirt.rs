@@ -1,5 +1,5 @@
-//! `virsh migrate` between two hosts of libvirt through relays and through gateways, and cancelled in the middle. `make libvirt`
-//! does more. And what sets libvirt up for it.
+//! `virsh migrate` between two hosts of libvirt through relays and gateways, also cancelled, and `vamoose libvirt`. `make libvirt`
+//! tests more.
 
 mod evacuate;
 mod hosts;
@@ -20,14 +20,14 @@ use tempfile::TempDir;
 use self::hosts::{Domain, Ended, Generation, Hosts, Passage, Storage, Way, Where};
 use crate::common::{LIMIT, vamoose};
 
-/// Never more than can be sent meanwhile.
+/// The guest never writes more than can be sent.
 const LOAD: Load = Load {
     fill: 32,
     hot: 4,
     rate: 100,
 };
 
-/// So slow that there is time to cancel: MiB a second.
+/// MiB per second, slow enough to cancel.
 const SLOW: &str = "4";
 
 #[test]
@@ -65,7 +65,7 @@ fn in_all_generations(test: impl Fn(&Generation) -> Result<()>) -> Result<()> {
     Ok(())
 }
 
-/// QEMU 7.2 at the destination used to hang when a relay was gone with a SYNC inside, and `virsh` with it.
+/// A destination QEMU 7.2 used to hang when a relay ended with an undelivered SYNC, and `virsh` with it.
 fn cancelled_and_moved(generation: &Generation, way: Way) -> Result<()> {
     let (image, keys) = (Image::build(8)?, Keys::make(vamoose())?);
     let hosts = Hosts::start(generation, way, &image, 1_000_000_000)?;
@@ -96,7 +96,7 @@ fn cancelled(hosts: &Hosts, arguments: &[String]) -> Result<Ended> {
     let slow = vec!["--parallel", "--bandwidth", SLOW];
     let virsh = host.start_virsh([migrate(arguments), slow].concat())?;
     let start = Instant::now();
-    // Earlier, QEMU 10.0 may abort (docs/qemu.md).
+    // Before that, QEMU 10.0 may abort (docs/qemu.md).
     while !is_sending(hosts)? {
         ensure!(start.elapsed() < LIMIT, "nothing was sent");
     }
@@ -114,13 +114,13 @@ fn is_sending(hosts: &Hosts) -> Result<bool> {
 
 fn migrate(arguments: &[String]) -> Vec<&str> {
     let command = ["migrate", "--live", "web1", "qemu+tcp://host2/system"];
-    // The file system is not one of those that libvirt knows to be shared.
+    // libvirt does not recognize the file system as shared.
     let command = command.into_iter().chain(["--unsafe"]);
     let arguments = arguments.iter().map(String::as_str);
     command.chain(arguments).collect()
 }
 
-/// Between hosts that nothing has been set up on.
+/// Between hosts without any set-up.
 fn by_one_command(generation: &Generation) -> Result<()> {
     let image = Image::build(8)?;
     let hosts = Hosts::start(generation, Way::Direct, &image, 1_000_000_000)?;
@@ -129,7 +129,7 @@ fn by_one_command(generation: &Generation) -> Result<()> {
     let host = &hosts.hosts[0];
     let slow = Vamoose::start(&mut tools.migrate(&hosts, &["--max-bandwidth", "4M"]))?;
     let start = Instant::now();
-    // Nothing tells that it has begun.
+    // No message tells that the migration has begun.
     while !host
         .virsh(["domjobinfo", "web1"])?
         .stdout
@@ -158,7 +158,7 @@ fn by_one_command(generation: &Generation) -> Result<()> {
     domain.ends_well()
 }
 
-/// Behind it, qemu.conf alone leads a migration through the gateways.
+/// After it, qemu.conf alone leads a migration through the gateways.
 fn set_up(generation: &Generation) -> Result<()> {
     let (image, keys) = (Image::build(8)?, Keys::make(vamoose())?);
     let mut hosts = Hosts::start(generation, Way::Direct, &image, 1_000_000_000)?;
@@ -211,7 +211,7 @@ fn set_up(generation: &Generation) -> Result<()> {
     domain.ends_well()
 }
 
-/// Programs that a host of the lab has in other namespaces than `vamoose`.
+/// Programs of a lab host that run in other namespaces than `vamoose`.
 struct Tools {
     folder: TempDir,
     path: String,

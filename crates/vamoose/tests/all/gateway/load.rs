@@ -1,7 +1,7 @@
-//! Many migrations at once, among many strangers who connect as fast as they can: no guest is lost, and no byte of any.
+//! Many concurrent migrations among many foreign connections: no guest is lost, and no byte of its memory.
 //!
-//! Strangers come to the aliases as a user who is not welcome, and to the port of the link as a host that has no key. They are of
-//! three kinds: those that close at once, those that send garbage, and those that stay and are silent.
+//! Strangers connect to the aliases as a user who is not accepted, and to the gateway's port as a host without a key. Some close at
+//! once, some send garbage, and some stay and are silent.
 
 use std::{
     collections::VecDeque,
@@ -33,10 +33,10 @@ use crate::common::{LIMIT, MIB, set_up, vamoose};
 const RAM: u64 = 16 * MIB;
 const CHANNELS: u8 = 2;
 
-/// Silent strangers that stay at one place: more than the link lets one address have in its handshake.
+/// Number of silent strangers at one address: more than may be in their handshake.
 const SILENT: usize = 300;
 
-/// Nobody's, who is not in `users`.
+/// User `nobody`, who is not in `users`.
 const STRANGER: u32 = 65_534;
 
 #[test]
@@ -60,11 +60,11 @@ fn migrations_at_once_among_many_strangers() -> Result<()> {
     Ok(())
 }
 
-/// What it took, and what came meanwhile.
+/// Result of a run.
 struct Cost {
     strangers: usize,
     seconds: f64,
-    /// Of the gateways: the near one, the far one.
+    /// By gateway: the near one, the far one.
     cpu: Vec<f64>,
     peaks: [u64; 2],
 }
@@ -90,7 +90,7 @@ impl Cost {
     }
 }
 
-/// `None` where it cannot be run.
+/// `None` if this machine cannot run it.
 fn run(migrations: u16, strangers: usize) -> Result<Option<Cost>> {
     let Some(qemu) = qemu::newest_or_skip()? else {
         return Ok(None);
@@ -107,7 +107,7 @@ fn run(migrations: u16, strangers: usize) -> Result<Option<Cost>> {
         .collect::<Result<Vec<_>>>()?;
     let gateways = [&hosts.near.gateway, &hosts.far.gateway];
     let meter = Meter::start(&gateways.map(|gateway| gateway.pid()))?;
-    // A quarter of them are there before the first migration.
+    // A quarter of the strangers are there before the first migration.
     let begun = Barrier::new(3);
     let seconds = thread::scope(|scope| {
         let spawn = |places: Vec<SocketAddr>| {
@@ -140,8 +140,8 @@ fn run(migrations: u16, strangers: usize) -> Result<Option<Cost>> {
     }))
 }
 
-/// Two hosts of which one may send as many guests to the other at once as there are ports. The link is bound to addresses of the
-/// hosts' own, as strangers come from another one.
+/// Two hosts that allow as many concurrent migrations as there are ports. The gateways connect from the hosts' own addresses, as
+/// strangers come from another address.
 fn hosts(ports: &RangeInclusive<u16>) -> Result<Hosts> {
     let keys = Keys::make(vamoose())?;
     let [near, near_door, far, far_door] = addresses();
@@ -163,7 +163,7 @@ fn hosts(ports: &RangeInclusive<u16>) -> Result<Hosts> {
     })
 }
 
-/// A guest whose memory is like no other's, and the QEMU that waits for it at `port`.
+/// A guest with unique memory, and the QEMU that waits for it at `port`.
 fn guest(hosts: &Hosts, qemu: &Binary, port: u16) -> Result<(Qemu, Qemu)> {
     let content = Builder::bare(qemu, RAM).content(Fill::Mixed, port.into());
     let mut source = content.start()?;
@@ -199,7 +199,7 @@ fn move_all(hosts: &Hosts, guests: &mut [(Qemu, Qemu)], ports: &RangeInclusive<u
     Ok(())
 }
 
-/// Those that come to some places, one after the other as fast as they can.
+/// Strangers that connect to some addresses, one after the other as fast as possible.
 struct Strangers<'a> {
     places: Vec<SocketAddr>,
     number: usize,
@@ -208,7 +208,7 @@ struct Strangers<'a> {
 
 impl Strangers<'_> {
     fn come(&self) -> Result<()> {
-        // Of this thread alone.
+        // Only for this thread.
         let uid = Uid::from_raw(STRANGER);
         let changed = set_thread_res_uid(uid, uid, uid);
         let (mut silent, mut came) = (VecDeque::new(), 0);
@@ -216,7 +216,7 @@ impl Strangers<'_> {
             let mut stranger = TcpStream::connect_timeout(at, LIMIT)?;
             match came % 3 {
                 0 => drop(stranger),
-                // It may have been turned away already.
+                // The gateway may have closed the connection already.
                 1 => drop(stranger.write_all(b"GET / HTTP/1.1\r\n\r\n")),
                 _ => silent.push_back(stranger),
             }
@@ -229,7 +229,7 @@ impl Strangers<'_> {
         let mut places = self.places.iter().cycle();
         let mut next = || places.next().context("no place");
         let first = (0..self.number / 4).try_for_each(|_| come(next()?));
-        // Whoever waits has to go on, whatever has happened.
+        // Threads that wait must go on, even after a failure.
         self.begun.wait();
         changed?;
         first?;

@@ -1,4 +1,4 @@
-//! Records in systemd's journal, of which the tests have a stand-in: a socket at its place, in a mount namespace of the gateway's.
+//! Records in systemd's journal. The test has a stand-in: a socket at the journal's path, in a mount namespace of the gateway.
 
 use std::{
     fs,
@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use super::{PORT, PORTS, addresses};
 use crate::common::{LIMIT, vamoose};
 
-/// What systemd does for a service; $1 is the journal's folder, $2 the file that stands for its stream.
+/// The set-up that systemd makes for a service. $1 is the journal's folder, $2 the file that stands for its stream.
 const SERVICE: &str = "set -e
 mount -t tmpfs none /run
 mkdir -p /run/systemd/journal
@@ -27,7 +27,7 @@ export JOURNAL_STREAM=$(stat -c %d:%i \"$2\")
 shift 2
 exec \"$@\"";
 
-/// The journal's next record with this in its message.
+/// The next record of the journal whose message contains this text.
 fn record(journal: &UnixDatagram, text: &str) -> Result<String> {
     let mut bytes = vec![0; 1 << 16];
     loop {
@@ -41,7 +41,7 @@ fn record(journal: &UnixDatagram, text: &str) -> Result<String> {
     }
 }
 
-/// A field as the journal's protocol has it: its length before the value.
+/// A field in the journal's protocol: the length comes before the value.
 fn field(name: &str, value: &str) -> String {
     let length = (value.len() as u64).to_le_bytes();
     format!("{name}\n{}{value}\n", String::from_utf8_lossy(&length))
@@ -76,7 +76,7 @@ fn a_service_writes_records_with_fields() -> Result<()> {
     for (name, value) in [("VAMOOSE_PEER", "other"), ("VAMOOSE_OUTCOME", "refused")] {
         ensure!(refused.contains(&field(name, value)), "{refused:?}");
     }
-    // Nothing is said twice.
+    // No record is repeated.
     ensure!(fs::read_to_string(path("stream"))?.is_empty());
     Ok(())
 }

@@ -1,5 +1,4 @@
-//! What a gateway says of itself: to whoever asks for metrics, and to a real Prometheus with the rules and the dashboard that are
-//! in the package.
+//! Metrics of a gateway and a server, also as a real Prometheus reads them, with the packaged rules and dashboard.
 
 use std::{
     collections::BTreeSet,
@@ -20,14 +19,14 @@ use tempfile::TempDir;
 use super::{Hosts, PORT};
 use crate::common::{Host, LIMIT, MIB, bare_pair};
 
-/// Between two looks at what is waited for.
+/// Interval of polls.
 const LOOK: Duration = Duration::from_millis(50);
 const PORT_OF_PROMETHEUS: u16 = 9090;
 const WITH_METRICS: &str = "metrics = \"127.0.0.1:0\"";
 const DASHBOARD: &str = include_str!("../../../../../packaging/grafana/vamoose.json");
 const RULES: &str = include_str!("../../../../../packaging/prometheus/vamoose.rules.yml");
 
-/// Where the near gateway answers.
+/// Address of the near gateway's metrics.
 fn address(hosts: &Hosts) -> Result<String> {
     let address = hosts.near.says("metrics at tcp:")?;
     Ok(address.trim().to_owned())
@@ -68,7 +67,7 @@ fn wait_until(at: &str, sample: &str, is_it: impl Fn(f64) -> bool) -> Result<()>
     }
 }
 
-/// The program of Prometheus' that has this name.
+/// A program of Prometheus, by its name.
 fn program_or_skip(name: &str) -> Result<Option<PathBuf>> {
     let path = target_dir().join("prometheus").join(name);
     if !path.is_file() {
@@ -99,7 +98,7 @@ fn a_migration_and_a_refusal_are_counted() -> Result<()> {
     if !moved(&hosts)? {
         return Ok(());
     }
-    // Nothing waits there now.
+    // No QEMU waits there now.
     let mut stranger = TcpStream::connect((hosts.near.door, PORT))?;
     stranger.write_all(b"RPC!")?;
     hosts.near.says("to other, port 49152: refused: ")?;
@@ -134,7 +133,7 @@ fn a_migration_under_way_is_counted() -> Result<()> {
     let in_flight = format!("vamoose_migrations_in_flight{with}");
     wait_for(&at, &in_flight, 1.0)?;
     let guest = format!("vamoose_migration_guest_bytes_total{with}");
-    // What QEMU has sent may still be on its way.
+    // Data from QEMU may still be on its way.
     wait_until(&at, &guest, |it| it > 0.0)?;
     source.qmp.set_parameters(limit(0))?;
     hosts.expect_moved(&mut source, &mut destination)?;
@@ -187,7 +186,7 @@ fn the_rules_are_right() -> Result<()> {
     Ok(())
 }
 
-/// A Prometheus that asks a gateway.
+/// A Prometheus that scrapes a gateway.
 struct Prometheus {
     at: String,
     _process: Child,
@@ -195,7 +194,7 @@ struct Prometheus {
 }
 
 impl Prometheus {
-    /// At an address that nobody else has.
+    /// Starts it at an address that no other test uses.
     fn start(program: &PathBuf, own: Ipv4Addr, gateway: &str) -> Result<Self> {
         let folder = TempDir::new()?;
         let configuration = json!({
@@ -223,7 +222,7 @@ impl Prometheus {
         })
     }
 
-    /// What it answers to a query, when it answers.
+    /// The answer to a query.
     fn query(&self, query: &str) -> Result<Value> {
         let bytes = query.bytes().map(|byte| format!("%{byte:02X}"));
         let path = format!("/api/v1/query?query={}", bytes.collect::<String>());
@@ -263,7 +262,7 @@ fn a_real_prometheus_sees_a_migration() -> Result<()> {
     }
     prometheus.wait_for(loaded, 1.0)?;
     prometheus.wait_for("count(vamoose_migration_link_bytes_total > 0)", 1.0)?;
-    // All that the dashboard asks.
+    // All queries of the dashboard.
     let dashboard: Value = serde_json::from_str(DASHBOARD)?;
     let panels = dashboard["panels"].as_array().context("no panels")?;
     let targets = panels

@@ -1,4 +1,4 @@
-//! What is no migration passes as it is: NBD, where the server speaks first, TLS, RPC.
+//! Connections that are no migrations pass unchanged: NBD, where the server speaks first, TLS, RPC.
 
 use std::{
     io::{Read as _, Write as _},
@@ -12,7 +12,7 @@ use lab::middlebox::{Change, Direction, Mark, Middlebox, Which};
 use super::{Hosts, PORT, PORTS};
 use crate::common::LIMIT;
 
-/// What waits at a port of the far host, instead of a QEMU.
+/// A server at a port of the far host, instead of a QEMU.
 fn waiting(hosts: &Hosts, port: u16) -> Result<TcpListener> {
     Ok(TcpListener::bind((hosts.far.own, port))?)
 }
@@ -33,13 +33,13 @@ fn read(mut stream: &TcpStream, length: usize) -> Result<Vec<u8>> {
 fn a_server_that_speaks_first_is_heard() -> Result<()> {
     let hosts = Hosts::start()?;
     let listener = waiting(&hosts, PORT)?;
-    // One after the other, and two at once.
+    // Connections one after the other, and two at once.
     let clients = [connect(&hosts, PORT)?, connect(&hosts, PORT)?];
     for client in &clients {
         let (mut server, _) = listener.accept()?;
         server.write_all(b"NBDMAGIC")?;
         drop(server);
-        // Which of them it was is not said.
+        // The order of the two is not determined.
         let _ = client;
     }
     for mut client in &clients {
@@ -75,7 +75,7 @@ fn bytes_of_all_kinds_arrive_both_ways_and_so_does_each_end() -> Result<()> {
         ensure!(read(&server, BYTES)? == bytes);
         ensure!(server.read(&mut [0])? == 0);
         writer.join().unwrap()?;
-        // One direction has ended, the other one has not.
+        // One direction has ended, the other has not.
         let writer = thread::spawn(move || server.write_all(&back));
         ensure!(read(&client, BYTES)? == bytes);
         ensure!(client.read(&mut [0])? == 0);
@@ -91,7 +91,7 @@ fn a_connection_without_a_listener_is_closed() -> Result<()> {
     for first in [&b""[..], b"RPC!"] {
         let mut client = connect(&hosts, PORTS[1])?;
         client.write_all(first)?;
-        // Closed, or reset, as what it sent has not been read.
+        // Closed, or reset because its data was not read.
         ensure!(!matches!(client.read(&mut [0]), Ok(1..)));
     }
     hosts
@@ -103,7 +103,7 @@ fn a_connection_without_a_listener_is_closed() -> Result<()> {
     Ok(())
 }
 
-/// Bytes that cannot be compressed, nor be taken for others.
+/// Unique bytes that do not compress.
 fn random(mut state: u64, length: usize) -> Vec<u8> {
     let bytes = std::iter::from_fn(|| {
         state ^= state << 13;
@@ -114,7 +114,7 @@ fn random(mut state: u64, length: usize) -> Vec<u8> {
     bytes.take(length).collect()
 }
 
-/// Where the link is cut: behind so many bytes of a connection.
+/// Numbers of bytes after which a connection is cut.
 fn mark(connection: usize, direction: Direction, bytes: u64) -> Mark {
     Mark {
         connection,
@@ -133,7 +133,7 @@ fn bytes_both_ways_survive_cuts_of_the_link() -> Result<()> {
         Ok(made.address().to_string())
     })?;
     let middlebox = middlebox.context("no middlebox")?;
-    // The first one is for what the gateways say, the second one for the bytes; then each is dialled again.
+    // The first connection has the gateways' messages, the second one the bytes; then each is dialled again.
     let first = mark(1, Direction::ToListener, 1 << 20);
     let second = [2, 3].map(|connection| mark(connection, Direction::ToDialler, 2 << 20));
     for mark in [first].into_iter().chain(second) {

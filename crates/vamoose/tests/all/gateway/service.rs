@@ -1,4 +1,4 @@
-//! A gateway as a service of systemd: sockets that are passed to it, and what it tells.
+//! A gateway as a service of systemd: passed sockets, and notifications.
 
 use std::{
     fs::{self, File},
@@ -20,11 +20,11 @@ use tempfile::TempDir;
 use super::{PORT, PORTS, addresses};
 use crate::common::{LIMIT, vamoose};
 
-/// Passes its own input and output on, as systemd passes sockets: from the third descriptor on.
+/// Passes its own input and output on as systemd passes sockets: from descriptor 3 on.
 const PASS: &str = "export LISTEN_FDS=2 LISTEN_PID=${OTHER_PID:-$$}; \
      exec \"$0\" \"$@\" 3<&0 4<&1 0</dev/null 1>/dev/null";
 
-/// What a gateway is started with.
+/// Set-up of a gateway.
 struct Service {
     folder: TempDir,
     own: Ipv4Addr,
@@ -44,13 +44,13 @@ impl Service {
         Ok(Self { folder, own, door })
     }
 
-    /// The sockets at which it listens: for other gateways, and for this host's QEMUs.
+    /// Its listening sockets: for other gateways, and for this host's QEMUs.
     fn sockets(&self) -> Result<[TcpListener; 2]> {
         let bind = |at, port| TcpListener::bind((at, port)).context("no socket to pass");
         Ok([bind(self.own, 4440)?, bind(self.door, PORT)?])
     }
 
-    /// Starts it with two descriptors, and with what else systemd would put into its environment.
+    /// Starts it with two descriptors, and with further variables that systemd would set.
     fn start(&self, passed: [OwnedFd; 2], environment: &[(&str, &str)]) -> Result<Child> {
         let [first, second] = passed;
         let mut command = Command::new("sh");
@@ -66,7 +66,7 @@ impl Service {
     }
 }
 
-/// What it said, when it has ended with an error.
+/// The output of a gateway that has ended with an error.
 fn failed(mut gateway: Child) -> Result<String> {
     let mut said = String::new();
     let mut stderr = gateway.pipes.stderr.take().context("no stderr")?;
@@ -83,10 +83,10 @@ fn told(systemd: &UnixDatagram) -> Result<String> {
     Ok(String::from_utf8(bytes[..length].to_vec())?)
 }
 
-/// A stranger's connection has been taken, and closed.
+/// Checks that a stranger's connection is accepted and closed.
 fn expect_taken(mut stranger: TcpStream) -> Result<()> {
     stranger.set_read_timeout(Some(LIMIT))?;
-    // It may be told why; what it sent may not have been read.
+    // The gateway may send a reason, and may not have read the data.
     let read = stranger.read_to_end(&mut Vec::new());
     let is_late = |error: &std::io::Error| error.kind() == std::io::ErrorKind::WouldBlock;
     ensure!(!read.as_ref().is_err_and(is_late), "{read:?}");
@@ -108,7 +108,7 @@ fn it_takes_connections_that_came_before_it_and_tells_when_it_is_ready_and_ends(
     ] {
         systemd.set_read_timeout(Some(LIMIT))?;
         let sockets = service.sockets()?;
-        // Nobody accepts them before the gateway does.
+        // Only the gateway accepts them.
         let strangers = sockets.each_ref().map(|socket| -> Result<_> {
             let mut stranger = TcpStream::connect(socket.local_addr()?)?;
             stranger.write_all(b"GET / HTTP/1.1\r\n\r\n")?;
@@ -128,7 +128,7 @@ fn it_takes_connections_that_came_before_it_and_tells_when_it_is_ready_and_ends(
     Ok(())
 }
 
-/// As they are inherited by whatever a service starts.
+/// The variables are inherited by all processes that a service starts.
 #[test]
 fn sockets_for_another_process_are_not_used() -> Result<()> {
     let service = Service::new()?;

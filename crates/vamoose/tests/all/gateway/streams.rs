@@ -1,4 +1,4 @@
-//! Streams: unix sockets at both ends, for a VMM whose migrations are connections of its own.
+//! Streams: unix sockets at both ends, for a VMM that makes its own connections for migrations.
 
 use std::{
     io::{Read as _, Write as _},
@@ -29,7 +29,7 @@ fn add(host: &Host, lines: &str) -> Result<()> {
     Ok(())
 }
 
-/// A stream in a configuration, with what it listens on and leads to.
+/// A stream in a configuration, with its `listen` and `to`.
 fn stream(folder: &TempDir, stream: &str, listen: Option<&str>, to: Option<&str>) -> String {
     let unix = |key: &str, name: Option<&str>| {
         let path = name.map(|name| folder.path().join(name));
@@ -44,7 +44,7 @@ fn stream(folder: &TempDir, stream: &str, listen: Option<&str>, to: Option<&str>
 const BLOCKS: u32 = 24;
 const BLOCK: usize = 512 << 10;
 
-/// Bytes that differ from block to block, and within one.
+/// Bytes that differ between blocks, and within a block.
 fn block(number: u32) -> Vec<u8> {
     let mut state = number;
     let bytes = std::iter::from_fn(|| {
@@ -54,7 +54,7 @@ fn block(number: u32) -> Vec<u8> {
     bytes.take(BLOCK).collect()
 }
 
-/// Sends as Cloud Hypervisor does: a command with its data, whose answer comes before the next one. In the middle of some, `cut`.
+/// Sends like Cloud Hypervisor: a command with its data, then waits for the answer. Calls `cut` in the middle of some commands.
 fn send(path: &Path, cut: impl Fn() -> Result<()>) -> Result<()> {
     let mut stream = UnixStream::connect(path)?;
     stream.set_read_timeout(Some(LIMIT))?;
@@ -160,7 +160,7 @@ fn a_qemu_that_connects_to_a_stream_migrates_as_over_a_port() -> Result<()> {
     Ok(())
 }
 
-/// Of nobody.
+/// User `nobody`.
 const KEY: &str = "ed25519:Gb9ECWmEzf6FQbrBZ9w7lshQhqowtrbLDFw4rXAxZuE=";
 
 #[test]
@@ -174,7 +174,7 @@ fn a_stream_leads_only_where_the_other_host_lets_it() -> Result<()> {
         let mut client = UnixStream::connect(folder.path().join(name))?;
         client.set_read_timeout(Some(LIMIT))?;
         client.write_all(b"QEMU is not here")?;
-        // Closed, or reset, as what it sent has not been read.
+        // Closed, or reset because its data was not read.
         ensure!(!matches!(client.read(&mut [0]), Ok(1..)));
         Ok(())
     };
@@ -183,7 +183,7 @@ fn a_stream_leads_only_where_the_other_host_lets_it() -> Result<()> {
         .near
         .says("stream vm1: refused: other refuses: there is no stream vm1 from other to here")?;
 
-    // Neither does one from a third host, nor is there anybody behind the second.
+    // A stream of a third host leads nowhere, and the second one has no server.
     let anothers = UnixListener::bind(folder.path().join("another"))?;
     anothers.set_nonblocking(true)?;
     let third = format!("peers.third = {{ to = [\"127.0.0.1:1\"], key = \"{KEY}\" }}\n");

@@ -1,4 +1,4 @@
-//! Refusals, strangers, ends of gateways, and changes of their configuration.
+//! Refusals, strangers, the end of a gateway, and changes of its configuration.
 
 use std::{
     io::{Read as _, Write as _},
@@ -18,10 +18,10 @@ use serde_json::json;
 use super::{Host, Hosts, PORT, PORTS};
 use crate::common::{LIMIT, MIB, bare_pair, set_up, vamoose};
 
-/// Slow enough for things to happen meanwhile: seconds.
+/// Slow enough that a migration takes seconds.
 const SLOW: u64 = 3 * MIB;
 
-/// A migration that is on its way, slowly.
+/// A slow migration under way.
 fn under_way(hosts: &Hosts, qemu: &Binary, port: u16) -> Result<(Qemu, Qemu)> {
     let (mut source, mut destination) = hosts.pair(qemu, qemu, port, 2)?;
     source.qmp.cont()?;
@@ -33,12 +33,12 @@ fn under_way(hosts: &Hosts, qemu: &Binary, port: u16) -> Result<(Qemu, Qemu)> {
         .set_capabilities(&[("pause-before-switchover", true)])?;
     hosts.near.sends(&mut source, port)?;
     source.qmp.wait_moved(2 * MIB, LIMIT)?;
-    // What the source has moved may be in the buffers of sockets: this is what both gateways have taken.
+    // The source's data may be in buffers of sockets: wait until both gateways have the migration.
     destination.qmp.wait_migration(&["active"], LIMIT)?;
     Ok((source, destination))
 }
 
-/// Lets what is under way end, and expects it to have moved its guest.
+/// Lets the migration end, and expects the guest to have moved.
 fn expect_end(hosts: &Hosts, source: &mut Qemu, destination: &mut Qemu) -> Result<()> {
     source.qmp.wait_migration(&["pre-switchover"], LIMIT)?;
     let state = json!({ "state": "pre-switchover" });
@@ -46,7 +46,7 @@ fn expect_end(hosts: &Hosts, source: &mut Qemu, destination: &mut Qemu) -> Resul
     hosts.expect_moved(source, destination)
 }
 
-/// The guest runs at the source, and can be moved again.
+/// Expects the guest at the source, and moves it again.
 fn moves_after_all(hosts: &Hosts, qemu: &Binary, source: &mut Qemu, port: u16) -> Result<()> {
     source.qmp.wait_migration(&["failed"], LIMIT)?;
     source.qmp.wait_status("running", LIMIT)?;
@@ -126,7 +126,7 @@ fn strangers_change_nothing() -> Result<()> {
     for _ in 0..300 {
         drop(knock()?);
     }
-    // Gateways of others are not let in; nor is garbage.
+    // Foreign gateways are refused, and so is garbage.
     for address in [hosts.near.own, hosts.far.own] {
         let mut stranger = TcpStream::connect((address, 4440))?;
         stranger.write_all(b"GET / HTTP/1.1\r\n\r\n")?;
@@ -143,7 +143,7 @@ fn strangers_change_nothing() -> Result<()> {
         let mut stranger = knock()?;
         match at % 3 {
             0 => drop(stranger),
-            // It may have been turned away already.
+            // The gateway may have closed the connection already.
             1 => drop(stranger.write_all(b"GET / HTTP/1.1\r\n\r\n")),
             _ => silent.push(stranger),
         }
@@ -230,14 +230,14 @@ fn a_configuration_is_read_again_and_a_wrong_one_changes_nothing() -> Result<()>
         ensure!(Instant::now() < deadline, "the old alias is still open");
     }
     hosts.near.door = door;
-    // What was under way went on, and what comes takes the other way.
+    // The migration under way went on, and the next one takes the other way.
     expect_end(&hosts, &mut source, &mut destination)?;
     let (mut source, mut destination) = hosts.pair(&qemu, &qemu, PORTS[1], 2)?;
     hosts.near.sends(&mut source, PORTS[1])?;
     hosts.expect_moved(&mut source, &mut destination)
 }
 
-/// They are not ignored without a word.
+/// They are not ignored silently.
 #[test]
 fn changes_that_need_a_restart_are_named() -> Result<()> {
     let hosts = Hosts::start()?;

@@ -1,5 +1,5 @@
-//! `vamoose evacuate` from one host to the other through gateways: within its limits, interrupted and continued, with a guest
-//! that cannot move and one that moves at the second try.
+//! `vamoose evacuate` through gateways: limits, interruption and continuation, a guest that cannot move, and a guest that moves at
+//! the second try.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,13 +23,13 @@ use crate::common::{LIMIT, MIB, vamoose};
 /// Bytes in a guest's memory that have to be sent.
 const CONTENT: u64 = 24 * MIB;
 
-/// Beside the one that is late.
+/// Number of guests, without [`LATE`].
 const GUESTS: usize = 9;
 
-/// Its disk is on no other host.
+/// A guest whose disk is only on its host.
 const LOCAL: &str = "local";
 
-/// What its QEMU reads at the start is missing on the other host at first.
+/// A guest whose QEMU reads a file at its start that the other host lacks at first.
 const LATE: &str = "late";
 
 const LATE_FILE: &str = "/var/lib/late";
@@ -110,7 +110,7 @@ impl<'a> Evacuation<'a> {
         Report::parse(&text).with_context(|| text.clone())
     }
 
-    /// These guests run on the other host and nowhere else, and all others on the first one.
+    /// Expects these guests only on the other host, and all others only on the first one.
     fn expect_moved(&self, moved: &BTreeSet<String>) -> Result<()> {
         let mut stay: BTreeSet<_> = self.movable.difference(moved).cloned().collect();
         stay.insert(LOCAL.to_owned());
@@ -118,7 +118,7 @@ impl<'a> Evacuation<'a> {
         self.crowd.expect(Where::Second, moved)
     }
 
-    /// Only said. What cannot be reached is left out; no host is named twice.
+    /// A dry run changes nothing. Unreachable hosts are left out, and no host may be named twice.
     fn is_planned(&self) -> Result<()> {
         for host in ["host1", "host2"] {
             let again = format!("qemu+tcp://{host}/system?again=1");
@@ -158,7 +158,7 @@ impl<'a> Evacuation<'a> {
         self.expect_moved(&BTreeSet::new())
     }
 
-    /// A guest that is ended while it moves is in no doubt: libvirt knows why it is shut off.
+    /// A guest that is destroyed during its migration is not in doubt: libvirt knows why it is shut off.
     fn is_without_one_that_ends(&self) -> Result<()> {
         const SHORT: &str = "short";
         self.crowd.start(&Member {
@@ -187,7 +187,7 @@ impl<'a> Evacuation<'a> {
         self.expect_moved(&BTreeSet::new())
     }
 
-    /// Two at once and no faster than allowed; those under way at the signal move, and no others.
+    /// Two migrate at once, no faster than allowed. After the signal, those under way still move, and no others.
     fn is_stopped(&self) -> Result<()> {
         const RATE: u64 = 16 * MIB;
         let run = self.start(&["--bandwidth", "16M", "--parallel", "2", "--except", LATE])?;
@@ -207,14 +207,14 @@ impl<'a> Evacuation<'a> {
         ensure!(report.status == "stopped", "{}", report.status);
         ensure!(moved == started, "{moved:?} instead of {started:?}");
         ensure!(moved.len() < GUESTS, "it was not stopped");
-        // A busy machine only makes it slower. At such rates QEMU's packets are large beside what it may send in 100 ms.
+        // A busy machine is only slower. At such rates, QEMU's packets are large compared with its limit for 100 ms.
         let least = report.bytes as f64 / RATE as f64 * 0.6;
         let took = report.took.as_secs_f64();
         ensure!(took >= least && report.bytes >= CONTENT, "{report:?}");
         self.expect_moved(&moved)
     }
 
-    /// At the second signal those under way end, too.
+    /// The second signal cancels the migrations under way.
     fn is_cancelled(&self) -> Result<()> {
         let before = self.crowd_on_second()?;
         let run = self.start(&["--bandwidth", "10M", "--parallel", "2", "--except", LATE])?;
@@ -228,7 +228,7 @@ impl<'a> Evacuation<'a> {
         self.expect_moved(&before)
     }
 
-    /// Without the process, libvirt cancels what it has under way.
+    /// When the process is killed, libvirt cancels the migrations under way.
     fn is_killed(&self) -> Result<()> {
         let before = self.crowd_on_second()?;
         let mut run = self.start(&["--bandwidth", "10M", "--parallel", "2", "--except", LATE])?;
@@ -245,7 +245,7 @@ impl<'a> Evacuation<'a> {
         Ok(())
     }
 
-    /// All others move, by their host itself; one of them, which is paused, not at the first try.
+    /// All other guests move with --p2p. One of them, which is paused, needs a second try.
     fn is_continued(&self) -> Result<()> {
         let [first, second] = &self.crowd.hosts.hosts;
         first.virsh(["suspend", LATE])?.success()?;
@@ -286,7 +286,7 @@ impl<'a> Evacuation<'a> {
     }
 }
 
-/// The most migrations at once, and all guests that were started, by what was said in order.
+/// The most migrations at once, and all guests that were started, from the order of messages.
 fn at_once(ended: &Ended) -> (usize, BTreeSet<String>) {
     let (mut now, mut most, mut started) = (BTreeSet::new(), 0, BTreeSet::new());
     for line in ended.stderr.lines() {
@@ -345,7 +345,7 @@ impl Report {
     }
 }
 
-/// Ctrl-C reaches this program, but neither `virsh` nor the ssh that it starts.
+/// Ctrl-C reaches `vamoose`, but neither `virsh` nor its ssh.
 #[test]
 fn virsh_does_not_get_the_signal_that_stops_an_evacuation() -> Result<()> {
     let folder = TempDir::new()?;
