@@ -309,7 +309,7 @@ impl<'a> Migration<'a> {
     }
 
     /// Migrates the guest, and returns at the end of the migration.
-    fn migrate(&self) -> std::result::Result<(), Failure> {
+    fn migrate(&self) -> Result<(), Failure> {
         // `virsh` prints no error numbers. These are libvirt's texts for `virErrorNumber`.
         const PERMANENT: [&str; 5] = [
             "operation aborted",
