@@ -1,10 +1,8 @@
-//! Fleet: hosts, guests and destinations.
+//! Fleet: the guests that are to move, and the hosts that accept guests.
 
 use std::collections::BTreeMap;
 
-use thiserror::Error;
-
-/// A host of a [`Fleet`]: its index.
+/// A destination of a [`Fleet`]: its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostId(pub usize);
 
@@ -12,7 +10,11 @@ pub struct HostId(pub usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GuestId(pub usize);
 
-/// A host: a source or a destination.
+/// A host that guests leave: any number that distinguishes it from other sources.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SourceId(pub usize);
+
+/// A host that accepts guests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Host {
     /// Name in messages.
@@ -29,7 +31,7 @@ pub struct Guest {
     /// Name in messages.
     pub name: String,
     /// The host that has the guest.
-    pub host: HostId,
+    pub source: SourceId,
     /// Bytes needed at a destination.
     pub memory: u64,
     /// Number of CPUs.
@@ -40,75 +42,19 @@ pub struct Guest {
     pub barred: BTreeMap<HostId, String>,
 }
 
-/// Hosts, guests and destinations. All indices in it are valid.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Guests and their possible destinations.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Fleet {
-    hosts: Vec<Host>,
-    guests: Vec<Guest>,
-    destinations: Vec<HostId>,
-}
-
-/// An inconsistent fleet.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-pub enum FleetError {
-    /// A host does not exist.
-    #[error("there is no host {}", .0.0)]
-    NoSuchHost(HostId),
-    /// A guest is on a destination already.
-    #[error("guest {guest} is on {host}, which is a destination")]
-    AtDestination {
-        /// The guest's name.
-        guest: String,
-        /// The host's name.
-        host: String,
-    },
+    /// The hosts that accept guests. None of them is a source.
+    pub destinations: Vec<Host>,
+    /// The guests that are to move.
+    pub guests: Vec<Guest>,
 }
 
 impl Fleet {
-    /// Checks that all referenced hosts exist, and that no guest is at a destination.
-    pub fn new(
-        hosts: Vec<Host>,
-        guests: Vec<Guest>,
-        mut destinations: Vec<HostId>,
-    ) -> Result<Self, FleetError> {
-        let mut named = destinations.iter().chain(guests.iter().map(|it| &it.host));
-        if let Some(host) = named.find(|host| host.0 >= hosts.len()) {
-            return Err(FleetError::NoSuchHost(*host));
-        }
-        destinations.sort();
-        destinations.dedup();
-        let is_there = |guest: &&Guest| destinations.binary_search(&guest.host).is_ok();
-        if let Some(guest) = guests.iter().find(is_there) {
-            return Err(FleetError::AtDestination {
-                guest: guest.name.clone(),
-                host: hosts[guest.host.0].name.clone(),
-            });
-        }
-        Ok(Self {
-            hosts,
-            guests,
-            destinations,
-        })
-    }
-
-    /// All hosts, in the order of their indices.
-    pub fn hosts(&self) -> &[Host] {
-        &self.hosts
-    }
-
-    /// All guests, in the order of their indices.
-    pub fn guests(&self) -> &[Guest] {
-        &self.guests
-    }
-
-    /// The hosts that accept guests, in the order of their indices.
-    pub fn destinations(&self) -> &[HostId] {
-        &self.destinations
-    }
-
-    /// A host of this fleet.
+    /// A destination of this fleet.
     pub fn host(&self, id: HostId) -> &Host {
-        &self.hosts[id.0]
+        &self.destinations[id.0]
     }
 
     /// A guest of this fleet.
@@ -116,7 +62,7 @@ impl Fleet {
         &self.guests[id.0]
     }
 
-    pub(crate) fn guest_ids(&self) -> impl Iterator<Item = GuestId> + use<> {
-        (0..self.guests.len()).map(GuestId)
+    pub(crate) fn host_ids(&self) -> impl Iterator<Item = HostId> + Clone + use<> {
+        (0..self.destinations.len()).map(HostId)
     }
 }

@@ -24,6 +24,6 @@ mod fleet;
 mod plan;
 mod schedule;
 
-pub use fleet::{Fleet, FleetError, Guest, GuestId, Host, HostId};
+pub use fleet::{Fleet, Guest, GuestId, Host, HostId, SourceId};
 pub use plan::{Hindrance, Move, Plan};
 pub use schedule::{Action, At, End, Event, Failure, Limits, Outcome, Scheduler, Stay, Stop};

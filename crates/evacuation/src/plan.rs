@@ -51,10 +51,10 @@ impl Plan {
     }
 
     fn placed(fleet: &Fleet, preference: Preference) -> Self {
-        let hosts = fleet.hosts().iter();
+        let hosts = fleet.destinations.iter();
         let mut free: Vec<_> = hosts.map(|host| host.memory_free).collect();
         let (mut moves, mut stays) = (Vec::new(), Vec::new());
-        let mut guests: Vec<_> = fleet.guest_ids().collect();
+        let mut guests: Vec<_> = (0..fleet.guests.len()).map(GuestId).collect();
         guests.sort_by_key(|&id| (Reverse(fleet.guest(id).memory), id));
         for id in guests {
             let guest = fleet.guest(id);
@@ -100,7 +100,7 @@ fn destination(
         return Err(Hindrance::Obstacles(guest.obstacles.clone()));
     }
     let refusal = |host: HostId| refusal(fleet, guest, host, free[host.0]);
-    let hosts = fleet.destinations().iter().copied();
+    let hosts = fleet.host_ids();
     let accepting = hosts.clone().filter(|host| refusal(*host).is_none());
     let chosen = match preference {
         Preference::Spread => accepting.min_by_key(|host| (Reverse(free[host.0]), *host)),

@@ -1,10 +1,10 @@
 //! Scheduler: starts the migrations of a plan, cancels those that take too long, and retries those that fail.
 
-use std::{cmp::Reverse, num::NonZeroUsize, time::Duration};
+use std::{cmp::Reverse, collections::BTreeMap, num::NonZeroUsize, time::Duration};
 
 use thiserror::Error;
 
-use crate::{Fleet, GuestId, Hindrance, HostId, Plan, plan};
+use crate::{Fleet, GuestId, Hindrance, HostId, Plan, SourceId, plan};
 
 /// Limits of an evacuation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -307,7 +307,7 @@ impl<'a> Scheduler<'a> {
     fn next_destination(&self, task: &Task) -> Option<HostId> {
         let guest = self.fleet.guest(task.guest);
         let free = self.free_for(task.guest);
-        let hosts = self.fleet.destinations().iter().copied();
+        let hosts = self.fleet.host_ids();
         let takes = |host: &HostId| plan::refusal(self.fleet, guest, *host, free[host.0]).is_none();
         let failed = |host: HostId| task.tried.iter().filter(|other| **other == host).count();
         hosts
@@ -317,7 +317,7 @@ impl<'a> Scheduler<'a> {
 
     /// By host: bytes that no other guest uses or has reserved.
     fn free_for(&self, guest: GuestId) -> Vec<u64> {
-        let hosts = self.fleet.hosts().iter();
+        let hosts = self.fleet.destinations.iter();
         let mut free: Vec<_> = hosts.map(|host| host.memory_free).collect();
         for task in self.tasks.iter().filter(|task| task.guest != guest) {
             let to = match &task.state {
@@ -355,12 +355,13 @@ impl<'a> Scheduler<'a> {
 
     /// Starts migrations in order, skipping those that wait for a slot.
     fn start(&mut self, now: Duration) -> Vec<Action> {
-        // By host; none is both a source and a destination.
-        let mut running = vec![0; self.fleet.hosts().len()];
+        let mut leaving = BTreeMap::<SourceId, usize>::new();
+        let mut arriving = vec![0; self.fleet.destinations.len()];
         for task in &self.tasks {
             if let State::Running { to, .. } = task.state {
-                running[self.fleet.guest(task.guest).host.0] += 1;
-                running[to.0] += 1;
+                let source = self.fleet.guest(task.guest).source;
+                *leaving.entry(source).or_default() += 1;
+                arriving[to.0] += 1;
             }
         }
         let mut actions = Vec::new();
@@ -369,12 +370,14 @@ impl<'a> Scheduler<'a> {
                 continue;
             };
             let guest = task.guest;
-            let hosts = [self.fleet.guest(guest).host, to];
-            let is_full = |host: &HostId| running[host.0] >= self.limits.per_host.get();
-            if until > now || hosts.iter().any(is_full) {
+            let from = leaving.entry(self.fleet.guest(guest).source).or_default();
+            let into = &mut arriving[to.0];
+            let most = self.limits.per_host.get();
+            if until > now || *from >= most || *into >= most {
                 continue;
             }
-            hosts.iter().for_each(|host| running[host.0] += 1);
+            *from += 1;
+            *into += 1;
             task.tried.push(to);
             task.state = State::Running {
                 to,

@@ -8,7 +8,7 @@ use std::{
 
 use evacuation::{
     Action, At, End, Event, Failure, Fleet, Guest, GuestId, Host, HostId, Limits, Outcome, Plan,
-    Scheduler,
+    Scheduler, SourceId,
 };
 
 /// What is simulated.
@@ -97,7 +97,7 @@ impl Scenario {
                 let memory = *random.choice(&[2, 4, 4, 8, 8, 16, 32]).unwrap_or(&4) * GIB;
                 guests.push(Guest {
                     name: format!("guest{number} of host{host}"),
-                    host: HostId(host),
+                    source: SourceId(host),
                     memory,
                     cpus: 4,
                     obstacles: Vec::new(),
@@ -116,21 +116,25 @@ impl Scenario {
     ) -> Found {
         let mut free = vec![HOST_MEMORY; self.hosts];
         for guest in places.iter() {
-            free[guest.host.0] -= guest.memory;
+            free[guest.source.0] -= guest.memory;
         }
-        let hosts = free.iter().enumerate().map(|(number, free)| Host {
+        let others: Vec<_> = (0..self.hosts)
+            .filter(|host| !rack.contains(host))
+            .collect();
+        let destinations = others.iter().map(|number| Host {
             name: format!("host{number}"),
-            memory_free: *free,
+            memory_free: free[*number],
             cpus: 64,
         });
-        let is_here = |guest: &&mut Guest| rack.contains(&guest.host.0);
+        let is_here = |guest: &&mut Guest| rack.contains(&guest.source.0);
         let mut moving: Vec<_> = places.iter_mut().filter(is_here).collect();
-        let guests = moving.iter().map(|guest| (**guest).clone()).collect();
-        let others = (0..self.hosts).filter(|host| !rack.contains(host));
-        let fleet = Fleet::new(hosts.collect(), guests, others.map(HostId).collect()).unwrap();
+        let fleet = Fleet {
+            destinations: destinations.collect(),
+            guests: moving.iter().map(|guest| (**guest).clone()).collect(),
+        };
         let (found, to) = self.run(&fleet, random);
         for (guest, to) in moving.iter_mut().zip(to) {
-            guest.host = to.unwrap_or(guest.host);
+            guest.source = to.map_or(guest.source, |to| SourceId(others[to.0]));
         }
         found
     }
@@ -171,15 +175,15 @@ impl Scenario {
             }
             event = world.next();
         }
-        let ids = || (0..fleet.guests().len()).map(GuestId);
+        let ids = || (0..fleet.guests.len()).map(GuestId);
         let to = ids().map(|guest| match scheduler.outcome(guest) {
             Some(Outcome::Moved { to }) => Some(*to),
             _ => None,
         });
         let to: Vec<_> = to.collect();
-        let memory = fleet.guests().iter().map(|guest| guest.memory).sum();
+        let memory = fleet.guests.iter().map(|guest| guest.memory).sum();
         let found = Found {
-            guests: fleet.guests().len(),
+            guests: fleet.guests.len(),
             moved: to.iter().flatten().count(),
             tries: ids().map(|guest| scheduler.tries(guest)).sum(),
             memory,

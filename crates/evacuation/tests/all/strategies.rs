@@ -2,17 +2,17 @@
 
 use std::collections::BTreeMap;
 
-use evacuation::{Fleet, Guest, Host, HostId};
+use evacuation::{Fleet, Guest, Host, HostId, SourceId};
 use proptest::{collection::vec, prelude::*, sample::subsequence};
 
 /// A fleet of up to three sources and up to five destinations.
 pub(crate) fn fleet() -> impl Strategy<Value = Fleet> {
     (1..=3_usize, 0..=5_usize).prop_flat_map(|(sources, destinations)| {
-        let hosts = vec(host(), sources + destinations);
+        let hosts = vec(host(), destinations);
         let guests = vec(guest(sources, destinations), 0..20);
-        (hosts, guests).prop_map(move |(hosts, guests)| {
-            let to = (sources..sources + destinations).map(HostId).collect();
-            Fleet::new(hosts, guests, to).unwrap()
+        (hosts, guests).prop_map(|(destinations, guests)| Fleet {
+            destinations,
+            guests,
         })
     })
 }
@@ -26,14 +26,14 @@ fn host() -> impl Strategy<Value = Host> {
 }
 
 fn guest(sources: usize, destinations: usize) -> impl Strategy<Value = Guest> {
-    let barred: Vec<_> = (sources..sources + destinations).collect();
+    let barred: Vec<_> = (0..destinations).collect();
     let barred = subsequence(barred, 0..=destinations);
     let barred = prop_oneof![2 => Just(Vec::new()), 1 => barred];
     let obstacles = prop_oneof![8 => Just(Vec::new()), 1 => Just(vec!["pinned".to_owned()])];
     (0..sources, 1..60_u64, 1..8_u32, obstacles, barred).prop_map(
-        |(host, memory, cpus, obstacles, barred)| Guest {
+        |(source, memory, cpus, obstacles, barred)| Guest {
             name: format!("guest of {memory}"),
-            host: HostId(host),
+            source: SourceId(source),
             memory,
             cpus,
             obstacles,

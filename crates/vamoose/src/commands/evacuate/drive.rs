@@ -154,7 +154,7 @@ impl<'a> Drive<'a> {
         let migration = Migration {
             options: self.options,
             domain: self.survey.domain(guest),
-            from: self.survey.source(),
+            from: &self.survey.source,
             to: self.survey.host(to),
         };
         self.running.insert(guest, Running::default());
@@ -223,7 +223,7 @@ impl<'a> Drive<'a> {
 
     /// Polls all migrations, cancels those that are to be cancelled, and shows progress.
     fn poll(&mut self) {
-        let source = self.survey.source();
+        let source = &self.survey.source;
         for (guest, running) in &mut self.running {
             let Domain { uuid, memory, .. } = self.survey.domain(*guest);
             // After an error the guest is no longer there. Without a job there is nothing to cancel.

@@ -53,7 +53,7 @@ pub(super) struct GuestReport {
 
 impl Report {
     pub(super) fn of_plan(survey: &Survey, plan: &Plan) -> Self {
-        let host = &survey.source().name;
+        let host = &survey.source.name;
         let guests = survey.domains.iter().map(|domain| GuestReport {
             name: domain.name.clone(),
             uuid: domain.uuid.clone(),

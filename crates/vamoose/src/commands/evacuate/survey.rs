@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use evacuation::{Fleet, Guest, GuestId, Host, HostId};
+use evacuation::{Fleet, Guest, GuestId, Host, HostId, SourceId};
 use tracing::{info, warn};
 
 use super::{
@@ -14,8 +14,10 @@ use super::{
 
 /// Result of the survey.
 pub(super) struct Survey {
-    /// Hosts of the fleet, in its order: the one to be emptied, and the destinations.
-    hosts: Vec<LibvirtHost>,
+    /// The host to be emptied.
+    pub(super) source: LibvirtHost,
+    /// Destinations of the fleet, in its order.
+    destinations: Vec<LibvirtHost>,
     pub(super) fleet: Fleet,
     /// Guests of the fleet, in its order.
     pub(super) domains: Vec<Domain>,
@@ -23,18 +25,19 @@ pub(super) struct Survey {
     pub(super) shut_off: usize,
 }
 
-/// The host to be emptied.
-const SOURCE: HostId = HostId(0);
-
 impl Survey {
     /// Asks all hosts.
     pub(super) fn make(options: &Options) -> Result<Self> {
         let source = LibvirtHost::new(&options.host);
         let capabilities = source.capabilities()?;
         let cpu = description::host_cpu(&capabilities);
-        let mut uuids = vec![description::host_uuid(&capabilities)];
-        let mut hosts = vec![source];
-        let mut destinations = Vec::new();
+        let uuid = description::host_uuid(&capabilities);
+        // URIs of the hosts, by UUID.
+        let mut known: BTreeMap<_, _> = uuid
+            .map(|it| (it, source.uri.clone()))
+            .into_iter()
+            .collect();
+        let (mut hosts, mut destinations) = (Vec::new(), Vec::new());
         for text in &options.to {
             let host = LibvirtHost::new(text);
             ensure!(
@@ -45,13 +48,10 @@ impl Survey {
             match Destination::ask(&host, cpu.as_deref()) {
                 Ok(found) => {
                     // The memory of a host that is named twice would be reserved twice.
-                    let same = uuids
-                        .iter()
-                        .position(|it| it.is_some() && *it == found.uuid);
-                    if let Some(same) = same {
-                        bail!("{} and {} are the same host", hosts[same].uri, host.uri);
+                    let uuid = found.uuid.clone();
+                    if let Some(same) = uuid.and_then(|it| known.insert(it, host.uri.clone())) {
+                        bail!("{same} and {} are the same host", host.uri);
                     }
-                    uuids.push(found.uuid.clone());
                     destinations.push(found);
                     hosts.push(host);
                 }
@@ -59,14 +59,13 @@ impl Survey {
             }
         }
         ensure!(!destinations.is_empty(), "no destination can be reached");
-        let source = &hosts[SOURCE.0];
         let wanted = source.domains()?.into_iter();
         let wanted = wanted.filter(|domain| options.wants(&domain.name));
         let (active, shut_off): (Vec<_>, Vec<_>) =
             wanted.partition(|domain| domain.state.is_active());
         let (mut guests, mut domains) = (Vec::new(), Vec::new());
         for domain in active {
-            match guest(options, source, &destinations, &domain) {
+            match guest(options, &source, &destinations, &domain) {
                 Ok(guest) => {
                     guests.push(guest);
                     domains.push(domain);
@@ -81,29 +80,20 @@ impl Survey {
                 expect_moved(name, options, &destinations)?;
             }
         }
-        let first = Host {
-            name: source.name.clone(),
-            memory_free: 0,
-            cpus: 0,
-        };
-        let others = destinations.into_iter().map(|it| it.host);
-        let in_fleet: Vec<_> = [first].into_iter().chain(others).collect();
-        let to = (1..in_fleet.len()).map(HostId).collect();
         Ok(Self {
-            fleet: Fleet::new(in_fleet, guests, to)?,
-            hosts,
+            source,
+            destinations: hosts,
+            fleet: Fleet {
+                destinations: destinations.into_iter().map(|it| it.host).collect(),
+                guests,
+            },
             domains,
             shut_off: shut_off.len(),
         })
     }
 
-    /// The host to be emptied.
-    pub(super) fn source(&self) -> &LibvirtHost {
-        self.host(SOURCE)
-    }
-
     pub(super) fn host(&self, id: HostId) -> &LibvirtHost {
-        &self.hosts[id.0]
+        &self.destinations[id.0]
     }
 
     pub(super) fn domain(&self, id: GuestId) -> &Domain {
@@ -145,7 +135,7 @@ fn guest(
             obstacles.extend(description.obstacles);
             for (at, destination) in destinations.iter().enumerate() {
                 if let Some(why) = destination.bars(domain, description.has_host_cpu) {
-                    barred.insert(HostId(at + 1), why.to_owned());
+                    barred.insert(HostId(at), why.to_owned());
                 }
             }
         }
@@ -153,7 +143,7 @@ fn guest(
     }
     Ok(Guest {
         name: domain.name.clone(),
-        host: SOURCE,
+        source: SourceId(0),
         memory: domain.memory,
         cpus: domain.cpus,
         obstacles,
