@@ -18,7 +18,7 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::{error, info, warn};
-use vamoose_link::{PageCaches, Session, Sessions};
+use vamoose_link::{Address, PageCaches, Session, SessionConfig, Sessions};
 use vamoose_relay::{Gateway, GatewayConfig};
 
 use self::config::{File, GatewaySettings};
@@ -82,19 +82,28 @@ impl Options {
     }
 }
 
-impl GatewaySettings {
-    /// Adds counters for the peers.
-    fn count_in(&self, counts: &Counts) {
-        counts.expect(self.config.peers.iter().map(|peer| &*peer.name));
+/// Settings that take effect only at the start. A copy of the whole configuration would keep its devices open.
+struct AtStart {
+    listen: Vec<Address>,
+    metrics: Option<Address>,
+    sessions: SessionConfig,
+}
+
+impl AtStart {
+    fn of(settings: &GatewaySettings) -> Self {
+        Self {
+            listen: settings.config.listen.clone(),
+            metrics: settings.metrics.clone(),
+            sessions: settings.config.sessions.clone(),
+        }
     }
 
-    /// Keys whose values differ from `at_start` and take effect only at a restart.
-    fn only_at_start(&self, at_start: &Self) -> Vec<&'static str> {
-        let [before, now] = [&at_start.config, &self.config];
-        let [was, is] = [&before.sessions, &now.sessions];
+    /// Keys whose values are different `now`.
+    fn changes(&self, now: &Self) -> Vec<&'static str> {
+        let [was, is] = [&self.sessions, &now.sessions];
         let keys = [
-            ("listen", before.listen == now.listen),
-            ("metrics", at_start.metrics == self.metrics),
+            ("listen", self.listen == now.listen),
+            ("metrics", self.metrics == now.metrics),
             (
                 "reconnect-timeout (of migrations from peers)",
                 was.reconnect_timeout == is.reconnect_timeout,
@@ -119,32 +128,35 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         return options.read().map(drop);
     }
     raise_descriptors();
-    let at_start = options.read()?;
-    let caches = PageCaches::new(at_start.page_caches);
-    let config = at_start.config.clone().sharing(&caches);
+    let settings = options.read()?;
+    let at_start = AtStart::of(&settings);
+    let caches = PageCaches::new(settings.page_caches);
+    let config = settings.config.sharing(&caches);
     let passed = systemd::passed_listeners(config.sessions.stall_timeout)?;
+    let peers = names(&config);
     let counts = Arc::<Counts>::default();
-    at_start.count_in(&counts);
+    counts.expect(peers.iter().map(String::as_str));
     let state_dir = options.state_dir.as_deref();
     let watchable = state_dir.and_then(watchable::bind);
     let gateway = Gateway::bind(config, passed)?.observed_by(counts.clone());
-    let metrics = at_start.metrics.as_ref();
+    let metrics = settings.metrics.as_ref();
     let _metrics = metrics.map(|at| metrics::serve(at, &counts)).transpose()?;
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot catch signals")?;
     let handle = signals.handle();
     for address in gateway.addresses() {
         info!("reached by other gateways on {address}");
     }
-    let peers: Vec<_> = at_start.config.peers.iter().map(|it| &*it.name).collect();
     info!("ready for migrations to {}", peers.join(", "));
     systemd::notify("READY=1");
     // An error in the file leaves the previous configuration in force.
     let reload = || {
         let settings = options.read()?;
-        gateway.reload(settings.config.clone().sharing(&caches))?;
+        let now = AtStart::of(&settings);
+        let peers = names(&settings.config);
+        gateway.reload(settings.config.sharing(&caches))?;
         caches.set_limit(settings.page_caches);
-        settings.count_in(&counts);
-        Ok(settings.only_at_start(&at_start))
+        counts.expect(peers.iter().map(String::as_str));
+        Ok(at_start.changes(&now))
     };
     thread::scope(|scope| {
         let _end = watchable::serve(scope, watchable.as_ref(), || gateway.under_way());
@@ -155,6 +167,10 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     })?;
     info!("ended");
     Ok(())
+}
+
+fn names(config: &GatewayConfig) -> Vec<String> {
+    config.peers.iter().map(|peer| peer.name.clone()).collect()
 }
 
 /// The configuration of a gateway with this file.

@@ -29,7 +29,6 @@ use vamoose::{
 };
 
 /// Settings of a gateway.
-#[derive(Clone)]
 pub(super) struct GatewaySettings {
     pub(super) config: GatewayConfig,
     /// Address at which to serve metrics.
