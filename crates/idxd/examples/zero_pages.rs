@@ -27,7 +27,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         Ok(devices) => devices,
         Err(error) => {
             println!("without a DSA: {error}");
-            for missing in discovery::report(&Root::default()).missing {
+            let root = Root::default();
+            for missing in discovery::missing(&root, &discovery::scan(&root)) {
                 println!("  missing: {missing}");
             }
             Devices::none()

@@ -40,7 +40,7 @@ use thiserror::Error;
 use crate::{
     Descriptor, Limits, Mode, Record, Refusal, Submit, Submitted,
     cpu::Features,
-    discovery::{self, Problem, QueueName, Root, WorkQueue},
+    discovery::{Problem, QueueName, Root, WorkQueue},
     fork::Mark,
     opcode,
     wait::Waiting,
@@ -110,7 +110,7 @@ pub enum OpenError {
 ///
 /// Opening binds the process's address space to the device. A dedicated queue can be opened once at a time.
 pub fn open(queue: &WorkQueue, root: &Root) -> Result<Portal, OpenError> {
-    open_with(queue, Features::of_host(&root.cpuinfo()))
+    open_with(queue, Features::of_host(&root.proc.join("cpuinfo")))
 }
 
 /// An open work queue.
@@ -369,7 +369,7 @@ fn open_with(queue: &WorkQueue, features: Features) -> Result<Portal, OpenError>
         problem,
     };
     let limits = queue.usable().map_err(unusable)?.clone();
-    let path = discovery::node(queue).map_err(unusable)?.to_path_buf();
+    let path = queue.node().map_err(unusable)?.to_path_buf();
     let system = |source| OpenError::System {
         path: path.clone(),
         source,
@@ -431,7 +431,7 @@ fn open_node(queue: &WorkQueue, path: &std::path::Path) -> Result<File, OpenErro
     })?;
     let file = File::from(file);
     let metadata = file.metadata().map_err(system)?;
-    match discovery::is_node_of(queue, &metadata) {
+    match queue.is_node(&metadata) {
         true => Ok(file),
         false => Err(unusable(Problem::OtherNode(path.to_path_buf()))),
     }

@@ -223,15 +223,18 @@ impl PathReport {
 pub fn write_json(report: &impl Serialize, target: &str) -> Result<()> {
     let mut text = serde_json::to_string_pretty(report).context("cannot write the report")?;
     text.push('\n');
-    if target == "-" {
-        match io::stdout().write_all(text.as_bytes()) {
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-            written => written,
-        }
-    } else {
-        fs::write(target, text)
+    match target {
+        "-" => print(&text),
+        file => fs::write(file, text).with_context(|| format!("cannot write the report to {file}")),
     }
-    .with_context(|| format!("cannot write the report to {target}"))
+}
+
+/// Prints to standard output. A reader that has closed it, as `head` does, is no error.
+pub fn print(text: &str) -> Result<()> {
+    match io::stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        written => written.context("cannot write to standard output"),
+    }
 }
 
 /// CPU time of this process, user and system.

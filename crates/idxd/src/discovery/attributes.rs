@@ -13,41 +13,32 @@ use super::Problem;
 use crate::Operations;
 
 /// The attributes of one directory.
-pub(super) struct Attributes<'a> {
-    path: &'a Path,
-    /// The first required attribute that is missing or malformed.
-    pub(super) problem: Option<Problem>,
+pub(super) struct Attributes {
+    pub(super) path: PathBuf,
 }
 
-impl<'a> Attributes<'a> {
-    pub(super) fn of(path: &'a Path) -> Self {
-        Self {
-            path,
-            problem: None,
-        }
+impl Attributes {
+    pub(super) fn of(path: PathBuf) -> Self {
+        Self { path }
     }
 
     /// Reads a required attribute.
     pub(super) fn need<T>(
-        &mut self,
+        &self,
         name: &'static str,
         parse: impl Fn(&str) -> Option<T>,
-    ) -> Option<T> {
-        self.read(name, parse).unwrap_or_else(|problem| {
-            self.problem.get_or_insert(problem);
-            None
-        })
-    }
-
-    /// Reads an attribute that may be missing, but not malformed.
-    pub(super) fn need_if_there<T>(
-        &mut self,
-        name: &'static str,
-        parse: impl Fn(&str) -> Option<T>,
-    ) -> Option<T> {
-        self.read_if_there(name, parse).unwrap_or_else(|problem| {
-            self.problem.get_or_insert(problem);
-            None
+    ) -> Result<T, Problem> {
+        let bytes = read(&self.path.join(name)).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => Problem::Missing { attribute: name },
+            kind => Problem::Unreadable {
+                attribute: name,
+                kind,
+            },
+        })?;
+        let text = String::from_utf8_lossy(&bytes);
+        parse(text.trim()).ok_or_else(|| Problem::Garbled {
+            attribute: name,
+            value: text.chars().take(MOST_QUOTED).collect(),
         })
     }
 
@@ -57,41 +48,7 @@ impl<'a> Attributes<'a> {
         name: &'static str,
         parse: impl Fn(&str) -> Option<T>,
     ) -> Option<T> {
-        self.read(name, parse).ok().flatten()
-    }
-
-    fn read_if_there<T>(
-        &self,
-        name: &'static str,
-        parse: impl Fn(&str) -> Option<T>,
-    ) -> Result<Option<T>, Problem> {
-        match self.read(name, parse) {
-            Err(Problem::Missing { .. }) => Ok(None),
-            result => result,
-        }
-    }
-
-    fn read<T>(
-        &self,
-        name: &'static str,
-        parse: impl Fn(&str) -> Option<T>,
-    ) -> Result<Option<T>, Problem> {
-        let bytes = read(&self.path.join(name)).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => Problem::Missing { attribute: name },
-            kind => Problem::Unreadable {
-                attribute: name,
-                kind,
-            },
-        })?;
-        let garbled = || Problem::Garbled {
-            attribute: name,
-            value: String::from_utf8_lossy(&bytes)
-                .chars()
-                .take(MOST_QUOTED)
-                .collect(),
-        };
-        let text = std::str::from_utf8(&bytes).map_err(|_| garbled())?;
-        parse(text.trim()).map(Some).ok_or_else(garbled)
+        self.need(name, parse).ok()
     }
 }
 
@@ -100,7 +57,7 @@ const MOST_BYTES: u64 = 4096;
 /// Most characters of a malformed value in a message.
 const MOST_QUOTED: usize = 40;
 
-fn read(path: &PathBuf) -> io::Result<Vec<u8>> {
+fn read(path: &Path) -> io::Result<Vec<u8>> {
     // A pipe in the place of an attribute must not block the scan.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
@@ -122,8 +79,8 @@ pub(super) fn small(text: &str) -> Option<u32> {
     number(text)?.try_into().ok()
 }
 
-/// A number, or -1 for none.
-pub(super) fn or_none(text: &str) -> Option<Option<u32>> {
+/// A NUMA node; -1 is none.
+pub(super) fn node_number(text: &str) -> Option<Option<u32>> {
     if text == "-1" {
         return Some(None);
     }
@@ -237,8 +194,8 @@ mod tests {
             assert_eq!(number(text), None, "{text}");
         }
         assert_eq!(small("4294967296"), None);
-        assert_eq!(or_none("-1"), Some(None));
-        assert_eq!(or_none("-2"), None);
+        assert_eq!(node_number("-1"), Some(None));
+        assert_eq!(node_number("-2"), None);
         assert_eq!(flag("2"), None);
     }
 
@@ -258,7 +215,7 @@ mod tests {
 
         #[test]
         fn no_text_is_too_strange(text: String) {
-            let _ = (operations(&text), number(&text), or_none(&text));
+            let _ = (operations(&text), number(&text), node_number(&text));
         }
     }
 }

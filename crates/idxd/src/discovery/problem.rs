@@ -1,22 +1,17 @@
-//! Reasons why a work queue cannot be used, and remedies.
+//! Reasons why a work queue cannot be used.
 
 use std::{io, path::PathBuf};
 
 use thiserror::Error;
 
-use super::{
-    Device, WorkQueue,
-    setup::{self, setup_commands},
-};
-
 /// Why a work queue or a device cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Problem {
     /// The device is not enabled.
-    #[error("its device is {0}")]
+    #[error("its device is {0}; it has to be enabled")]
     DeviceState(String),
     /// The work queue is not enabled.
-    #[error("it is {0}")]
+    #[error("it is {0}; it has to be enabled")]
     QueueState(String),
     /// The work queue is for the kernel, or not set up.
     #[error("its type is {0}; it has to be user")]
@@ -82,42 +77,6 @@ pub enum Problem {
         /// The beginning of its value.
         value: String,
     },
-}
-
-impl Problem {
-    /// The commands that solve the problem for `queue`, for root; empty if commands do not help. If the queue is not set up
-    /// for processes, these are [`setup_commands`], which reconfigure the device even if it is in use.
-    pub fn commands(&self, device: &Device, queue: &WorkQueue) -> Vec<String> {
-        match self {
-            _ if self.needs_setup(queue) => setup_commands(device),
-            Self::DeviceState(_) | Self::QueueState(_) => setup::enable(device, queue),
-            Self::Denied(path) => setup::permit(path),
-            Self::AtsDisabled => setup::enable_ats(queue),
-            _ => Vec::new(),
-        }
-    }
-
-    /// Whether the queue is not set up for processes.
-    pub fn needs_setup(&self, queue: &WorkQueue) -> bool {
-        match self {
-            Self::DeviceState(_) | Self::QueueState(_) => !queue.is_configured(),
-            Self::Type(_) | Self::Driver(_) => true,
-            _ => false,
-        }
-    }
-
-    /// Whether the queue is set up, and has another problem that a setup would not solve.
-    pub(super) fn is_beyond_setup(&self, queue: &WorkQueue) -> bool {
-        match self {
-            Self::DeviceState(_) | Self::QueueState(_) => queue.is_configured(),
-            Self::AtsDisabled
-            | Self::NoNode(_)
-            | Self::OtherNode(_)
-            | Self::Denied(_)
-            | Self::Node { .. } => true,
-            _ => false,
-        }
-    }
 }
 
 fn list(paths: &[PathBuf]) -> String {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::*;
-use crate::{Capabilities, Kind, Operations, tree::Tree};
+use crate::{Capabilities, Kind, Operations, discovery, tree::Tree};
 
 /// A queue without a device: it answers as configured.
 #[derive(Debug, Default)]

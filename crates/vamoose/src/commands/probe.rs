@@ -1,21 +1,17 @@
 //! `vamoose probe`: this host's hardware and software for migrations.
 //!
-//! The system's files are read below a [`Root`], which tests replace. Something absent is not an error: the output states why.
+//! The files of the system are read below a [`Root`], which tests replace. Absence is not an error: the output states the
+//! reason.
 
 mod engines;
 mod system;
 
-use std::{
-    collections::BTreeMap,
-    fmt::Display,
-    fs,
-    io::{self, Write as _},
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, fmt::Display, fs, path::PathBuf};
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use clap::Args;
-use idxd::discovery;
+use idxd::discovery::{self, Root};
+use vamoose::report;
 use vamoose_codec::Registry;
 
 /// Show this host's hardware and software for migrations
@@ -27,37 +23,33 @@ pub(crate) struct Options {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let lines = probe(&Root::system());
-    let shown = match options.json {
-        true => lines.json()?,
-        false => lines.text(),
-    };
-    match io::stdout().write_all(shown.as_bytes()) {
-        // `| head` has read enough.
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        result => result.context("cannot write to standard output"),
+    let lines = probe(&Root::default());
+    match options.json {
+        true => report::write_json(&lines.by_name(), "-"),
+        false => report::print(&lines.text()),
     }
 }
 
 /// Everything that is printed.
 fn probe(root: &Root) -> Lines {
     let mut lines = Lines::default();
-    let kernel = root.read("proc/sys/kernel/osrelease");
+    let kernel = read(root.proc.join("sys/kernel/osrelease"));
     lines.put("kernel", kernel.as_deref().unwrap_or("unknown"));
     system::describe_cpu(root, &mut lines);
     lines.put("memlock", system::memlock());
     lines.put("kvm", system::kvm(root));
-    lines.put("userfaultfd", system::userfaultfd(root));
-    let devices = engines::devices(root);
-    if devices.is_empty() {
+    let may_trace = system::may_trace();
+    lines.put("userfaultfd", system::userfaultfd(root, may_trace));
+    let accelerators = engines::accelerators(root);
+    if accelerators.is_empty() {
         lines.put("accelerators", NO_DEVICES);
     }
-    for device in &devices {
-        lines.put("accelerator", device);
+    for accelerator in &accelerators {
+        lines.put("accelerator", accelerator);
     }
     describe_queues(root, &mut lines);
-    for engine in engines::engines(&Registry::new(), &devices) {
-        lines.put("engine", engine);
+    for engine in Registry::new().engines() {
+        lines.put("engine", engines::describe(engine, &accelerators));
     }
     lines
 }
@@ -67,14 +59,18 @@ const NO_DEVICES: &str = "no QAT, DSA or IAA on PCI";
 /// The work queues of DSAs and IAAs, and what prevents their use.
 fn describe_queues(root: &Root, lines: &mut Lines) {
     const NAME: &str = "dsa and iaa";
-    let report = discovery::report(&root.of_idxd());
-    for device in &report.devices {
+    let devices = discovery::scan(root);
+    for device in &devices {
         for line in device.to_string().lines() {
             lines.put(NAME, line);
         }
     }
-    for missing in &report.missing {
+    for missing in discovery::missing(root, &devices) {
         lines.put(NAME, format_args!("missing: {missing}"));
+    }
+    let mut queues = devices.iter().flat_map(|device| &device.queues);
+    if !queues.any(|queue| queue.usable().is_ok()) {
+        lines.put(NAME, "how to set up a work queue: docs/accelerators.md");
     }
 }
 
@@ -98,38 +94,19 @@ impl Lines {
         lines.collect()
     }
 
-    fn json(&self) -> Result<String> {
+    fn by_name(&self) -> BTreeMap<&str, Vec<&str>> {
         let mut values: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for (name, value) in &self.0 {
             values.entry(name).or_default().push(value);
         }
-        Ok(serde_json::to_string_pretty(&values)? + "\n")
+        values
     }
 }
 
-/// Root of the system's files: `/`, or a folder of fake files in tests.
-struct Root(PathBuf);
-
-impl Root {
-    fn system() -> Self {
-        Self(PathBuf::from("/"))
-    }
-
-    /// The path of a system file, given without its leading `/`.
-    fn path(&self, file: impl AsRef<Path>) -> PathBuf {
-        self.0.join(file)
-    }
-
-    /// The same root for idxd.
-    fn of_idxd(&self) -> discovery::Root {
-        discovery::Root::under(&self.0)
-    }
-
-    /// The trimmed text of a system file, where it can be read.
-    fn read(&self, file: impl AsRef<Path>) -> Option<String> {
-        let bytes = fs::read(self.path(file)).ok()?;
-        Some(String::from_utf8_lossy(&bytes).trim().to_owned())
-    }
+/// The trimmed text of a file of the system, if it can be read.
+fn read(file: PathBuf) -> Option<String> {
+    let bytes = fs::read(file).ok()?;
+    Some(String::from_utf8_lossy(&bytes).trim().to_owned())
 }
 
 #[cfg(test)]
@@ -141,12 +118,12 @@ mod fake {
     /// A root with `files`, removed when the folder is dropped.
     pub(super) fn root(files: &[(&str, &str)]) -> (tempfile::TempDir, Root) {
         let folder = tempfile::tempdir().unwrap();
-        let root = Root(folder.path().to_owned());
         for (file, text) in files {
-            let path = root.path(file);
+            let path = folder.path().join(file);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
         }
+        let root = Root::under(folder.path());
         (folder, root)
     }
 }
@@ -178,13 +155,12 @@ mod tests {
     }
 
     #[test]
-    fn an_unconfigured_device_comes_with_its_commands() {
+    fn an_unconfigured_device_comes_with_its_problem_and_the_page_about_set_up() {
         let (_folder, root) = dsa0(&[]);
         let shown = queues(&root);
         for part in [
-            "dsa0",
-            "accel-config config-wq",
-            "accel-config enable-wq dsa0/wq0.0",
+            "dsa0/wq0.0 cannot be used: its device is disabled",
+            "docs/accelerators.md",
         ] {
             assert!(shown.contains(part), "{shown}");
         }

@@ -5,21 +5,21 @@ mod report;
 #[cfg(test)]
 mod tests;
 
-use std::{
-    io::{self, Write as _},
-    sync::Arc,
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use idxd::{
     Submit,
-    discovery::{self, QueueName, Root, WorkQueue},
+    discovery::{self, Root, WorkQueue},
+    offload::Choice,
     portal::{self, Access, OpenError},
 };
 use idxd_model::{Config, Model, PortalKind, selftest};
-use vamoose::{report::write_json, say};
+use vamoose::{
+    report::{print, write_json},
+    say,
+};
 
 use self::{
     host::Host,
@@ -37,9 +37,14 @@ pub(crate) struct Options {
     /// Check all usable work queues of this host (see vamoose probe)
     #[arg(long)]
     hw: bool,
-    /// Check these work queues only
-    #[arg(long, value_name = "wqX.Y[,wqX.Y]", requires = "hw", value_parser = queues)]
-    path: Option<Queues>,
+    /// Check these work queues, as in wq0.1,wq2.0; auto is all usable ones
+    #[arg(
+        long,
+        value_name = "wqX.Y[,wqX.Y]",
+        requires = "hw",
+        default_value = "auto"
+    )]
+    path: Choice,
     /// Random seed of the models
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
@@ -49,14 +54,6 @@ pub(crate) struct Options {
     /// Write the report as JSON to this file; - is standard output, instead of the text [default with --hw: vamoose-selftest.json]
     #[arg(long, value_name = "FILE")]
     json: Option<String>,
-}
-
-/// Names of work queues.
-#[derive(Clone, Debug)]
-struct Queues(Vec<QueueName>);
-
-fn queues(text: &str) -> Result<Queues, discovery::NameError> {
-    QueueName::list(text).map(Queues)
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
@@ -72,11 +69,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         write_json(&report, target)?;
     }
     if target != Some("-") {
-        match io::stdout().write_all(report.text().as_bytes()) {
-            // `| head` has read enough.
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
-            result => result.context("cannot write to standard output")?,
-        }
+        print(&report.text())?;
     }
     if let Some(target) = target.filter(|_| options.hw) {
         say(format_args!(
@@ -109,7 +102,7 @@ fn report(
 /// An open work queue.
 type Opened = (Arc<dyn Submit>, Access);
 
-/// The checks against models of both kinds, as all their users meet them.
+/// Checks models of both kinds, as all users meet them.
 fn models(options: &Options) -> Vec<Tested> {
     let models = [
         ("DSA model, ENQCMD", Config::dsa(), PortalKind::Enqcmd),
@@ -125,65 +118,60 @@ fn models(options: &Options) -> Vec<Tested> {
     tested.into()
 }
 
-/// The checks against the work queues of the machine under `root`. One that cannot be opened does not keep others from
-/// being checked.
+/// Checks the work queues of the machine under `root`. If one cannot be opened, the others are checked all the same.
 fn hardware(
     options: &Options,
     root: &Root,
     open: impl Fn(&WorkQueue) -> Result<Opened, OpenError>,
 ) -> Result<(Vec<Tested>, Vec<Untested>)> {
     let devices = discovery::scan(root);
-    let all = || devices.iter().flat_map(|device| &device.queues);
-    let unusable = || {
-        all().filter_map(|queue| Some((queue.name.to_string(), queue.usable().err()?.to_string())))
+    let queues: Vec<_> = match &options.path {
+        Choice::Auto => devices.iter().flat_map(|device| &device.queues).collect(),
+        Choice::Named(names) => {
+            let queue = |name| discovery::find(&devices, name).map(|(_, queue)| queue);
+            let missing = |name| {
+                format!("this host has no work queue {name}; vamoose probe shows what it has")
+            };
+            let queues = names
+                .iter()
+                .map(|name| queue(name).with_context(|| missing(name)));
+            queues.collect::<Result<_>>()?
+        }
     };
-    let chosen: Vec<_> = match &options.path {
-        None => all().filter(|queue| queue.usable().is_ok()).collect(),
-        Some(Queues(names)) => names
+    let (mut done, mut not_tested) = (Vec::new(), Vec::new());
+    for queue in queues {
+        let (why, is_failure) = match (queue.usable(), &options.path) {
+            (Err(problem), Choice::Auto) => (problem.to_string(), false),
+            _ => match open(queue) {
+                Ok((submit, access)) => {
+                    let access = match access {
+                        Access::Mapped => "mapped",
+                        Access::Written => "written",
+                    };
+                    let name = format!("{}, {access}", queue.name);
+                    done.push(tested(name, Some(access), submit, options));
+                    continue;
+                }
+                Err(error) => (format!("{:#}", anyhow::Error::from(error)), true),
+            },
+        };
+        not_tested.push(Untested {
+            queue: queue.name.to_string(),
+            why,
+            is_failure,
+        });
+    }
+    if done.is_empty() && !not_tested.iter().any(|queue| queue.is_failure) {
+        let missing = discovery::missing(root, &devices).into_iter();
+        let unusable = not_tested
             .iter()
-            .map(|name| {
-                let found = discovery::find(&devices, name);
-                let (_, queue) = found.with_context(|| {
-                    format!("this host has no work queue {name}; vamoose probe shows what it has")
-                })?;
-                Ok(queue)
-            })
-            .collect::<Result<_>>()?,
-    };
-    if chosen.is_empty() {
-        let found = discovery::report(root);
-        let mut why: Vec<String> = found.missing.iter().map(ToString::to_string).collect();
-        why.extend(unusable().map(|(queue, why)| format!("{queue} cannot be used: {why}")));
+            .map(|Untested { queue, why, .. }| format!("{queue} cannot be used: {why}"));
+        let why: Vec<String> = missing.map(str::to_owned).chain(unusable).collect();
         bail!(
-            "no work queue of a DSA or an IAA can be used on this host: {}; vamoose probe shows how to set one up",
+            "no work queue of a DSA or an IAA can be used on this host: {}; vamoose probe lists the work queues, and \
+             docs/accelerators.md describes how to set one up",
             why.join("; ")
         );
-    }
-    let mut not_tested: Vec<Untested> = Vec::new();
-    if options.path.is_none() {
-        not_tested.extend(unusable().map(|(queue, why)| Untested {
-            queue,
-            why,
-            is_failure: false,
-        }));
-    }
-    let mut done = Vec::new();
-    for queue in chosen {
-        match open(queue) {
-            Ok((submit, access)) => {
-                let access = match access {
-                    Access::Mapped => "mapped",
-                    Access::Written => "written",
-                };
-                let name = format!("{}, {access}", queue.name);
-                done.push(tested(name, Some(access), submit, options));
-            }
-            Err(error) => not_tested.push(Untested {
-                queue: queue.name.to_string(),
-                why: format!("{:#}", anyhow::Error::from(error)),
-                is_failure: true,
-            }),
-        }
     }
     Ok((done, not_tested))
 }

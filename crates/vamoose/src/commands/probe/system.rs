@@ -1,10 +1,14 @@
 //! The processor and the kernel's features.
 
-use std::{fmt, fs::File, io, thread};
+use std::{fs::File, io, path::Path, thread};
 
-use rustix::process::{Resource, getrlimit};
+use idxd::discovery::Root;
+use rustix::{
+    process::{Resource, getrlimit},
+    thread::{CapabilitySet, capabilities},
+};
 
-use super::{Lines, Root};
+use super::{Lines, read};
 
 /// Names as in `/proc/cpuinfo`: vectors (zero scan, ISA-L), carry-less multiplication (checksums), then what drives DSA and IAA
 /// from user space: work submission to shared and dedicated queues, and sleeping until a descriptor is done.
@@ -20,7 +24,7 @@ const FEATURES: [&str; 8] = [
 ];
 
 pub(super) fn describe_cpu(root: &Root, lines: &mut Lines) {
-    let info = root.read("proc/cpuinfo").unwrap_or_default();
+    let info = read(root.proc.join("cpuinfo")).unwrap_or_default();
     // The first value of a key.
     let value = |key: &str| {
         let mut pairs = info.lines().filter_map(|line| line.split_once(':'));
@@ -42,74 +46,57 @@ pub(super) fn describe_cpu(root: &Root, lines: &mut Lines) {
     }
 }
 
-/// Whether something is there and usable, and why or why not.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Presence {
-    present: bool,
-    usable: bool,
-    reason: String,
-}
-
-impl fmt::Display for Presence {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let state = match (self.present, self.usable) {
-            (_, true) => "usable",
-            (true, false) => "present, not usable",
-            (false, false) => "absent",
-        };
-        write!(f, "{state}: {}", self.reason)
-    }
-}
-
 /// KVM, as far as opening its device shows. On some hosts the device is there, but stock guests do not run.
-pub(super) fn kvm(root: &Root) -> Presence {
-    let opened = open(root, "dev/kvm");
-    Presence {
-        present: is_there(&opened),
-        usable: opened.is_ok(),
-        reason: match opened {
-            Ok(_) => "/dev/kvm can be opened (running a guest was not tried)".to_owned(),
-            Err(error) => format!("/dev/kvm: {error}"),
-        },
-    }
+pub(super) fn kvm(root: &Root) -> String {
+    let opened = open(&root.dev.join("kvm"));
+    let (present, usable) = (is_there(&opened), opened.is_ok());
+    let reason = match opened {
+        Ok(_) => "/dev/kvm can be opened (running a guest was not tried)".to_owned(),
+        Err(error) => format!("/dev/kvm: {error}"),
+    };
+    describe(present, usable, &reason)
 }
 
-/// Whether this process may use userfaultfd for the faults of kernel code too, as vhost and KVM cause them.
-pub(super) fn userfaultfd(root: &Root) -> Presence {
-    let opened = open(root, "dev/userfaultfd");
+/// Whether this process may use userfaultfd for faults of kernel code too, which vhost and KVM cause. A process that
+/// `may_trace` may, whatever the sysctl says.
+pub(super) fn userfaultfd(root: &Root, may_trace: bool) -> String {
+    let opened = open(&root.dev.join("userfaultfd"));
     // In every kernel since 5.2 that is built with userfaultfd.
-    let sysctl = root.read("proc/sys/vm/unprivileged_userfaultfd");
-    let may_trace = may_trace(root);
+    let sysctl = read(root.proc.join("sys/vm/unprivileged_userfaultfd"));
     let is_allowed = sysctl.as_deref().is_some_and(|it| it == "1" || may_trace);
-    Presence {
-        present: is_there(&opened) || sysctl.is_some(),
-        usable: opened.is_ok() || is_allowed,
-        reason: format!(
-            "/dev/userfaultfd {}, vm.unprivileged_userfaultfd is {}{}",
-            opened.map_or_else(|error| error.to_string(), |_| "can be opened".to_owned()),
-            sysctl.as_deref().unwrap_or("absent"),
-            if may_trace {
-                ", this process has CAP_SYS_PTRACE"
-            } else {
-                ""
-            },
-        ),
-    }
+    let (present, usable) = (
+        is_there(&opened) || sysctl.is_some(),
+        opened.is_ok() || is_allowed,
+    );
+    let reason = format!(
+        "/dev/userfaultfd {}, vm.unprivileged_userfaultfd is {}{}",
+        opened.map_or_else(|error| error.to_string(), |_| "can be opened".to_owned()),
+        sysctl.as_deref().unwrap_or("absent"),
+        if may_trace {
+            ", this process has CAP_SYS_PTRACE"
+        } else {
+            ""
+        },
+    );
+    describe(present, usable, &reason)
 }
 
-/// Whether this process has CAP_SYS_PTRACE, which allows userfaultfd whatever the sysctl says.
-fn may_trace(root: &Root) -> bool {
-    const CAP_SYS_PTRACE: u32 = 19;
-    let status = root.read("proc/self/status").unwrap_or_default();
-    let mut lines = status.lines();
-    let effective = lines.find_map(|line| line.strip_prefix("CapEff:"));
-    let set = effective.and_then(|set| u64::from_str_radix(set.trim(), 16).ok());
-    set.is_some_and(|set| set >> CAP_SYS_PTRACE & 1 == 1)
+/// Whether this process has CAP_SYS_PTRACE.
+pub(super) fn may_trace() -> bool {
+    capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_PTRACE))
 }
 
-fn open(root: &Root, device: &str) -> io::Result<File> {
-    let mut options = File::options();
-    options.read(true).write(true).open(root.path(device))
+fn describe(present: bool, usable: bool, reason: &str) -> String {
+    let state = match (present, usable) {
+        (_, true) => "usable",
+        (true, false) => "present, not usable",
+        (false, false) => "absent",
+    };
+    format!("{state}: {reason}")
+}
+
+fn open(device: &Path) -> io::Result<File> {
+    File::options().read(true).write(true).open(device)
 }
 
 fn is_there(opened: &io::Result<File>) -> bool {
@@ -146,44 +133,31 @@ mod tests {
     #[test]
     fn userfaultfd_is_usable_by_sysctl_capability_or_device() {
         let sysctl = "proc/sys/vm/unprivileged_userfaultfd";
-        let status = "proc/self/status";
-        for (files, present, usable) in [
-            (&[][..], false, false),
-            (&[(sysctl, "0")], true, false),
-            (&[(sysctl, "1")], true, true),
-            (&[(sysctl, "0"), ("dev/userfaultfd", "")], true, true),
-            (
-                &[(sysctl, "0"), (status, "CapEff:\t0000000000080000\n")],
-                true,
-                true,
-            ),
-            (
-                &[(sysctl, "0"), (status, "CapEff:\t0000000000040000\n")],
-                true,
-                false,
-            ),
+        for (files, may_trace, state) in [
+            (&[][..], false, "absent: "),
+            (&[], true, "absent: "),
+            (&[(sysctl, "0")], false, "present, not usable: "),
+            (&[(sysctl, "1")], false, "usable: "),
+            (&[(sysctl, "0"), ("dev/userfaultfd", "")], false, "usable: "),
+            (&[(sysctl, "0")], true, "usable: "),
         ] {
             let (_folder, root) = fake::root(files);
-            let found = userfaultfd(&root);
-            let expected = (present, usable);
-            assert_eq!(
-                (found.present, found.usable),
-                expected,
-                "{files:?}: {found}"
-            );
+            let found = userfaultfd(&root, may_trace);
+            assert!(found.starts_with(state), "{files:?}: {found}");
         }
     }
 
     #[test]
-    fn a_missing_kvm_is_no_error() {
-        let (_folder, root) = fake::root(&[]);
-        let absent = kvm(&root);
-        assert!(!absent.present && !absent.usable, "{absent}");
-        let (_folder, root) = fake::root(&[("dev/kvm", "")]);
-        assert!(kvm(&root).usable);
+    fn the_state_of_kvm_is_described() {
         // A folder can be seen and not opened for writing, even by root.
-        let (_folder, root) = fake::root(&[("dev/kvm/x", "")]);
-        let unusable = kvm(&root);
-        assert!(unusable.present && !unusable.usable, "{unusable}");
+        for (files, state) in [
+            (&[][..], "absent: "),
+            (&[("dev/kvm", "")], "usable: "),
+            (&[("dev/kvm/x", "")], "present, not usable: "),
+        ] {
+            let (_folder, root) = fake::root(files);
+            let found = kvm(&root);
+            assert!(found.starts_with(state), "{found}");
+        }
     }
 }

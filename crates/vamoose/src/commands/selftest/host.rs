@@ -2,7 +2,11 @@
 
 use std::{collections::BTreeMap, fs, path::Path};
 
-use idxd::discovery::{self, Report, Root};
+use idxd::{
+    cpu::Features,
+    discovery::{self, Root},
+};
+use rustix::thread::{CapabilitySet, capabilities};
 use serde::Serialize;
 
 /// A machine with its devices.
@@ -16,7 +20,7 @@ pub(super) struct Host {
     waitpkg: bool,
     /// This process has CAP_SYS_RAWIO, without which kernels may let it submit through write(2) alone.
     raw_io: bool,
-    missing: Vec<String>,
+    missing: Vec<&'static str>,
     /// The attributes of each device and each work queue as sysfs has them.
     devices: BTreeMap<String, Attributes>,
 }
@@ -25,19 +29,12 @@ type Attributes = BTreeMap<String, String>;
 
 impl Host {
     pub(super) fn of(root: &Root) -> Self {
-        let Report {
-            cpu,
-            raw_io,
-            missing,
-            devices,
-            ..
-        } = discovery::report(root);
+        let devices = discovery::scan(root);
         let text = |file: &str| fs::read_to_string(root.proc.join(file)).ok();
         let cpuinfo = text("cpuinfo").unwrap_or_default();
         let mut lines = cpuinfo.lines();
         let model = lines.find_map(|line| line.strip_prefix("model name"));
-        let devices = devices.iter().map(|report| &report.device);
-        let names = devices.flat_map(|device| {
+        let names = devices.iter().flat_map(|device| {
             let queues = device.queues.iter().map(|queue| queue.name.to_string());
             [device.name.to_string()].into_iter().chain(queues)
         });
@@ -45,9 +42,10 @@ impl Host {
         Self {
             kernel: text("sys/kernel/osrelease").map(|release| release.trim().to_owned()),
             cpu: model.map(|model| model.trim_matches([' ', '\t', ':']).to_owned()),
-            waitpkg: cpu.waitpkg,
-            raw_io,
-            missing: missing.iter().map(ToString::to_string).collect(),
+            waitpkg: Features::of_host(&root.proc.join("cpuinfo")).waitpkg,
+            raw_io: capabilities(None)
+                .is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_RAWIO)),
+            missing: discovery::missing(root, &devices),
             devices: names
                 .map(|name| (name.clone(), attributes(&folder.join(name))))
                 .collect(),

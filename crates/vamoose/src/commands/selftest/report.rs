@@ -50,11 +50,9 @@ struct Checked {
     /// In one word: `holds`, `differs`, `found` or `skipped`.
     result: &'static str,
     verdict: String,
-    /// The last record in hexadecimal, as it stands in memory. None of models: theirs have addresses in them, and a seed is
-    /// to give the same report again.
+    /// The last record in hexadecimal, as it stands in memory. None of models: those contain addresses, and a seed has to
+    /// reproduce the report.
     record: Option<String>,
-    #[serde(skip)]
-    is_failure: bool,
 }
 
 /// A work queue without findings.
@@ -86,17 +84,16 @@ impl Report {
     ) -> Self {
         let mut failures = Vec::new();
         for Tested { queue, checks, .. } in &queues {
-            let failed = checks.iter().filter(|check| check.is_failure);
+            let failed = checks
+                .iter()
+                .filter(|check| check.result == "differs" && !check.open);
             failures.extend(failed.map(|check| format!("{} of {queue}", check.name)));
         }
         let unopened = untested.iter().filter(|queue| queue.is_failure);
         failures.extend(unopened.map(|Untested { queue, why, .. }| {
             format!("work queue {queue} could not be opened: {why}")
         }));
-        let (models, host) = match hardware {
-            Some((models, host)) => (models, Some(host)),
-            None => (Vec::new(), None),
-        };
+        let (models, host) = hardware.unzip();
         Self {
             report_version: 2,
             program_version: env!("CARGO_PKG_VERSION"),
@@ -105,7 +102,7 @@ impl Report {
             seed,
             passed: failures.is_empty(),
             failures,
-            differences: differences(&queues, &models),
+            differences: differences(&queues, &models.unwrap_or_default()),
             host,
             queues,
             untested,
@@ -135,10 +132,14 @@ impl Report {
             if self.differences.is_empty() {
                 text += "  nowhere, as far as the checks go\n";
             }
-            for it in &self.differences {
-                let (queue, check) = (&it.queue, it.check);
-                let answers = format!("{}; the model: {}", it.hardware, it.model);
-                text += &format!("  {queue}, {check}: {answers}\n");
+            for Difference {
+                queue,
+                check,
+                hardware,
+                model,
+            } in &self.differences
+            {
+                text += &format!("  {queue}, {check}: {hardware}; the model: {model}\n");
             }
         }
         text
@@ -165,7 +166,6 @@ impl Tested {
             },
             verdict: finding.verdict.to_string(),
             record: portal.and(finding.record).map(|image| bytes(image, kind)),
-            is_failure: finding.is_failure(),
         });
         Self {
             checks: checks.collect(),
@@ -179,24 +179,31 @@ impl Tested {
     }
 }
 
+/// Checks whose verdict on hardware is that of no model.
 fn differences(hardware: &[Tested], models: &[Tested]) -> Vec<Difference> {
     let mut differences = Vec::new();
-    for tested in hardware {
-        for check in tested.checks.iter().filter(|it| it.result != "skipped") {
-            let of_models: Vec<&Checked> = models
-                .iter()
-                .filter(|modelled| modelled.kind == tested.kind)
-                .flat_map(|modelled| &modelled.checks)
+    for Tested {
+        queue,
+        checks,
+        kind,
+        ..
+    } in hardware
+    {
+        let models = || models.iter().filter(|model| model.kind == *kind);
+        for check in checks.iter().filter(|check| check.result != "skipped") {
+            let mut verdicts = models()
+                .flat_map(|model| &model.checks)
                 .filter(|other| other.name == check.name && other.result != "skipped")
-                .collect();
-            if let Some(model) = of_models.first()
-                && of_models.iter().all(|it| it.verdict != check.verdict)
+                .map(|other| &other.verdict)
+                .peekable();
+            if let Some(model) = verdicts.peek().copied()
+                && verdicts.all(|verdict| *verdict != check.verdict)
             {
                 differences.push(Difference {
-                    queue: tested.queue.clone(),
+                    queue: queue.clone(),
                     check: check.name,
                     hardware: check.verdict.clone(),
-                    model: model.verdict.clone(),
+                    model: model.clone(),
                 });
             }
         }

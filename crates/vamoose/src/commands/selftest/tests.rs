@@ -34,7 +34,7 @@ fn machine(folder: &Path) -> Root {
 fn options(path: Option<&str>) -> Options {
     Options {
         hw: true,
-        path: path.map(|names| queues(names).unwrap()),
+        path: path.unwrap_or("auto").parse().unwrap(),
         seed: 1,
         patience: 200,
         json: None,
@@ -81,7 +81,10 @@ fn a_queue_that_cannot_be_opened_is_reported_and_the_others_are_tested() {
         let row = |why: &str, is_failure| (Value::from(why), Value::from(is_failure));
         let why = format!("work queue {refused} does not answer");
         assert_eq!(untested(&refused), row(&why, true));
-        assert_eq!(untested("dsa0/wq0.2"), row("it is disabled", false));
+        assert_eq!(
+            untested("dsa0/wq0.2"),
+            row("it is disabled; it has to be enabled", false)
+        );
         let kernel = row("its type is kernel; it has to be user", false);
         assert_eq!(untested("dsa0/wq0.3"), kernel);
         assert_eq!(json["untested"].as_array().unwrap().len(), 3);
@@ -117,7 +120,7 @@ fn a_queue_that_was_asked_for_has_to_be_tested() {
         }
     });
     let report = report.unwrap();
-    let failure = "work queue dsa0/wq0.2 could not be opened: work queue dsa0/wq0.2 cannot be used: it is disabled";
+    let failure = "work queue dsa0/wq0.2 could not be opened: work queue dsa0/wq0.2 cannot be used: it is disabled; it has to be enabled";
     assert_eq!(report.failures, [failure]);
     assert_eq!((report.queues.len(), report.untested.len()), (1, 1));
 }
