@@ -45,7 +45,7 @@ fn probe(root: &Root) -> Lines {
         lines.put("accelerators", NO_DEVICES);
     }
     for accelerator in &accelerators {
-        lines.put("accelerator", accelerator);
+        lines.put("accelerator", &accelerator.description);
     }
     describe_queues(root, &mut lines);
     for engine in Registry::new().engines() {

@@ -15,7 +15,7 @@ use idxd::{
     offload::Choice,
     portal::{self, Access, OpenError},
 };
-use idxd_model::{Config, Model, PortalKind, selftest};
+use idxd_model::{Config, Model, PortalKind};
 use vamoose::{
     report::{print, write_json},
     say,
@@ -89,11 +89,12 @@ fn report(
     root: &Root,
     open: impl Fn(&WorkQueue) -> Result<Opened, OpenError>,
 ) -> Result<Report> {
-    let models = models(options);
+    let timeout = Duration::from_millis(options.patience);
+    let models = models(options.seed, timeout);
     if !options.hw {
         return Ok(Report::new(options.seed, models, Vec::new(), None));
     }
-    let (tested, untested) = hardware(options, root, open)?;
+    let (tested, untested) = hardware(&options.path, timeout, root, open)?;
     // After the checks, which may have changed the queues.
     let hardware = (models, Host::of(root));
     Ok(Report::new(options.seed, tested, untested, Some(hardware)))
@@ -103,7 +104,7 @@ fn report(
 type Opened = (Arc<dyn Submit>, Access);
 
 /// Checks models of both kinds, as all users meet them.
-fn models(options: &Options) -> Vec<Tested> {
+fn models(seed: u64, timeout: Duration) -> Vec<Tested> {
     let models = [
         ("DSA model, ENQCMD", Config::dsa(), PortalKind::Enqcmd),
         ("DSA model, write(2)", Config::dsa(), PortalKind::Write),
@@ -111,36 +112,36 @@ fn models(options: &Options) -> Vec<Tested> {
         ("IAA model, write(2)", Config::iaa(), PortalKind::Write),
     ];
     let tested = models.map(|(name, mut config, portal)| {
-        config.seed = options.seed;
+        config.seed = seed;
         let queue = Model::deterministic(&config).queue(0, 0, portal);
-        tested(name.to_owned(), None, queue, options)
+        Tested::run(name.to_owned(), None, queue, timeout)
     });
     tested.into()
 }
 
 /// Checks the work queues of the machine under `root`. If one cannot be opened, the others are checked all the same.
 fn hardware(
-    options: &Options,
+    choice: &Choice,
+    timeout: Duration,
     root: &Root,
     open: impl Fn(&WorkQueue) -> Result<Opened, OpenError>,
 ) -> Result<(Vec<Tested>, Vec<Untested>)> {
     let devices = discovery::scan(root);
-    let queues: Vec<_> = match &options.path {
+    let queues: Vec<_> = match choice {
         Choice::Auto => devices.iter().flat_map(|device| &device.queues).collect(),
         Choice::Named(names) => {
-            let queue = |name| discovery::find(&devices, name).map(|(_, queue)| queue);
-            let missing = |name| {
-                format!("this host has no work queue {name}; vamoose probe shows what it has")
+            let queue = |name| {
+                let found = discovery::find(&devices, name).map(|(_, queue)| queue);
+                found.with_context(|| {
+                    format!("this host has no work queue {name}; vamoose probe shows what it has")
+                })
             };
-            let queues = names
-                .iter()
-                .map(|name| queue(name).with_context(|| missing(name)));
-            queues.collect::<Result<_>>()?
+            names.iter().map(queue).collect::<Result<_>>()?
         }
     };
-    let (mut done, mut not_tested) = (Vec::new(), Vec::new());
+    let (mut tested, mut untested) = (Vec::new(), Vec::new());
     for queue in queues {
-        let (why, is_failure) = match (queue.usable(), &options.path) {
+        let (why, is_failure) = match (queue.usable(), choice) {
             (Err(problem), Choice::Auto) => (problem.to_string(), false),
             _ => match open(queue) {
                 Ok((submit, access)) => {
@@ -149,21 +150,21 @@ fn hardware(
                         Access::Written => "written",
                     };
                     let name = format!("{}, {access}", queue.name);
-                    done.push(tested(name, Some(access), submit, options));
+                    tested.push(Tested::run(name, Some(access), submit, timeout));
                     continue;
                 }
                 Err(error) => (format!("{:#}", anyhow::Error::from(error)), true),
             },
         };
-        not_tested.push(Untested {
+        untested.push(Untested {
             queue: queue.name.to_string(),
             why,
             is_failure,
         });
     }
-    if done.is_empty() && !not_tested.iter().any(|queue| queue.is_failure) {
+    if tested.is_empty() && !untested.iter().any(|queue| queue.is_failure) {
         let missing = discovery::missing(root, &devices).into_iter();
-        let unusable = not_tested
+        let unusable = untested
             .iter()
             .map(|Untested { queue, why, .. }| format!("{queue} cannot be used: {why}"));
         let why: Vec<String> = missing.map(str::to_owned).chain(unusable).collect();
@@ -173,16 +174,5 @@ fn hardware(
             why.join("; ")
         );
     }
-    Ok((done, not_tested))
-}
-
-fn tested(
-    queue: String,
-    portal: Option<&'static str>,
-    submit: Arc<dyn Submit>,
-    options: &Options,
-) -> Tested {
-    let kind = submit.limits().kind;
-    let findings = selftest::run(submit, Duration::from_millis(options.patience));
-    Tested::new(queue, portal, kind, &findings)
+    Ok((tested, untested))
 }

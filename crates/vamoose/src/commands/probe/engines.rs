@@ -1,6 +1,6 @@
 //! The accelerators on the PCI bus, and the engines that the registry has.
 
-use std::{fmt, fs};
+use std::{fs, path::Path};
 
 use idxd::discovery::{self, Root};
 use vamoose_codec::EngineInfo;
@@ -10,13 +10,8 @@ use super::read;
 /// An accelerator on the PCI bus.
 pub(super) struct Accelerator {
     kind: &'static str,
-    model: &'static str,
-    /// Domain, bus, device and function.
-    address: String,
-    /// Absent on hosts without NUMA.
-    numa_node: Option<u32>,
-    /// The kernel driver that is bound to it.
-    driver: Option<String>,
+    /// Model, PCI address, NUMA node and the kernel driver that is bound to it.
+    pub(super) description: String,
 }
 
 /// Device ids of QAT; idxd knows those of DSA and IAA.
@@ -40,31 +35,19 @@ pub(super) fn accelerators(root: &Root) -> Vec<Accelerator> {
             None => ("QAT", QAT.into_iter().find(|(known, _)| *known == id)?.1),
         };
         let folder = root.sys.join("bus/pci/devices").join(&address);
+        // -1 on hosts without NUMA.
+        let node = read(folder.join("numa_node")).and_then(|node| node.parse::<u32>().ok());
+        let node = node.map_or(String::new(), |node| format!(", node {node}"));
         let driver = fs::read_link(folder.join("driver")).ok();
-        Some(Accelerator {
-            kind,
-            model,
-            address,
-            // -1 on hosts without NUMA.
-            numa_node: read(folder.join("numa_node")).and_then(|node| node.parse().ok()),
-            driver: driver.and_then(|it| Some(it.file_name()?.to_string_lossy().into_owned())),
-        })
+        let driver = match driver.as_deref().and_then(Path::file_name) {
+            Some(name) => format!("driver {}", name.display()),
+            None => "no driver bound".to_owned(),
+        };
+        let description = format!("{kind} {model} at {address}{node}, {driver}");
+        Some(Accelerator { kind, description })
     };
     let devices = discovery::pci_devices(root).into_iter();
     devices.filter_map(accelerator).collect()
-}
-
-impl fmt::Display for Accelerator {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {} at {}", self.kind, self.model, self.address)?;
-        if let Some(node) = self.numa_node {
-            write!(f, ", node {node}")?;
-        }
-        match &self.driver {
-            Some(driver) => write!(f, ", driver {driver}"),
-            None => write!(f, ", no driver bound"),
-        }
-    }
 }
 
 /// The line of an engine: whether it is present or why not, and the number of devices for it.
@@ -101,8 +84,6 @@ pub(super) fn describe(engine: EngineInfo, accelerators: &[Accelerator]) -> Stri
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use vamoose_codec::Registry;
 
     use super::{super::fake, *};
@@ -130,10 +111,8 @@ mod tests {
             root.sys.join("bus/pci/devices/0000:6b:00.0/driver"),
         )
         .unwrap();
-        let found: Vec<_> = accelerators(&root)
-            .iter()
-            .map(ToString::to_string)
-            .collect();
+        let found = accelerators(&root).into_iter();
+        let found: Vec<_> = found.map(|accelerator| accelerator.description).collect();
         assert_eq!(
             found,
             [

@@ -1,7 +1,9 @@
 //! The results of the checks, as text and as JSON.
 
-use idxd::{Kind, RecordImage};
-use idxd_model::selftest::{Finding, Verdict};
+use std::{sync::Arc, time::Duration};
+
+use idxd::{Kind, RecordImage, Submit};
+use idxd_model::selftest::{self, Verdict};
 use serde::Serialize;
 
 use super::host::Host;
@@ -24,8 +26,8 @@ pub(super) struct Report {
     pub(super) queues: Vec<Tested>,
     /// Work queues of the machine that were not tested.
     pub(super) untested: Vec<Untested>,
-    /// Where a real queue returned something that no model of its kind did.
-    differences: Vec<Difference>,
+    /// Where a real queue answered what no model of its kind does.
+    differences: Vec<String>,
 }
 
 /// One work queue and its results.
@@ -65,15 +67,6 @@ pub(super) struct Untested {
     pub(super) is_failure: bool,
 }
 
-/// A check with another result on hardware than on a model.
-#[derive(Debug, Serialize)]
-struct Difference {
-    queue: String,
-    check: &'static str,
-    hardware: String,
-    model: String,
-}
-
 impl Report {
     /// Report about `queues`. For hardware also the results of models, and the machine.
     pub(super) fn new(
@@ -94,15 +87,17 @@ impl Report {
             format!("work queue {queue} could not be opened: {why}")
         }));
         let (models, host) = hardware.unzip();
+        let models = models.unwrap_or_default();
+        let differences = queues.iter().flat_map(|queue| queue.differences(&models));
         Self {
-            report_version: 2,
+            report_version: 3,
             program_version: env!("CARGO_PKG_VERSION"),
             model_version: idxd_model::VERSION,
             hardware: host.is_some(),
             seed,
             passed: failures.is_empty(),
             failures,
-            differences: differences(&queues, &models.unwrap_or_default()),
+            differences: differences.collect(),
             host,
             queues,
             untested,
@@ -132,14 +127,8 @@ impl Report {
             if self.differences.is_empty() {
                 text += "  nowhere, as far as the checks go\n";
             }
-            for Difference {
-                queue,
-                check,
-                hardware,
-                model,
-            } in &self.differences
-            {
-                text += &format!("  {queue}, {check}: {hardware}; the model: {model}\n");
+            for difference in &self.differences {
+                text += &format!("  {difference}\n");
             }
         }
         text
@@ -147,13 +136,16 @@ impl Report {
 }
 
 impl Tested {
-    pub(super) fn new(
+    /// Checks a queue and closes it. A descriptor may take as long as `timeout`.
+    pub(super) fn run(
         queue: String,
         portal: Option<&'static str>,
-        kind: Kind,
-        findings: &[Finding],
+        submit: Arc<dyn Submit>,
+        timeout: Duration,
     ) -> Self {
-        let checks = findings.iter().map(|finding| Checked {
+        let kind = submit.limits().kind;
+        let findings = selftest::run(submit, timeout).into_iter();
+        let checks = findings.map(|finding| Checked {
             name: finding.check.name,
             what: finding.check.what,
             section: finding.check.section,
@@ -177,38 +169,27 @@ impl Tested {
             },
         }
     }
-}
 
-/// Checks whose verdict on hardware is that of no model.
-fn differences(hardware: &[Tested], models: &[Tested]) -> Vec<Difference> {
-    let mut differences = Vec::new();
-    for Tested {
-        queue,
-        checks,
-        kind,
-        ..
-    } in hardware
-    {
-        let models = || models.iter().filter(|model| model.kind == *kind);
-        for check in checks.iter().filter(|check| check.result != "skipped") {
+    /// Differences to the models: checks whose verdict is that of no model.
+    fn differences(&self, models: &[Self]) -> Vec<String> {
+        let models = || models.iter().filter(|model| model.kind == self.kind);
+        let difference = |check: &Checked| {
             let mut verdicts = models()
                 .flat_map(|model| &model.checks)
                 .filter(|other| other.name == check.name && other.result != "skipped")
-                .map(|other| &other.verdict)
-                .peekable();
-            if let Some(model) = verdicts.peek().copied()
-                && verdicts.all(|verdict| *verdict != check.verdict)
-            {
-                differences.push(Difference {
-                    queue: queue.clone(),
-                    check: check.name,
-                    hardware: check.verdict.clone(),
-                    model: model.clone(),
-                });
-            }
-        }
+                .map(|other| &other.verdict);
+            let model = verdicts.clone().next()?;
+            let (queue, name, found) = (&self.queue, check.name, &check.verdict);
+            verdicts
+                .all(|verdict| verdict != found)
+                .then(|| format!("{queue}, {name}: {found}; the model: {model}"))
+        };
+        let checks = self.checks.iter();
+        checks
+            .filter(|check| check.result != "skipped")
+            .filter_map(difference)
+            .collect()
     }
-    differences
 }
 
 /// A record's bytes as they stand in memory, in hexadecimal.

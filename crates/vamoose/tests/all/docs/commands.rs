@@ -72,9 +72,6 @@ const ELSEWHERE: &[(&str, &str, Where)] = &[
         "ch-remote",
         Where::Nobody("Cloud Hypervisor is in no registry"),
     ),
-    ("docs/engines.md", "for engine in", DEVICES),
-    ("docs/engines.md", "accel-config", DEVICES),
-    ("docs/engines.md", "chgrp vm /dev/iax", DEVICES),
     (
         "docs/evacuate.md",
         "vamoose evacuate",

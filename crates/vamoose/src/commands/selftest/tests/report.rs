@@ -6,7 +6,7 @@ use idxd::discovery::Root;
 use idxd_model::{Config, Model, PortalKind};
 use serde_json::Value;
 
-use super::super::{host::Host, report::*, selftest};
+use super::super::{host::Host, report::*};
 
 /// A machine with one DSA, whose names must not get into a report.
 pub(super) fn machine(folder: &Path) -> Host {
@@ -51,9 +51,12 @@ pub(super) fn machine(folder: &Path) -> Host {
 
 fn tested(config: &Config, queue: &str) -> Tested {
     let queue_of_model = Model::deterministic(config).queue(0, 0, PortalKind::Enqcmd);
-    let findings = selftest::run(queue_of_model, Duration::from_millis(200));
-    let kind = config.devices[0].kind;
-    Tested::new(queue.to_owned(), Some("mapped"), kind, &findings)
+    Tested::run(
+        queue.to_owned(),
+        Some("mapped"),
+        queue_of_model,
+        Duration::from_millis(200),
+    )
 }
 
 /// What `--hw` writes, of models in the place of hardware.
@@ -86,7 +89,7 @@ fn the_report_says_what_was_tested_and_what_was_found() {
     let folder = tempfile::tempdir().unwrap();
     let text = report(folder.path());
     let json: Value = serde_json::from_str(&text).unwrap();
-    assert_eq!(json["report-version"], 2);
+    assert_eq!(json["report-version"], 3);
     assert_eq!(json["program-version"], env!("CARGO_PKG_VERSION"));
     assert_eq!(json["model-version"], idxd_model::VERSION);
     assert_eq!(
