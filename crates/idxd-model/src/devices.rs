@@ -28,7 +28,7 @@ pub fn devices(kind: Kind, count: usize, options: &Options) -> Result<Devices, O
         Ok((Queue::new(submit, options.shape, options.tuning)?, None))
     });
     let queues = queues.collect::<Result<Vec<_>, OpenQueueError>>()?;
-    Ok(Devices::new(queues, options.node))
+    Ok(Devices::new(queues, None))
 }
 
 #[cfg(test)]

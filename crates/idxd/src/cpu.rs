@@ -2,68 +2,37 @@
 
 use std::{fs, path::Path};
 
-/// The instructions that work queues and waiting need.
-///
-/// Source: Intel's instruction set reference, CPUID leaf 7, subleaf 0, ECX: WAITPKG is bit 5, MOVDIR64B bit 28,
-/// ENQCMD bit 29.
+/// The instructions that work queues and waiting need, by the flags of `/proc/cpuinfo`. The kernel leaves out those that it
+/// has not enabled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Features {
-    /// The processor has ENQCMD, for shared work queues.
+    /// ENQCMD, for shared work queues. If the kernel has not enabled it, it ends in a general protection fault.
     pub enqcmd: bool,
-    /// The kernel lets processes use it: `enqcmd` is among the flags of `/proc/cpuinfo`. Where it does not, the
-    /// instruction ends in a general protection fault.
-    pub enqcmd_enabled: bool,
-    /// The processor has MOVDIR64B, for dedicated work queues. It needs no support by the kernel.
+    /// MOVDIR64B, for dedicated work queues.
     pub movdir64b: bool,
-    /// The processor has UMONITOR, UMWAIT and TPAUSE.
+    /// UMONITOR, UMWAIT and TPAUSE.
     pub waitpkg: bool,
 }
 
 impl Features {
-    /// Features of this machine. `cpuinfo` is `/proc/cpuinfo`, or a test's replacement; an unreadable file counts as no
-    /// features enabled.
-    pub fn of_host(cpuinfo: &Path) -> Self {
-        Self::decode(
-            leaf_7_ecx(),
-            &fs::read_to_string(cpuinfo).unwrap_or_default(),
-        )
+    /// Features of this machine.
+    pub fn of_host() -> Self {
+        Self::of_file(Path::new("/proc/cpuinfo"))
     }
 
-    fn decode(ecx: u32, cpuinfo: &str) -> Self {
-        let has = |bit: u32| ecx >> bit & 1 == 1;
+    /// Features in a file like `/proc/cpuinfo`; none if it cannot be read.
+    pub fn of_file(cpuinfo: &Path) -> Self {
+        let text = fs::read_to_string(cpuinfo).unwrap_or_default();
+        // All processors have the same flags.
+        let mut lines = text.lines().filter_map(|line| line.split_once(':'));
+        let flags = lines.find(|(key, _)| key.trim() == "flags");
+        let has = |name| flags.is_some_and(|(_, flags)| flags.split(' ').any(|flag| flag == name));
         Self {
-            enqcmd: has(29),
-            enqcmd_enabled: flags(cpuinfo).any(|flag| flag == "enqcmd"),
-            movdir64b: has(28),
-            waitpkg: has(5),
+            enqcmd: has("enqcmd"),
+            movdir64b: has("movdir64b"),
+            waitpkg: has("waitpkg"),
         }
     }
-}
-
-/// The flags of the first processor: all have the same.
-fn flags(cpuinfo: &str) -> impl Iterator<Item = &str> {
-    cpuinfo
-        .lines()
-        .filter_map(|line| line.split_once(':'))
-        .find(|(key, _)| key.trim() == "flags")
-        .into_iter()
-        .flat_map(|(_, flags)| flags.split_whitespace())
-}
-
-#[cfg(target_arch = "x86_64")]
-fn leaf_7_ecx() -> u32 {
-    use std::arch::x86_64::{__cpuid_count, __get_cpuid_max};
-
-    let (leaves, _) = __get_cpuid_max(0);
-    if leaves < 7 {
-        return 0;
-    }
-    __cpuid_count(7, 0).ecx
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn leaf_7_ecx() -> u32 {
-    0
 }
 
 #[cfg(test)]
@@ -71,44 +40,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bits_are_where_the_manual_has_them() {
+    fn features_are_whole_words_among_the_flags() {
         let none = Features::default();
-        assert_eq!(Features::decode(0, ""), none);
-        assert_eq!(
-            Features::decode(1 << 5, ""),
-            Features {
-                waitpkg: true,
-                ..none
-            }
-        );
-        assert_eq!(
-            Features::decode(1 << 28, ""),
-            Features {
-                movdir64b: true,
-                ..none
-            }
-        );
-        assert_eq!(
-            Features::decode(1 << 29, ""),
-            Features {
-                enqcmd: true,
-                ..none
-            }
-        );
-        assert_eq!(Features::decode(!(1 << 5 | 1 << 28 | 1 << 29), ""), none);
-    }
-
-    #[test]
-    fn the_kernel_enables_enqcmd_by_its_whole_name() {
-        let enabled = |text| Features::decode(0, text).enqcmd_enabled;
-        assert!(enabled("processor\t: 0\nflags\t\t: fpu enqcmd waitpkg\n"));
-        assert!(!enabled("flags\t\t: fpu enqcmds xenqcmd\n"));
-        assert!(!enabled("bugs\t\t: enqcmd\nflags\t\t: fpu\n"));
-        assert!(!enabled("enqcmd"));
-    }
-
-    #[test]
-    fn an_unreadable_cpuinfo_enables_nothing() {
-        assert!(!Features::of_host(Path::new("/dev/null/cpuinfo")).enqcmd_enabled);
+        for (text, expected) in [
+            ("", none),
+            ("enqcmd", none),
+            ("flags\t\t: fpu enqcmds xenqcmd movdir64\n", none),
+            ("bugs\t\t: enqcmd\nflags\t\t: fpu\n", none),
+            (
+                "processor\t: 0\nflags\t\t: fpu enqcmd waitpkg\n",
+                Features {
+                    enqcmd: true,
+                    waitpkg: true,
+                    ..none
+                },
+            ),
+            (
+                "flags\t\t: movdir64b\n",
+                Features {
+                    movdir64b: true,
+                    ..none
+                },
+            ),
+        ] {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            fs::write(file.path(), text).unwrap();
+            assert_eq!(Features::of_file(file.path()), expected, "{text:?}");
+        }
+        assert_eq!(Features::of_file(Path::new("/dev/null/cpuinfo")), none);
     }
 }

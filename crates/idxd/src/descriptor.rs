@@ -14,7 +14,17 @@
 ///
 /// It contains plain addresses. A descriptor does nothing until it is submitted, and the caller of
 /// [`Submit::submit`](crate::Submit::submit) is responsible for the addresses.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    zerocopy::FromBytes,
+    zerocopy::Immutable,
+    zerocopy::IntoBytes,
+)]
 #[repr(C, align(64))]
 pub struct Descriptor {
     /// Address space and privilege. Zero: the processor (ENQCMD) or the work queue supplies them.
@@ -95,29 +105,14 @@ impl Descriptor {
         (self.operands[index] >> 32) as u32
     }
 
-    /// The descriptor's bytes in memory.
+    /// The descriptor as it stands in memory.
     pub fn bytes(&self) -> [u8; 64] {
-        let half = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
-        let counts = half(
-            self.size,
-            u32::from(self.interrupt) | u32::from(self.operation_flags) << 16,
-        );
-        let [first, second, third] = self.operands;
-        let words = [
-            half(self.pasid, self.control),
-            self.record,
-            self.address_1,
-            self.address_2,
-            counts,
-            first,
-            second,
-            third,
-        ];
-        let mut bytes = [0; 64];
-        for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
-            place.copy_from_slice(&word.to_le_bytes());
-        }
-        bytes
+        zerocopy::transmute!(*self)
+    }
+
+    /// The descriptor that stands in memory as `bytes`.
+    pub fn from_bytes(bytes: [u8; 64]) -> Self {
+        zerocopy::transmute!(bytes)
     }
 
     /// [`Descriptor::control`] for this opcode and these flags.

@@ -26,7 +26,7 @@ use std::{
     fmt,
     fs::File,
     io,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{PoisonError, RwLock, TryLockError},
     time::Duration,
 };
@@ -40,7 +40,7 @@ use thiserror::Error;
 use crate::{
     Descriptor, Limits, Mode, Record, Refusal, Submit, Submitted,
     cpu::Features,
-    discovery::{Problem, QueueName, Root, WorkQueue},
+    discovery::{Problem, QueueName, WorkQueue},
     fork::Mark,
     opcode,
     wait::Waiting,
@@ -106,11 +106,24 @@ pub enum OpenError {
     },
 }
 
+#[cfg(target_arch = "x86_64")]
+impl OpenError {
+    fn unusable(queue: &WorkQueue, problem: Problem) -> Self {
+        let queue = queue.name;
+        Self::Unusable { queue, problem }
+    }
+
+    fn system(path: &Path, source: io::Error) -> Self {
+        let path = path.to_path_buf();
+        Self::System { path, source }
+    }
+}
+
 /// Opens `queue` for this process, and tests it with a NOOP, which takes microseconds, and 10 ms at most.
 ///
 /// Opening binds the process's address space to the device. A dedicated queue can be opened once at a time.
-pub fn open(queue: &WorkQueue, root: &Root) -> Result<Portal, OpenError> {
-    open_with(queue, Features::of_host(&root.proc.join("cpuinfo")))
+pub fn open(queue: &WorkQueue) -> Result<Portal, OpenError> {
+    open_with(queue, Features::of_host())
 }
 
 /// An open work queue.
@@ -364,63 +377,46 @@ fn open_with(_queue: &WorkQueue, _features: Features) -> Result<Portal, OpenErro
 fn open_with(queue: &WorkQueue, features: Features) -> Result<Portal, OpenError> {
     use self::{mapped::Mapped, written::Written};
 
-    let unusable = |problem| OpenError::Unusable {
-        queue: queue.name,
-        problem,
-    };
+    let unusable = |problem| OpenError::unusable(queue, problem);
     let limits = queue.usable().map_err(unusable)?.clone();
-    let path = queue.node().map_err(unusable)?.to_path_buf();
-    let system = |source| OpenError::System {
-        path: path.clone(),
-        source,
-    };
+    let path = queue.node().map_err(unusable)?;
+    let system = |source| OpenError::system(path, source);
 
-    let file = open_node(queue, &path)?;
+    let file = open_node(queue, path)?;
     let has_instruction = match limits.mode {
-        Mode::Shared => features.enqcmd && features.enqcmd_enabled,
+        Mode::Shared => features.enqcmd,
         Mode::Dedicated => features.movdir64b,
     };
     let mapped = match has_instruction {
         true => Mapped::of(&file, limits.mode).map_err(system)?,
         false => None,
     };
-    let portal = match mapped {
+    let (transport, access, limits): (Box<dyn Transport>, _, _) = match mapped {
         Some(mapped) => {
             // The mapping keeps the queue. A child that is forked has no mapping, but would have the file.
             drop(file);
-            Portal::new(
+            (
                 Box::new(mapped),
                 Access::Mapped,
                 queue.limits_mapped(limits),
-                features,
             )
         }
-        None => {
-            let written = Written::of(file);
-            Portal::new(
-                Box::new(written),
-                Access::Written,
-                limits.written(),
-                features,
-            )
-        }
+        None => (
+            Box::new(Written::of(file)),
+            Access::Written,
+            limits.written(),
+        ),
     };
-    let mut portal = portal.map_err(system)?;
+    let mut portal = Portal::new(transport, access, limits, features).map_err(system)?;
     portal.probe(queue.name, PROBE)?;
     Ok(portal)
 }
 
 /// Opens the character device, and checks that it is the queue's: a descriptor must not get to another file.
 #[cfg(target_arch = "x86_64")]
-fn open_node(queue: &WorkQueue, path: &std::path::Path) -> Result<File, OpenError> {
-    let unusable = |problem| OpenError::Unusable {
-        queue: queue.name,
-        problem,
-    };
-    let system = |source| OpenError::System {
-        path: path.to_path_buf(),
-        source,
-    };
+fn open_node(queue: &WorkQueue, path: &Path) -> Result<File, OpenError> {
+    let unusable = |problem| OpenError::unusable(queue, problem);
+    let system = |source| OpenError::system(path, source);
     let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
     let file = rustix::fs::open(path, flags, FileMode::empty()).map_err(|error| match error {
         Errno::ACCESS | Errno::PERM => unusable(Problem::Denied(path.to_path_buf())),

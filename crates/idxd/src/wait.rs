@@ -124,10 +124,7 @@ mod tests {
 
     #[test]
     fn a_pause_returns_without_a_reason() {
-        for features in [
-            Features::default(),
-            Features::of_host("/proc/cpuinfo".as_ref()),
-        ] {
+        for features in [Features::default(), Features::of_host()] {
             let waiting = Waiting::with(features);
             let record = Record::default();
             waiting.pause(&record, Duration::MAX);

@@ -125,22 +125,5 @@ fn place(descriptor: &Descriptor, at: At, write: bool, random: u64) -> Option<(u
 pub(super) fn read_descriptor(memory: &mut dyn Memory, at: u64) -> Result<Descriptor, Fault> {
     let mut bytes = [0; 64];
     memory.read(at, &mut bytes)?;
-    let word = |at: usize| {
-        let mut word = [0; 8];
-        word.copy_from_slice(&bytes[at..at + 8]);
-        u64::from_le_bytes(word)
-    };
-    let half =
-        |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
-    Ok(Descriptor {
-        pasid: half(0),
-        control: half(4),
-        record: word(8),
-        address_1: word(16),
-        address_2: word(24),
-        size: half(32),
-        interrupt: u16::from_le_bytes([bytes[36], bytes[37]]),
-        operation_flags: u16::from_le_bytes([bytes[38], bytes[39]]),
-        operands: [word(40), word(48), word(56)],
-    })
+    Ok(Descriptor::from_bytes(bytes))
 }

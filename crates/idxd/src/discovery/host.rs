@@ -7,7 +7,7 @@ use crate::{Kind, cpu::Features};
 
 /// What the host lacks, as one sentence each. `devices` are those of [`scan`](super::scan).
 pub fn missing(root: &Root, devices: &[Device]) -> Vec<&'static str> {
-    let cpu = Features::of_host(&root.proc.join("cpuinfo"));
+    let cpu = Features::of_file(&root.proc.join("cpuinfo"));
     let checks = [
         (
             devices.is_empty()
@@ -23,11 +23,8 @@ pub fn missing(root: &Root, devices: &[Device]) -> Vec<&'static str> {
         ),
         (
             !cpu.enqcmd,
-            "the processor has no ENQCMD: no shared work queue can be mapped",
-        ),
-        (
-            cpu.enqcmd && !cpu.enqcmd_enabled,
-            "the kernel has not enabled ENQCMD: it takes Linux 5.18, and intel_iommu=on,sm_on at its start",
+            "no ENQCMD, so no shared work queue can be mapped: it takes a Xeon of the fourth generation, Linux 5.18, and \
+             intel_iommu=on,sm_on at its start",
         ),
         (
             !cpu.movdir64b,

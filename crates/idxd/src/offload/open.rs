@@ -31,9 +31,6 @@ pub struct Options {
     pub tuning: Tuning,
     /// Location of the host's devices.
     pub root: Root,
-    /// NUMA node whose devices are used first. `None` is the node of all processors that this process may use, if there is
-    /// one.
-    pub node: Option<u32>,
     /// Directory by which processes divide shared work queues, see [`shares`](crate::shares), and this process's weight.
     /// Without it, queues are first come, first served.
     pub shares: Option<(PathBuf, Weight)>,
@@ -62,10 +59,6 @@ impl Options {
         )
     }
 
-    fn near(&self) -> Option<u32> {
-        self.node.or_else(|| bound_node(&self.root))
-    }
-
     fn of(shape: Shape, slots: u32) -> Self {
         Self {
             shape,
@@ -74,7 +67,6 @@ impl Options {
                 ..Tuning::default()
             },
             root: Root::default(),
-            node: None,
             shares: None,
         }
     }
@@ -86,16 +78,13 @@ pub enum DevicesError {
     /// The host has no work queue that this process can use.
     #[error("no work queue of {} can be used on this host", name(*.0))]
     None(Kind),
-    /// The named work queue does not exist.
-    #[error("this host has no work queue {0}")]
-    Missing(QueueName),
-    /// The named work queue belongs to the other kind of device.
-    #[error("work queue {queue} is none of {}", name(*.wanted))]
-    Kind {
+    /// The named work queue does not exist, or belongs to the other kind of device.
+    #[error("this host has no work queue {queue} of {}", name(*.kind))]
+    Missing {
         /// The queue.
         queue: QueueName,
         /// The required kind.
-        wanted: Kind,
+        kind: Kind,
     },
     /// A work queue cannot be opened.
     #[error(transparent)]
@@ -104,7 +93,7 @@ pub enum DevicesError {
     #[error("cannot drive work queue {queue}")]
     Queue {
         /// The queue.
-        queue: String,
+        queue: QueueName,
         /// Why.
         #[source]
         source: OpenQueueError,
@@ -132,52 +121,33 @@ impl Devices {
     /// # Errors
     /// If a named work queue cannot be opened, or with [`Choice::Auto`] none at all.
     pub fn open(kind: Kind, choice: &Choice, options: &Options) -> Result<Self, DevicesError> {
-        match choice {
-            Choice::Auto => Self::open_usable(kind, options),
-            Choice::Named(names) => Self::open_named(kind, names, options),
-        }
-    }
-
-    fn open_usable(kind: Kind, options: &Options) -> Result<Self, DevicesError> {
         let devices = discovery::scan(&options.root);
-        let usable = devices
-            .iter()
-            .flat_map(|device| &device.queues)
-            .filter(|queue| queue.usable().is_ok_and(|limits| limits.kind == kind));
-        let mut problem = None;
-        let mut opened = Vec::new();
-        for queue in usable {
-            match open_queue(queue, options) {
-                Ok(queue) => opened.push(queue),
-                Err(error) => problem = Some(error),
+        let queues = match choice {
+            Choice::Auto => {
+                let all = devices.iter().flat_map(|device| &device.queues);
+                let usable =
+                    all.filter(|queue| queue.usable().is_ok_and(|limits| limits.kind == kind));
+                let (opened, failed): (Vec<_>, Vec<_>) = usable
+                    .map(|queue| open_queue(queue, options))
+                    .partition(Result::is_ok);
+                match failed.into_iter().next_back() {
+                    _ if !opened.is_empty() => opened,
+                    Some(failed) => vec![failed],
+                    None => return Err(DevicesError::None(kind)),
+                }
             }
-        }
-        match problem {
-            _ if !opened.is_empty() => Ok(Self::new(opened, options.near())),
-            Some(error) => Err(error),
-            None => Err(DevicesError::None(kind)),
-        }
-    }
-
-    fn open_named(
-        kind: Kind,
-        names: &[QueueName],
-        options: &Options,
-    ) -> Result<Self, DevicesError> {
-        let devices = discovery::scan(&options.root);
-        let opened = names.iter().map(|name| {
-            let (device, queue) =
-                discovery::find(&devices, name).ok_or(DevicesError::Missing(*name))?;
-            if device.name.kind != kind {
-                let (queue, wanted) = (*name, kind);
-                return Err(DevicesError::Kind { queue, wanted });
+            Choice::Named(names) => {
+                let open = |name: &QueueName| {
+                    let found = discovery::find(&devices, name);
+                    let found = found.filter(|(device, _)| device.name.kind == kind);
+                    let missing = DevicesError::Missing { queue: *name, kind };
+                    open_queue(found.ok_or(missing)?.1, options)
+                };
+                names.iter().map(open).collect()
             }
-            open_queue(queue, options)
-        });
-        Ok(Self::new(
-            opened.collect::<Result<Vec<_>, _>>()?,
-            options.near(),
-        ))
+        };
+        let queues = queues.into_iter().collect::<Result<Vec<_>, _>>()?;
+        Ok(Self::new(queues, bound_node(&options.root)))
     }
 }
 
@@ -185,28 +155,25 @@ fn open_queue(
     queue: &discovery::WorkQueue,
     options: &Options,
 ) -> Result<(Queue, Option<Share>), DevicesError> {
-    let portal = Arc::new(portal::open(queue, &options.root)?);
+    let name = queue.name;
+    let portal = Arc::new(portal::open(queue)?);
     let entries = NonZeroU32::new(portal.limits().threshold);
     let share = match (&options.shares, entries) {
-        (Some((directory, weight)), Some(entries)) => Some(
-            Share::join(directory, queue.name, entries, *weight).map_err(|source| {
-                DevicesError::Shares {
-                    queue: queue.name,
-                    source,
-                }
-            })?,
-        ),
+        (Some((directory, weight)), Some(entries)) => {
+            let share = Share::join(directory, name, entries, *weight);
+            Some(share.map_err(|source| DevicesError::Shares {
+                queue: name,
+                source,
+            })?)
+        }
         _ => None,
     };
-    let driven = drive(portal, options, &queue.name.to_string())?;
-    Ok((driven, share))
-}
-
-fn drive(submit: Arc<dyn Submit>, options: &Options, queue: &str) -> Result<Queue, DevicesError> {
-    Queue::new(submit, options.shape, options.tuning).map_err(|source| DevicesError::Queue {
-        queue: queue.to_owned(),
+    let driven = Queue::new(portal, options.shape, options.tuning);
+    let driven = driven.map_err(|source| DevicesError::Queue {
+        queue: name,
         source,
-    })
+    })?;
+    Ok((driven, share))
 }
 
 impl FromStr for Choice {
@@ -269,6 +236,6 @@ mod tests {
             Devices::open(Kind::Dsa, &choice, &options).unwrap_err()
         };
         assert!(matches!(open("auto"), DevicesError::None(Kind::Dsa)));
-        assert!(matches!(open("wq0.1"), DevicesError::Missing(_)));
+        assert!(matches!(open("wq0.1"), DevicesError::Missing { .. }));
     }
 }

@@ -91,13 +91,11 @@ pub(crate) fn time_stamp() -> u64 {
 /// What the instructions do, on processors that have them. ENQCMD needs a work queue.
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
     use crate::cpu::Features;
 
     fn features() -> Features {
-        Features::of_host(Path::new("/proc/cpuinfo"))
+        Features::of_host()
     }
 
     #[test]

@@ -4,8 +4,9 @@
 use std::{
     fs::File,
     io::{self, ErrorKind, Write},
-    slice,
 };
+
+use zerocopy::IntoBytes;
 
 use super::{Transport, instructions};
 use crate::{Descriptor, Refusal, Submitted};
@@ -27,7 +28,7 @@ impl Written {
 impl Transport for Written {
     unsafe fn submit(&self, descriptors: &[Descriptor]) -> Submitted {
         instructions::sfence();
-        push(bytes(descriptors), |rest| (&self.file).write(rest))
+        push(descriptors.as_bytes(), |rest| (&self.file).write(rest))
     }
 
     fn abandon(self: Box<Self>) {
@@ -76,11 +77,6 @@ fn refusal(error: io::Error) -> Refusal {
     }
 }
 
-fn bytes(descriptors: &[Descriptor]) -> &[u8] {
-    // SAFETY: descriptors are 64 bytes each without padding, as `Descriptor` asserts, so all of them are initialised.
-    unsafe { slice::from_raw_parts(descriptors.as_ptr().cast(), size_of_val(descriptors)) }
-}
-
 #[cfg(test)]
 mod tests {
     use std::{
@@ -120,7 +116,7 @@ mod tests {
         let mut found = Vec::new();
         file.rewind().unwrap();
         file.read_to_end(&mut found).unwrap();
-        assert_eq!(found, bytes(&descriptors));
+        assert_eq!(found, descriptors.as_bytes());
     }
 
     #[test]
@@ -135,7 +131,7 @@ mod tests {
         assert!(again.accepted == 0 && matches!(again.refusal, Some(Refusal::Full)));
         let mut found = vec![0; submitted.accepted * DESCRIPTOR];
         reader.read_exact(&mut found).unwrap();
-        assert_eq!(found, bytes(&descriptors[..submitted.accepted]));
+        assert_eq!(found, descriptors[..submitted.accepted].as_bytes());
     }
 
     /// The outcome of 8 descriptors, if write returns this, and then takes all.

@@ -6,10 +6,7 @@ use super::{
     Inner, NotTaken, Quarantined, Unanswered,
     flight::{Flight, RECORD},
 };
-use crate::{
-    Descriptor, Limits, Record, RecordImage, Refusal, Submitted, opcode,
-    status::{CODE, SUCCESS},
-};
+use crate::{Descriptor, Limits, Record, RecordImage, Refusal, Submitted, opcode};
 
 /// A list of descriptors, their records and a buffer, to be filled in. Dropping it frees the slot.
 #[derive(Debug)]
@@ -119,34 +116,15 @@ impl InFlight {
         records.iter().map(Record::status_and_result)
     }
 
-    /// Status and result of operation `index`, as in [`statuses`](Self::statuses); zeros if there is none.
-    pub fn status_and_result(&self, index: usize) -> (u8, u8) {
-        self.statuses().nth(index).unwrap_or_default()
-    }
-
     /// Waits until `deadline`, by [`Queue::now`](crate::Queue::now). Returns whether the outcome is there.
     pub fn wait_a_little(&mut self, deadline: Duration) -> bool {
-        let Lease {
-            queue,
-            slot,
-            flight,
-            ..
-        } = &mut self.lease;
-        loop {
-            match flight.look(&queue.arena, *slot) {
-                Ok(None) => return true,
-                Ok(Some(record)) if queue.device.now() < deadline => {
-                    queue.device.pause(record, deadline);
-                }
-                _ => return false,
-            }
-        }
+        self.lease.wait(deadline).is_ok()
     }
 
     /// The outcome, if it is there.
     pub fn poll(mut self) -> Result<Outcome, Self> {
         match self.lease.look() {
-            Ok(None) => Ok(Outcome::of(self.lease)),
+            Ok(None) => Ok(Outcome { lease: self.lease }),
             _ => Err(self),
         }
     }
@@ -156,21 +134,21 @@ impl InFlight {
     /// Without one, the slot is in quarantine, and the device may still write to wherever the descriptors point:
     /// a caller that lets it write to its own memory needs [`wait_or_close`](Self::wait_or_close).
     pub fn wait(mut self, deadline: Duration) -> Result<Outcome, Unanswered> {
-        self.lease.wait(deadline)?;
-        Ok(Outcome::of(self.lease))
+        self.lease.wait_or_count(deadline)?;
+        Ok(Outcome { lease: self.lease })
     }
 
     /// Waits for the outcome until `deadline`. Without one, the queue is closed before this returns: then the device cannot
     /// write to the descriptors' destinations any more, and the caller may use them again. There is no other way, as a
     /// descriptor cannot be revoked.
     pub fn wait_or_close(mut self, deadline: Duration) -> Result<Outcome, Unanswered> {
-        let Err(reason) = self.lease.wait(deadline) else {
-            return Ok(Outcome::of(self.lease));
+        let Err(reason) = self.lease.wait_or_count(deadline) else {
+            return Ok(Outcome { lease: self.lease });
         };
         self.lease.queue.close();
         // The device has had time to finish while it was drained.
         match self.lease.look() {
-            Ok(None) => Ok(Outcome::of(self.lease)),
+            Ok(None) => Ok(Outcome { lease: self.lease }),
             _ => Err(reason),
         }
     }
@@ -233,21 +211,6 @@ impl Outcome {
     /// slot.
     pub fn into_slot(self) -> Option<Slot> {
         (!self.lease.flight.lost).then_some(Slot { lease: self.lease })
-    }
-
-    fn of(lease: Lease) -> Self {
-        let outcome = Self { lease };
-        if outcome.lease.flight.flawed {
-            let failed =
-                |(status, _): (u8, u8)| !matches!(status & CODE, 0 | SUCCESS | PREDICATE_FALSE);
-            let faults = outcome
-                .statuses()
-                .filter(|status| failed(*status))
-                .map(|_| 1)
-                .sum();
-            outcome.lease.queue.counters.faults.add(faults);
-        }
-        outcome
     }
 
     fn records(&self) -> &[Record] {
@@ -325,7 +288,6 @@ impl Lease {
             if accepted > 0 {
                 flight.keep(accepted);
                 queue.counters.operations.add(flight.members);
-                queue.counters.left_out.add(count - flight.members);
                 queue.counters.batches.add(flight.batches());
                 queue.credits.give_back(self.entries - accepted);
                 self.entries = accepted;
@@ -350,6 +312,15 @@ impl Lease {
         self.flight.look(&self.queue.arena, self.slot)
     }
 
+    /// Waits for the outcome. A passed deadline counts as a timeout of the queue.
+    fn wait_or_count(&mut self, deadline: Duration) -> Result<(), Unanswered> {
+        let result = self.wait(deadline);
+        if result == Err(Unanswered::TimedOut) {
+            self.queue.count_timeout();
+        }
+        result
+    }
+
     fn wait(&mut self, deadline: Duration) -> Result<(), Unanswered> {
         let queue = &*self.queue;
         let mut over = false;
@@ -362,7 +333,6 @@ impl Lease {
                 return Err(Unanswered::Closed);
             }
             if over {
-                queue.count_timeout();
                 return Err(Unanswered::TimedOut);
             }
             // Checks the record once more after the deadline, because this thread may have been delayed.
@@ -389,6 +359,3 @@ impl Drop for Lease {
         }
     }
 }
-
-/// Success as well: the result is not the expected one.
-const PREDICATE_FALSE: u8 = 0x02;

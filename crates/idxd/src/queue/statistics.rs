@@ -11,10 +11,6 @@ pub struct Statistics {
     pub batches: u64,
     /// Submissions that a full queue refused.
     pub full: u64,
-    /// Operations that were not submitted because the queue accepted only a part of a submission.
-    pub left_out: u64,
-    /// Operations that ended with an error, mostly page faults.
-    pub faults: u64,
     /// Submissions that were not complete at their deadline.
     pub timed_out: u64,
     /// Slots that went into quarantine: timed out, dropped before they were complete, or with a lost record.
@@ -31,8 +27,6 @@ pub(super) struct Counters {
     pub(super) operations: Counter,
     pub(super) batches: Counter,
     pub(super) full: Counter,
-    pub(super) left_out: Counter,
-    pub(super) faults: Counter,
     pub(super) timed_out: Counter,
     pub(super) quarantined: Counter,
     pub(super) late: Counter,
@@ -44,8 +38,6 @@ impl Counters {
             operations: self.operations.get(),
             batches: self.batches.get(),
             full: self.full.get(),
-            left_out: self.left_out.get(),
-            faults: self.faults.get(),
             timed_out: self.timed_out.get(),
             quarantined: self.quarantined.get(),
             late: self.late.get(),

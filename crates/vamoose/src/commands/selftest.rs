@@ -59,7 +59,7 @@ pub(crate) struct Options {
 pub(crate) fn run(options: &Options) -> Result<()> {
     let root = Root::default();
     let report = report(options, &root, |queue| {
-        let portal = portal::open(queue, &root)?;
+        let portal = portal::open(queue)?;
         let access = portal.access();
         Ok((Arc::new(portal), access))
     })?;

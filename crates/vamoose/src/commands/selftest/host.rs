@@ -42,7 +42,7 @@ impl Host {
         Self {
             kernel: text("sys/kernel/osrelease").map(|release| release.trim().to_owned()),
             cpu: model.map(|model| model.trim_matches([' ', '\t', ':']).to_owned()),
-            waitpkg: Features::of_host(&root.proc.join("cpuinfo")).waitpkg,
+            waitpkg: Features::of_file(&root.proc.join("cpuinfo")).waitpkg,
             raw_io: capabilities(None)
                 .is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_RAWIO)),
             missing: discovery::missing(root, &devices),
