@@ -131,12 +131,13 @@ pub fn open(queue: &WorkQueue) -> Result<Portal, OpenError> {
 /// [`close`](Submit::close), or dropping the portal, drains the descriptors of this process, by the device and then by the
 /// kernel, which takes as long as the device needs. In a forked child every submission is [`Refusal::Forked`], and closing
 /// does nothing.
+#[derive(Debug)]
 pub struct Portal {
+    queue: QueueName,
     limits: Limits,
     access: Access,
     waiting: Waiting,
     mark: Mark,
-    drains: bool,
     /// Only `close` locks it for writing, so that no portal is unmapped during a submission.
     transport: RwLock<Option<Box<dyn Transport>>>,
 }
@@ -163,56 +164,17 @@ impl Portal {
         transport: Box<dyn Transport>,
         access: Access,
         limits: Limits,
-        features: Features,
+        waiting: Waiting,
+        queue: QueueName,
     ) -> io::Result<Self> {
         Ok(Self {
+            queue,
             limits,
             access,
-            waiting: Waiting::with(features),
+            waiting,
             mark: Mark::new()?,
-            drains: true,
             transport: RwLock::new(Some(transport)),
         })
-    }
-
-    /// Tests the queue with a NOOP, and with a batch if it seems to accept batches: its administrator may have excluded that
-    /// opcode, which the attributes do not always show.
-    fn probe(&mut self, queue: QueueName, timeout: Duration) -> Result<(), OpenError> {
-        match self.ask(Question::of(opcode::NOOP), timeout) {
-            Answer::Status(SUCCESS) => {}
-            answer => return Err(self.failed(queue, answer)),
-        }
-        if self.limits.max_batch.is_some() {
-            match self.ask(Question::batch(), timeout) {
-                Answer::Status(SUCCESS) => {}
-                Answer::Status(_) | Answer::Refused(Refusal::Invalid) => {
-                    self.limits = self.limits.clone().without_batches();
-                }
-                answer => return Err(self.failed(queue, answer)),
-            }
-        }
-        Ok(())
-    }
-
-    fn ask(&mut self, question: Box<Question>, timeout: Duration) -> Answer {
-        let transport = self
-            .transport
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner);
-        match transport {
-            Some(transport) => ask(&**transport, question, &self.waiting, timeout),
-            None => Answer::None,
-        }
-    }
-
-    fn failed(&mut self, queue: QueueName, answer: Answer) -> OpenError {
-        // A queue that does not answer would not answer a DRAIN either.
-        self.drains = matches!(answer, Answer::Status(_));
-        match answer {
-            Answer::Status(status) => OpenError::Broken { queue, status },
-            Answer::Refused(refusal) => OpenError::Refused { queue, refusal },
-            Answer::None => OpenError::NoAnswer(queue),
-        }
     }
 }
 
@@ -261,13 +223,13 @@ impl Submit for Portal {
             .write()
             .unwrap_or_else(PoisonError::into_inner);
         if let Some(open) = &*transport
-            && self.drains
             && self.limits.operations.has(opcode::DRAIN)
         {
             // The kernel drains when the last copy of the file is closed, and a child that is about to execute another
             // program may have a copy for a moment. So the device drains first. Without an answer, the kernel's draining
             // has to suffice.
-            ask(&**open, Question::of(opcode::DRAIN), &self.waiting, DRAIN);
+            let drain = Question::of(opcode::DRAIN);
+            let _ = drain.ask(&**open, &self.waiting, self.queue, DRAIN);
         }
         *transport = None;
     }
@@ -288,16 +250,6 @@ impl Drop for Portal {
     }
 }
 
-impl fmt::Debug for Portal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { limits, access, .. } = self;
-        f.debug_struct("Portal")
-            .field("limits", limits)
-            .field("access", access)
-            .finish_non_exhaustive()
-    }
-}
-
 /// Status of a completed descriptor.
 const SUCCESS: u8 = 1;
 
@@ -309,13 +261,6 @@ struct Question {
     /// Members of a batch, and their records.
     members: [Descriptor; 2],
     records: [Record; 2],
-}
-
-/// Answer of a queue.
-enum Answer {
-    Status(u8),
-    Refused(Refusal),
-    None,
 }
 
 impl Question {
@@ -335,37 +280,68 @@ impl Question {
         question.descriptor.size = 2;
         question
     }
+
+    /// Submits the question, repeatedly while the queue is full, and waits for the record. Returns its status.
+    fn ask(
+        self: Box<Self>,
+        transport: &dyn Transport,
+        waiting: &Waiting,
+        queue: QueueName,
+        timeout: Duration,
+    ) -> Result<u8, OpenError> {
+        let deadline = waiting.now() + timeout;
+        loop {
+            // SAFETY: the device accesses only the question, which is freed only when it is complete, or else leaked.
+            let submitted = unsafe { transport.submit(std::slice::from_ref(&self.descriptor)) };
+            match submitted.refusal {
+                _ if submitted.accepted > 0 => break,
+                Some(Refusal::Full) if waiting.now() < deadline => {
+                    waiting.pause(&self.record, deadline)
+                }
+                refusal => {
+                    let refusal = refusal.unwrap_or(Refusal::Full);
+                    return Err(OpenError::Refused { queue, refusal });
+                }
+            }
+        }
+        while self.record.status() == 0 {
+            if waiting.now() >= deadline {
+                // The device may still process it at any time, so some hundred bytes are leaked.
+                Box::leak(self);
+                return Err(OpenError::NoAnswer(queue));
+            }
+            waiting.pause(&self.record, deadline);
+        }
+        Ok(self.record.status())
+    }
 }
 
-/// Submits a question, repeatedly while the queue is full, and waits for its record.
-fn ask(
+/// Tests a queue with a NOOP, and with a batch if it seems to accept batches: its administrator may have excluded that
+/// opcode, which the attributes do not always show. Returns the limits of the queue.
+fn probe(
     transport: &dyn Transport,
-    question: Box<Question>,
+    limits: Limits,
     waiting: &Waiting,
+    queue: QueueName,
     timeout: Duration,
-) -> Answer {
-    let deadline = waiting.now() + timeout;
-    let Question {
-        record, descriptor, ..
-    } = &*question;
-    loop {
-        // SAFETY: the device accesses only the question, which is freed only when it is complete, or else leaked.
-        let submitted = unsafe { transport.submit(std::slice::from_ref(descriptor)) };
-        match submitted.refusal {
-            _ if submitted.accepted > 0 => break,
-            Some(Refusal::Full) if waiting.now() < deadline => waiting.pause(record, deadline),
-            refusal => return Answer::Refused(refusal.unwrap_or(Refusal::Full)),
-        }
+) -> Result<Limits, OpenError> {
+    let ask = |question: Box<Question>| question.ask(transport, waiting, queue, timeout);
+    match ask(Question::of(opcode::NOOP))? {
+        SUCCESS => {}
+        status => return Err(OpenError::Broken { queue, status }),
     }
-    while record.status() == 0 {
-        if waiting.now() >= deadline {
-            // The device may still process it at any time, so some hundred bytes are leaked.
-            Box::leak(question);
-            return Answer::None;
-        }
-        waiting.pause(record, deadline);
+    if limits.max_batch.is_none() {
+        return Ok(limits);
     }
-    Answer::Status(record.status())
+    match ask(Question::batch()) {
+        Ok(SUCCESS) => Ok(limits),
+        Ok(_)
+        | Err(OpenError::Refused {
+            refusal: Refusal::Invalid,
+            ..
+        }) => Ok(limits.without_batches()),
+        Err(error) => Err(error),
+    }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -407,9 +383,9 @@ fn open_with(queue: &WorkQueue, features: Features) -> Result<Portal, OpenError>
             limits.written(),
         ),
     };
-    let mut portal = Portal::new(transport, access, limits, features).map_err(system)?;
-    portal.probe(queue.name, PROBE)?;
-    Ok(portal)
+    let waiting = Waiting::with(features);
+    let limits = probe(&*transport, limits, &waiting, queue.name, PROBE)?;
+    Portal::new(transport, access, limits, waiting, queue.name).map_err(system)
 }
 
 /// Opens the character device, and checks that it is the queue's: a descriptor must not get to another file.

@@ -17,8 +17,6 @@ pub const ANALYTICS_ERROR: u8 = 0x0a;
 const OUTPUT_OVERFLOW: u8 = 0x0b;
 /// Error code of IAA's compression: the output does not fit.
 const OUTPUT_TOO_SMALL: u8 = 25;
-/// Error code of IAA: an administrative command ended the operation.
-const ADMINISTRATIVE_TIMEOUT: u8 = 37;
 
 /// The report of IAA about one descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,11 +48,6 @@ impl IaaOutcome {
     /// Whether the output does not fit, which compression reports with an error code, and decompression with a status.
     pub fn does_not_fit(&self) -> bool {
         self.status == OUTPUT_OVERFLOW || self.error == OUTPUT_TOO_SMALL
-    }
-
-    /// Whether an administrative command ended the operation, which can then be submitted again (IAA 2.1, 4.4.2).
-    pub fn is_interrupted(&self) -> bool {
-        self.error == ADMINISTRATIVE_TIMEOUT
     }
 }
 
@@ -119,8 +112,6 @@ mod tests {
         assert_eq!(damaged.error, 17);
         // The error code is only valid with its status.
         assert!(!of(&[(0, 0x03), (1, 25)]).does_not_fit());
-        assert!(of(&[(0, 0x0a), (1, 37)]).is_interrupted());
-        assert!(!of(&[(0, 0x01), (1, 37)]).is_interrupted());
     }
 
     proptest! {

@@ -15,7 +15,7 @@ use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use super::{Devices, OffloadCounters, devices::Pending};
 use crate::{
-    Descriptor, InFlight, Outcome, Slot,
+    Descriptor, Outcome, Slot,
     iaa::{self, CompressAecs, Histogram},
     status::{IaaOutcome, SUCCESS},
 };
@@ -275,20 +275,9 @@ impl Flights {
     }
 
     /// The outcome of the oldest operation, or `None` if it takes too long: then its slot comes back when the device is
-    /// done. An operation that an administrative command ended is submitted once more.
+    /// done.
     pub(super) fn next(&mut self) -> Option<Outcome> {
-        let Pending { member, flight } = self.pending.pop_front()?;
-        let outcome = self.wait_for(member, flight)?;
-        if !is_interrupted(&outcome) {
-            return Some(outcome);
-        }
-        let slot = outcome.into_slot()?;
-        // SAFETY: the slot still has the operation that `give` was promised about.
-        let flight = unsafe { slot.submit(1) }.ok()?;
-        self.wait_for(member, flight)
-    }
-
-    fn wait_for(&mut self, member: usize, mut flight: InFlight) -> Option<Outcome> {
+        let Pending { member, mut flight } = self.pending.pop_front()?;
         let before = self.devices.now(member);
         if flight.is_done() || flight.wait_a_little(before + self.timeout) {
             self.devices.record_success(member);
@@ -299,12 +288,6 @@ impl Flights {
         self.timeout = self.timeout.saturating_sub(waited);
         flight.poll().ok()
     }
-}
-
-/// Whether an administrative command ended the operation.
-fn is_interrupted(outcome: &Outcome) -> bool {
-    let answer = outcome.image(0).as_ref().and_then(IaaOutcome::of);
-    answer.is_some_and(|answer| answer.is_interrupted())
 }
 
 pub(super) fn address(bytes: &[u8]) -> u64 {

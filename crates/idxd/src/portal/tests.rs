@@ -84,14 +84,16 @@ fn limits() -> Limits {
 }
 
 fn portal(fake: &Arc<Fake>) -> Portal {
-    let features = Features::default();
-    Portal::new(
+    let (transport, waiting) = (
         Box::new(Handle(fake.clone())),
-        Access::Written,
-        limits(),
-        features,
-    )
-    .unwrap()
+        Waiting::with(Features::default()),
+    );
+    Portal::new(transport, Access::Written, limits(), waiting, QUEUE).unwrap()
+}
+
+fn probe_fake(fake: &Arc<Fake>, timeout: Duration) -> Result<Limits, OpenError> {
+    let waiting = Waiting::with(Features::default());
+    probe(&Handle(fake.clone()), limits(), &waiting, QUEUE, timeout)
 }
 
 const QUEUE: QueueName = QueueName {
@@ -148,7 +150,7 @@ fn a_probe_has_every_outcome() {
         let fake = Arc::new(Fake::default());
         fake.refusals.lock().unwrap().extend(refusals);
         fake.statuses.lock().unwrap().extend(statuses);
-        portal(&fake).probe(QUEUE, timeout)
+        probe_fake(&fake, timeout)
     };
     let probe = |refusals, statuses| within(LONG, refusals, statuses);
     assert!(probe(vec![], &[1]).is_ok());
@@ -184,9 +186,7 @@ fn a_queue_that_does_no_batch_goes_without() {
     let most_batch = |statuses: &[u8]| {
         let fake = Arc::new(Fake::default());
         fake.statuses.lock().unwrap().extend(statuses);
-        let mut portal = portal(&fake);
-        portal.probe(QUEUE, Duration::from_secs(3600)).unwrap();
-        let limits = portal.limits();
+        let limits = probe_fake(&fake, Duration::from_secs(3600)).unwrap();
         assert_eq!(
             limits.max_batch.is_some(),
             limits.operations.has(opcode::BATCH)

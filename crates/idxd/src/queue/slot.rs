@@ -207,12 +207,6 @@ impl Outcome {
         unsafe { buffer.as_ref() }.get(range)
     }
 
-    /// The slot, to submit its operations once more. `None` if a record is lost: then the device may not be done with the
-    /// slot.
-    pub fn into_slot(self) -> Option<Slot> {
-        (!self.lease.flight.lost).then_some(Slot { lease: self.lease })
-    }
-
     fn records(&self) -> &[Record] {
         let records = self.lease.queue.arena.member_records(self.lease.slot);
         records.get(..self.len()).unwrap_or_default()
