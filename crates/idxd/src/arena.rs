@@ -14,18 +14,18 @@
 //! A forked child does not get this memory (`MADV_DONTFORK`): with copy-on-write, the device could end up writing to the
 //! child's pages instead of the parent's. A [`Mark`] distinguishes the two processes.
 
-use std::{
-    ptr::{self, NonNull},
-    slice,
-};
+use std::{ptr::NonNull, slice};
 
 use rustix::{
     io::Errno,
-    mm::{Advice, MapFlags, ProtFlags, madvise, mlock, mmap_anonymous, munmap},
+    mm::{Advice, mlock},
     param::page_size,
 };
 
-use crate::{Descriptor, Record, fork::Mark};
+use crate::{
+    Descriptor, Record,
+    fork::{Mapping, Mark},
+};
 
 /// Slots of the same size in one mapping.
 #[derive(Debug)]
@@ -52,7 +52,7 @@ impl Arena {
     pub(crate) fn new(slots: u32, layout: Layout) -> Result<Self, Errno> {
         let bytes = layout.bytes(slots).ok_or(Errno::NOMEM)?;
         let mark = Mark::new()?;
-        let memory = Mapping::new(bytes)?;
+        let memory = Mapping::new(bytes, Advice::LinuxDontFork)?;
         // If this fails, the kernel may swap pages out, which only costs faults.
         // SAFETY: the range is the mapping's own.
         let _ = unsafe { mlock(memory.start.as_ptr().cast(), memory.bytes) };
@@ -208,50 +208,6 @@ impl Layout {
 }
 
 const _: () = assert!(size_of::<Descriptor>() == size_of::<Record>());
-
-/// Populated anonymous memory. Dropping it does not unmap it; the arena does.
-#[derive(Debug)]
-struct Mapping {
-    start: NonNull<u8>,
-    bytes: usize,
-}
-
-// SAFETY: plain memory, to which the arena's methods control access.
-unsafe impl Send for Mapping {}
-// SAFETY: as above.
-unsafe impl Sync for Mapping {}
-
-impl Mapping {
-    fn new(bytes: usize) -> Result<Self, Errno> {
-        let flags = MapFlags::PRIVATE | MapFlags::POPULATE;
-        // SAFETY: a new mapping at an address that the kernel chooses.
-        let start = unsafe {
-            mmap_anonymous(
-                ptr::null_mut(),
-                bytes,
-                ProtFlags::READ | ProtFlags::WRITE,
-                flags,
-            )
-        }?;
-        let mut mapping = Self {
-            start: NonNull::new(start.cast()).ok_or(Errno::NOMEM)?,
-            bytes,
-        };
-        // SAFETY: the mapping's own range, to which nothing refers yet.
-        let advised = unsafe { madvise(start, bytes, Advice::LinuxDontFork) };
-        if let Err(error) = advised {
-            mapping.unmap();
-            return Err(error);
-        }
-        Ok(mapping)
-    }
-
-    fn unmap(&mut self) {
-        // SAFETY: the mapping's own range, once; its owner is being dropped, or nothing has ever used it.
-        let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
-        debug_assert_eq!(unmapped, Ok(()), "a range that was mapped");
-    }
-}
 
 #[cfg(test)]
 mod tests {

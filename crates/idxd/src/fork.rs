@@ -5,7 +5,7 @@
 //! price of a load; a process id takes a system call, and can be reused.
 
 use std::{
-    ptr::NonNull,
+    ptr::{self, NonNull},
     sync::atomic::{AtomicU64, Ordering},
 };
 
@@ -14,32 +14,19 @@ use rustix::{
     mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap},
 };
 
-const PAGE: usize = 4096;
-const HERE: u64 = 1;
-
 /// A mark that is cleared in a forked child.
 #[derive(Debug)]
 pub(crate) struct Mark {
-    page: NonNull<AtomicU64>,
+    page: Mapping,
 }
 
-// SAFETY: the page belongs to no thread.
-unsafe impl Send for Mark {}
-// SAFETY: it is an atomic.
-unsafe impl Sync for Mark {}
+const PAGE: usize = 4096;
+const HERE: u64 = 1;
 
 impl Mark {
     pub(crate) fn new() -> Result<Self, Errno> {
-        // SAFETY: a new mapping, at an address of the kernel's choice.
-        let page = unsafe {
-            let protection = ProtFlags::READ | ProtFlags::WRITE;
-            mmap_anonymous(std::ptr::null_mut(), PAGE, protection, MapFlags::PRIVATE)?
-        };
-        let mark = Self {
-            page: NonNull::new(page.cast()).ok_or(Errno::INVAL)?,
-        };
-        // SAFETY: the mapping is this value's own; the advice changes it in a child only.
-        unsafe { madvise(page, PAGE, Advice::LinuxWipeOnFork)? };
+        let page = Mapping::new(PAGE, Advice::LinuxWipeOnFork)?;
+        let mark = Self { page };
         mark.word().store(HERE, Ordering::Relaxed);
         Ok(mark)
     }
@@ -49,24 +36,54 @@ impl Mark {
         self.word().load(Ordering::Relaxed) != HERE
     }
 
-    fn word(&self) -> &AtomicU64 {
+    pub(crate) fn word(&self) -> &AtomicU64 {
         // SAFETY: mapped as long as `self` is, aligned, and all zeros are a valid value.
-        unsafe { self.page.as_ref() }
+        unsafe { self.page.start.cast().as_ref() }
     }
 }
 
 impl Drop for Mark {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new`, here or in the parent, and no one has a reference to it. An error would mean
-        // that it is not mapped, which does no harm.
-        let _ = unsafe { munmap(self.page.as_ptr().cast(), PAGE) };
+        self.page.unmap();
     }
 }
 
-#[cfg(test)]
-impl Mark {
-    /// As the kernel does in a child.
-    pub(crate) fn wipe(&mut self) {
-        self.word().store(0, Ordering::Relaxed);
+/// Populated anonymous memory. Dropping it does not unmap it; its owner does.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    pub(crate) start: NonNull<u8>,
+    pub(crate) bytes: usize,
+}
+
+// SAFETY: plain memory, to which its owner controls access.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `bytes` bytes of zeros. `in_child` says what a forked child has in their place.
+    pub(crate) fn new(bytes: usize, in_child: Advice) -> Result<Self, Errno> {
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::PRIVATE | MapFlags::POPULATE;
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, protection, flags) }?;
+        let mut mapping = Self {
+            start: NonNull::new(start.cast()).ok_or(Errno::NOMEM)?,
+            bytes,
+        };
+        // SAFETY: the mapping's own range, to which nothing refers yet.
+        let advised = unsafe { madvise(start, bytes, in_child) };
+        if let Err(error) = advised {
+            mapping.unmap();
+            return Err(error);
+        }
+        Ok(mapping)
+    }
+
+    /// Called once, when nothing refers to the memory any more.
+    pub(crate) fn unmap(&mut self) {
+        // SAFETY: the mapping's own range, once; its owner is being dropped, or nothing has ever used it.
+        let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
+        debug_assert_eq!(unmapped, Ok(()), "a range that was mapped");
     }
 }
