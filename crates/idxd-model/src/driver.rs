@@ -52,21 +52,6 @@ impl Driver {
         self.machine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Disables a device: finishes the work that it has, and gives up what would never complete.
-    pub(super) fn disable(&self, device: usize) {
-        let mut machine = self.lock();
-        let Some(here) = machine.devices.get_mut(device) else {
-            return;
-        };
-        here.enabled = false;
-        machine.revoke(device);
-        drop(self.run_out(
-            machine,
-            |machine| machine.has_work(device),
-            |machine| machine.reset(device),
-        ));
-    }
-
     /// Submits until `next` reports that nothing is left, or that a descriptor was denied.
     pub(super) fn submit(
         &self,
@@ -86,7 +71,7 @@ impl Driver {
                     }
                 }
                 // Idle engines fetch the descriptor at once, which frees its entry.
-                Time::Real => machine.start_all(),
+                Time::Real => while machine.step() {},
             }
             if denied.is_some() {
                 return denied;
@@ -129,24 +114,7 @@ impl Driver {
     pub(super) fn close(&self, client: usize) {
         let mut machine = self.lock();
         let first = !std::mem::replace(&mut machine.clients[client].closed, true);
-        let mut machine = self.run_out(
-            machine,
-            |machine| machine.clients[client].in_flight > 0,
-            |machine| machine.abandon(client),
-        );
-        if first {
-            machine.leave(client);
-        }
-    }
-
-    /// Lets time pass until nothing is `pending` any more. `give_up` ends what never completes.
-    fn run_out<'a>(
-        &'a self,
-        mut machine: MutexGuard<'a, Machine>,
-        pending: impl Fn(&Machine) -> bool,
-        give_up: impl Fn(&mut Machine),
-    ) -> MutexGuard<'a, Machine> {
-        while pending(&machine) {
+        while machine.clients[client].in_flight > 0 {
             if self.time == Time::Virtual && machine.step() {
                 continue;
             }
@@ -155,8 +123,8 @@ impl Driver {
                 Time::Real => self.catch_up(&mut machine),
             };
             match (self.time, machine.next_due()) {
-                _ if !pending(&machine) => {}
-                (_, None) => give_up(&mut machine),
+                _ if machine.clients[client].in_flight == 0 => {}
+                (_, None) => machine.abandon(client),
                 (Time::Virtual, Some(due)) => machine.clock = machine.clock.max(due),
                 (Time::Real, Some(due)) => {
                     drop(machine);
@@ -165,7 +133,9 @@ impl Driver {
                 }
             }
         }
-        machine
+        if first {
+            machine.leave(client);
+        }
     }
 
     /// Does what is due by the real time, which it returns.

@@ -43,7 +43,6 @@ impl Faults {
             (5, On::any(), InjectedFault::Status(0x20)),
             (5, On::any(), InjectedFault::Status(0x22)),
             (20, On::batch(), InjectedFault::ListFault(1)),
-            (20, On::batch(), InjectedFault::BatchFirst),
         ];
         Self {
             chances: chances
@@ -149,8 +148,6 @@ pub enum InjectedFault {
     Corrupt,
     /// For batches: the list faults at this member (status 0x06).
     ListFault(u32),
-    /// For batches: the record of the batch is written before that of its last member.
-    BatchFirst,
 }
 
 /// An offset in a descriptor's source or destination.

@@ -176,14 +176,8 @@ impl Model {
         }
     }
 
-    /// Disables a device as an administrator does. Returns when the outstanding descriptors are done; stuck ones are
-    /// dropped. Earlier handles stay dead: shared queues look full, and dedicated ones drop every descriptor.
-    pub fn disable(&self, device: usize) {
-        self.driver.disable(device);
-    }
-
-    /// Resets a device, as after an error that halts it: as [`disable`](Self::disable), but outstanding descriptors are
-    /// dropped, and their records are never written.
+    /// Resets and disables a device, as after an error that halts it. Outstanding descriptors are dropped, and their records
+    /// are never written. Earlier handles stay dead: shared queues look full, and dedicated ones drop every descriptor.
     pub fn reset(&self, device: usize) {
         let mut machine = self.driver.lock();
         if let Some(here) = machine.devices.get_mut(device) {
@@ -215,16 +209,6 @@ impl Model {
         for client in &mut self.driver.lock().clients {
             client.forked = true;
         }
-    }
-
-    /// Whether the device's software error register has an entry: a dedicated queue was full, or a record could not be
-    /// written.
-    pub fn error_latched(&self, device: usize) -> bool {
-        self.driver
-            .lock()
-            .devices
-            .get(device)
-            .is_some_and(|device| device.latched)
     }
 
     /// Counters.

@@ -65,8 +65,6 @@ pub(super) struct Device {
     pub(super) kind: Kind,
     pub(super) enabled: bool,
     pub(super) unplugged: bool,
-    /// The software error register has an entry.
-    pub(super) latched: bool,
     pub(super) queues: Vec<Queue>,
     /// What each engine runs.
     pub(super) engines: Vec<Option<Running>>,
@@ -189,37 +187,13 @@ impl Machine {
     /// Does all actions up to time `to`, in the order of time.
     pub(super) fn advance(&mut self, to: u64) {
         loop {
-            self.start_all();
+            while self.step() {}
             match self.next_due() {
                 Some(due) if due <= to => self.clock = self.clock.max(due),
                 _ => break,
             }
-            self.finish_due();
-            while let Some(index) = self.deliverable() {
-                self.deliver(index);
-            }
         }
         self.clock = self.clock.max(to);
-    }
-
-    /// Gives work to idle engines as long as there is work.
-    pub(super) fn start_all(&mut self) {
-        for device in 0..self.devices.len() {
-            for engine in 0..self.devices[device].engines.len() {
-                while self.start(device, engine) {}
-            }
-        }
-    }
-
-    fn finish_due(&mut self) {
-        for device in 0..self.devices.len() {
-            for engine in 0..self.devices[device].engines.len() {
-                let running = self.devices[device].engines[engine].as_ref();
-                if running.is_some_and(|running| running.due <= self.clock) {
-                    self.finish(device, engine);
-                }
-            }
-        }
     }
 
     /// Gives work to an idle engine. Returns whether there was work.
@@ -346,12 +320,6 @@ impl Machine {
         }
     }
 
-    /// Whether a device has incomplete submissions.
-    pub(super) fn has_work(&self, device: usize) -> bool {
-        let mut clients = self.clients.iter();
-        clients.any(|client| client.device == device && client.in_flight > 0)
-    }
-
     /// Invalidates all handles of a device.
     pub(super) fn revoke(&mut self, device: usize) {
         for queue in &mut self.devices[device].queues {
@@ -437,15 +405,6 @@ impl Machine {
         let due = due.filter(|(_, delivery)| delivery.due <= self.clock);
         actions.extend(due.map(|(index, _)| Action::Deliver(index)));
         actions
-    }
-
-    /// The delivery that is due first, if one is due by now.
-    fn deliverable(&self) -> Option<usize> {
-        let deliveries = self.deliveries.iter().enumerate();
-        deliveries
-            .filter(|(_, delivery)| delivery.due <= self.clock)
-            .min_by_key(|(_, delivery)| delivery.due)
-            .map(|(index, _)| index)
     }
 
     fn act(&mut self, action: Action) {
@@ -538,7 +497,6 @@ impl Device {
             kind: config.kind,
             enabled: true,
             unplugged: false,
-            latched: false,
             queues: queues.collect(),
             engines: (0..config.engines).map(|_| None).collect(),
             pipe: 0,

@@ -62,7 +62,7 @@ fn a_healthy_model_is_as_it_is_expected() {
             let holding = findings
                 .iter()
                 .filter(|finding| finding.verdict == Verdict::Holds);
-            assert!(holding.count() > 10, "{:#?}", text(&findings));
+            assert!(holding.count() >= 10, "{:#?}", text(&findings));
         }
     }
 }
@@ -144,7 +144,7 @@ fn a_dead_queue_is_asked_no_further() {
         |model| model.inject(On::any(), 0, u32::MAX, InjectedFault::Stuck),
         |model| model.inject(On::any(), 0, u32::MAX, InjectedFault::StuckEngine),
         |model| model.refuse(0, 0, u32::MAX),
-        |model| model.disable(0),
+        |model| model.reset(0),
     ];
     for config in [Config::dsa(), Config::iaa()] {
         for portal in PORTALS {

@@ -53,34 +53,13 @@ pub(super) const DISTANCE_RANGES: [Range; DISTANCES] = {
 
 /// Index into [`LENGTH_RANGES`] for a length from [`SHORTEST`] to [`LONGEST`].
 pub(super) fn of_length(length: usize) -> usize {
-    usize::from(LENGTH_SYMBOLS[length])
+    LENGTH_RANGES.partition_point(|range| usize::from(range.base) <= length) - 1
 }
 
 /// Index into [`DISTANCE_RANGES`] for a distance from 1 to 32768.
 pub(super) fn of_distance(distance: usize) -> usize {
-    let from_zero = distance - 1;
-    if from_zero < 4 {
-        return from_zero;
-    }
-    // Two symbols for each power of two: the bit below the highest selects one.
-    let highest = from_zero.ilog2();
-    2 * highest as usize + (from_zero >> (highest - 1) & 1)
+    DISTANCE_RANGES.partition_point(|range| usize::from(range.base) <= distance) - 1
 }
-
-const LENGTH_SYMBOLS: [u8; LONGEST + 1] = {
-    let mut symbols = [0; LONGEST + 1];
-    let mut symbol = 0_u8;
-    while symbol < 29 {
-        let range = LENGTH_RANGES[symbol as usize];
-        let mut length = range.base as usize;
-        while length < range.base as usize + (1 << range.extra) && length <= LONGEST {
-            symbols[length] = symbol;
-            length += 1;
-        }
-        symbol += 1;
-    }
-    symbols
-};
 
 #[cfg(test)]
 mod tests {

@@ -74,7 +74,6 @@ impl Machine {
             (_, Mode::Dedicated) if dead => return self.lose(),
             (_, Mode::Dedicated) => {
                 if here.entries.len() as u64 >= u64::from(here.limits.size) {
-                    self.devices[device].latched = true;
                     return self.lose();
                 }
             }

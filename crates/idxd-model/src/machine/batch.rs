@@ -17,8 +17,6 @@ pub(super) struct Batch {
     pub(super) lost: bool,
     /// No further members: reading the list faulted.
     stopped: Option<Outcome>,
-    /// The parent's record has been written.
-    pub(super) reported: bool,
 }
 
 impl Machine {
@@ -29,7 +27,6 @@ impl Machine {
             failed: false,
             lost: false,
             stopped: None,
-            reported: false,
             parent,
         };
         self.batches.insert(batch.parent.sequence, batch);
@@ -88,12 +85,7 @@ impl Machine {
             return;
         };
         let image = batch.outcome().image();
-        if batch.reported {
-            self.statistics.completed += 1;
-            self.account(&batch.parent, image.status(), false);
-        } else {
-            self.conclude(batch.parent, image);
-        }
+        self.conclude(batch.parent, image);
     }
 }
 
@@ -111,15 +103,7 @@ impl Batch {
         self.running == 0 && !self.has_next()
     }
 
-    /// Whether the last member is being completed, and the parent's record has to be written before its record.
-    pub(super) fn is_last_and_told_first(&self) -> bool {
-        self.parent.fault == Some(InjectedFault::BatchFirst)
-            && !self.reported
-            && self.running == 1
-            && !self.has_next()
-    }
-
-    pub(super) fn outcome(&self) -> Outcome {
+    fn outcome(&self) -> Outcome {
         let code = if self.failed {
             status::BATCH_FAILED
         } else {

@@ -1,6 +1,6 @@
 //! Completes descriptors: writes their records, which may be late or lost, and updates the counters.
 
-use super::{Machine, NEVER, Unit, batch::Batch};
+use super::{Machine, NEVER, Unit};
 use crate::{dsa::Outcome, faults::InjectedFault, memory::PAGE, nanoseconds, validate::status};
 use idxd::{Flags, Kind, Mode, RecordImage, opcode};
 
@@ -16,8 +16,6 @@ pub(super) struct Delivery {
 pub(super) enum What {
     /// Write the record, which completes the descriptor.
     Complete(RecordImage),
-    /// Write the record of a descriptor that is otherwise complete.
-    Record(RecordImage),
     /// Do the work, and write the record.
     Work,
 }
@@ -36,7 +34,6 @@ impl Machine {
                 );
             }
             Some(InjectedFault::RecordLost) => {
-                self.devices[unit.device].latched = true;
                 self.statistics.unrecorded += u64::from(unit.member.is_none());
                 self.account(&unit, image.status(), true);
             }
@@ -57,10 +54,6 @@ impl Machine {
         self.trace.note([5, self.clock, unit.sequence]);
         match what {
             What::Complete(image) => self.complete(unit, image),
-            What::Record(image) => {
-                self.write(&unit, image);
-                self.clients[unit.client].in_flight -= 1;
-            }
             What::Work => {
                 let image = self.work(&unit);
                 self.complete(unit, image);
@@ -71,28 +64,6 @@ impl Machine {
     fn complete(&mut self, unit: Unit, image: RecordImage) {
         self.trace
             .note([6, u64::from(image.status()), u64::from(image.completed())]);
-        if let Some((id, _)) = unit.member
-            && self
-                .batches
-                .get(&id)
-                .is_some_and(Batch::is_last_and_told_first)
-        {
-            // The parent's record first; the member's then counts as in flight by itself.
-            self.clients[unit.client].in_flight += 1;
-            let failed = image.status() != status::SUCCESS;
-            if let Some(batch) = self.batches.get_mut(&id) {
-                batch.failed |= failed;
-                let (parent, reported) = (batch.parent.clone(), batch.outcome().image());
-                batch.reported = true;
-                self.write(&parent, reported);
-            }
-            let due = self
-                .clock
-                .saturating_add(nanoseconds(self.workshop.speeds.latency));
-            self.deliver_at(due, unit.clone(), What::Record(image));
-            self.account(&unit, image.status(), false);
-            return;
-        }
         let lost = !self.write(&unit, image);
         if unit.member.is_none() {
             let counter = match lost {
@@ -148,10 +119,6 @@ impl Machine {
     fn write(&mut self, unit: &Unit, image: RecordImage) -> bool {
         let kind = self.devices[unit.device].kind;
         if !wants_record(unit, image) {
-            if !unit.descriptor.flags().has(Flags::RECORD_VALID) {
-                // Errors go to the device's register only.
-                self.devices[unit.device].latched |= is_error(image.status());
-            }
             return true;
         }
         let image = self.poisoned(kind, unit, image);
@@ -159,12 +126,10 @@ impl Machine {
         let length = if kind == Kind::Dsa { 32 } else { 64 };
         let address = unit.descriptor.record;
         let mut memory = self.workshop.view();
-        let written = address.is_multiple_of(kind.record_alignment())
+        address.is_multiple_of(kind.record_alignment())
             && memory
                 .write_record(address, &bytes.as_flattened()[..length])
-                .is_ok();
-        self.devices[unit.device].latched |= !written;
-        written
+                .is_ok()
     }
 
     /// The record with noise in every undefined byte.

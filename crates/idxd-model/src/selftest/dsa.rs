@@ -57,13 +57,6 @@ pub(super) const CHECKS: &[Check] = &[
         untouched,
     ),
     Check::new(
-        "batch-of-two",
-        "a batch of two is done",
-        Some("DSA 3.0, 8.3.2"),
-        BATCH,
-        |rig| all_done(&rig.ask_batch(vec![noop(); 2], None)?, 2),
-    ),
-    Check::new(
         "batch-of-most",
         "the largest batch is done",
         Some("DSA 3.0, 3.8"),

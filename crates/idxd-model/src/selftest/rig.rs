@@ -26,7 +26,6 @@ pub(super) struct Rig {
     submit: Arc<dyn Submit>,
     timeout: Duration,
     areas: RefCell<Vec<Rc<Area>>>,
-    records: RefCell<Vec<NonNull<Record>>>,
     state: Cell<State>,
     last_record: Cell<Option<RecordImage>>,
 }
@@ -69,7 +68,6 @@ impl Rig {
             submit,
             timeout,
             areas: RefCell::default(),
-            records: RefCell::default(),
             state: Cell::new(State::Alive),
             last_record: Cell::new(None),
         }
@@ -138,19 +136,10 @@ impl Rig {
 
     /// A new record, valid until the rig is dropped.
     pub(super) fn record(&self) -> Result<&Record, Verdict> {
-        let mut records = self.records.borrow_mut();
-        if records.is_empty() {
-            let area = self.pages(1)?;
-            let first = area.start.cast::<Record>();
-            let count = PAGE / size_of::<Record>();
-            // SAFETY: `count` records are what fits the page.
-            records.extend((0..count).map(|index| unsafe { first.add(index) }));
-        }
-        let no_memory = || Verdict::Skipped("no memory for a record".to_owned());
-        let record = records.pop().ok_or_else(no_memory)?;
-        // SAFETY: it lies in an area that is kept as long as `self`, and only a device writes to it: records
-        // are atomics for that. Zeros are a record.
-        Ok(unsafe { record.as_ref() })
+        let area = self.pages(1)?;
+        // SAFETY: it lies in an area that is kept as long as `self`, and only a device writes to it: records are atomics
+        // for that. Zeros are a record.
+        Ok(unsafe { area.start.cast().as_ref() })
     }
 
     /// Submits a descriptor, with a record of its own, and waits for that. Its addresses are those of areas of this rig.
@@ -255,11 +244,6 @@ impl Drop for Rig {
     fn drop(&mut self) {
         // Before any area is unmapped.
         self.submit.close();
-        for area in self.areas.take() {
-            if let Some(mut area) = Rc::into_inner(area) {
-                area.unmap();
-            }
-        }
     }
 }
 
@@ -283,7 +267,7 @@ pub(super) enum Hole {
     ReadOnly,
 }
 
-/// Anonymous memory. It stays mapped unless its rig unmaps it, as long as a device may write to it.
+/// Anonymous memory, which its rig keeps until no device can write to it.
 pub(super) struct Area {
     start: NonNull<u8>,
     bytes: usize,
@@ -361,17 +345,12 @@ impl Area {
             }),
         }
     }
-
-    fn unmap(&mut self) {
-        // SAFETY: the mapping's own range, once: its rig has closed the queue, and takes the area apart.
-        // That fails only for ranges that are none.
-        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
-    }
 }
 
-impl fmt::Debug for Area {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes", self.bytes)
+impl Drop for Area {
+    fn drop(&mut self) {
+        // SAFETY: the mapping's own range; its rig has closed the queue. Fails only for ranges that are none.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }
 

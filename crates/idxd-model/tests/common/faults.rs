@@ -21,7 +21,6 @@ pub(crate) fn harmless() -> impl Strategy<Value = InjectedFault> {
         Just(InjectedFault::Stuck),
         Just(InjectedFault::StuckEngine),
         Just(InjectedFault::RecordLost),
-        Just(InjectedFault::BatchFirst),
         (0u32..5).prop_map(InjectedFault::ListFault),
         (0x20u8..0x25).prop_map(InjectedFault::Status),
     ]

@@ -138,7 +138,6 @@ fn a_record_that_faults_comes_late_or_never() {
     accepted(&queue, &[fill(2, memory.address(), 8, &record)]);
     assert_eq!(wait(&queue, &record, Duration::from_secs(100)), None);
     assert_eq!(memory.bytes()[0], 2);
-    assert!(model.error_latched(0));
 
     // A record where nothing is.
     let nowhere = Descriptor {
@@ -179,5 +178,4 @@ fn a_misaligned_record_is_never_written() {
         }],
     );
     assert_eq!(wait(&queue, &record, TIMEOUT), None);
-    assert!(model.error_latched(0));
 }

@@ -15,9 +15,8 @@ use super::{
 #[derive(Clone, Copy, Debug)]
 enum Event {
     Nothing,
-    /// A device is reset, disabled, or goes away for good.
+    /// A device is reset, or goes away for good.
     Reset(usize),
-    Disable(usize),
     Unplug(usize),
     /// A queue is full: so often, or for ever.
     Full(usize, u32),
@@ -56,7 +55,6 @@ fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         6 => Just(Event::Nothing),
         1 => (0..3usize).prop_map(Event::Reset),
-        1 => (0..3usize).prop_map(Event::Disable),
         1 => (0..3usize).prop_map(Event::Unplug),
         1 => (0..3usize, times).prop_map(|(device, times)| Event::Full(device, times)),
         2 => harmless().prop_map(Event::Injected),
@@ -98,10 +96,6 @@ impl Event {
             Self::Nothing => {}
             Self::Reset(device) => {
                 model.reset(device);
-                model.enable(device);
-            }
-            Self::Disable(device) => {
-                model.disable(device);
                 model.enable(device);
             }
             Self::Unplug(device) => model.unplug(device),
