@@ -7,11 +7,11 @@ use std::{
 };
 
 use super::{
-    machine::{Denied, Machine, Workshop},
+    machine::{Machine, Workshop},
     memory::Pages,
     nanoseconds,
 };
-use idxd::Record;
+use idxd::{Record, Refusal};
 
 /// How time advances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,8 +55,8 @@ impl Driver {
     /// Submits until `next` reports that nothing is left, or that a descriptor was denied.
     pub(super) fn submit(
         &self,
-        mut next: impl FnMut(&mut Machine) -> Option<Option<Denied>>,
-    ) -> Option<Denied> {
+        mut next: impl FnMut(&mut Machine) -> Option<Option<Refusal>>,
+    ) -> Option<Refusal> {
         let mut machine = self.lock();
         if self.time == Time::Real {
             self.catch_up(&mut machine);

@@ -20,7 +20,7 @@ pub(super) struct Outcome {
     /// Bytes completed, if defined.
     pub(super) completed: Option<u32>,
     pub(super) fault: Option<u64>,
-    /// Invalid flags.
+    /// The flags that are not allowed, or missing, with status 0x11.
     pub(super) flags: u32,
 }
 

@@ -1,9 +1,9 @@
 //! An open work queue of a model, as [`Submit`].
 
-use std::{fmt, io, sync::Arc, time::Duration};
+use std::{fmt, sync::Arc, time::Duration};
 
-use super::{PortalKind, driver::Driver, machine::Denied, nanoseconds};
-use idxd::{Descriptor, Limits, Record, Refusal, Submit, Submitted};
+use super::{PortalKind, driver::Driver, machine::gone, nanoseconds};
+use idxd::{Descriptor, Limits, Record, Submit, Submitted};
 
 pub(super) struct Handle {
     pub(super) driver: Arc<Driver>,
@@ -24,22 +24,15 @@ impl Submit for Handle {
 
     unsafe fn submit(&self, descriptors: &[Descriptor]) -> Submitted {
         let mut accepted = 0;
-        let denied = match self.client {
-            None => Some(Denied::Gone),
+        let refusal = match self.client {
+            None => Some(gone()),
             Some(client) => self.driver.submit(|machine| {
                 let descriptor = descriptors.get(accepted)?;
-                let denied = machine.admit(client, self.portal, descriptor).err();
-                accepted += usize::from(denied.is_none());
-                Some(denied)
+                let refusal = machine.admit(client, self.portal, descriptor).err();
+                accepted += usize::from(refusal.is_none());
+                Some(refusal)
             }),
         };
-        let refusal = denied.map(|denied| match denied {
-            Denied::Full => Refusal::Full,
-            Denied::Invalid => Refusal::Invalid,
-            Denied::Forked => Refusal::Forked,
-            Denied::Closed => Refusal::Closed,
-            Denied::Gone => Refusal::System(io::Error::from_raw_os_error(libc::ENODEV)),
-        });
         Submitted { accepted, refusal }
     }
 

@@ -31,9 +31,9 @@ use super::{
     nanoseconds,
     validate::validate,
 };
-pub(super) use admission::Denied;
+pub(super) use admission::gone;
 use batch::Batch;
-use completion::{Delivery, What};
+use completion::Delivery;
 use idxd::{Descriptor, Kind, Limits, Mode, RecordImage, opcode};
 pub(super) use workshop::Workshop;
 
@@ -215,12 +215,8 @@ impl Machine {
         unit.fault = self.fault(&unit);
         let limits = &self.devices[device].queues[unit.queue].limits;
         let valid = validate(&unit.descriptor, limits, unit.member.is_some());
-        if let Err(invalid) = valid {
-            let outcome = Outcome {
-                flags: invalid.flags,
-                ..Outcome::status(invalid.status)
-            };
-            self.deliver_at(self.clock, unit, What::Complete(outcome.image()));
+        if let Err(outcome) = valid {
+            self.deliver_at(self.clock, unit, Some(outcome.image()));
             return true;
         }
         match (unit.descriptor.opcode(), unit.fault) {
@@ -229,11 +225,7 @@ impl Machine {
                 self.devices[device].engines[engine] = Some(Running { unit, due: NEVER });
             }
             (opcode::BATCH, Some(InjectedFault::Status(code))) => {
-                self.deliver_at(
-                    self.clock,
-                    unit,
-                    What::Complete(Outcome::status(code).image()),
-                );
+                self.deliver_at(self.clock, unit, Some(Outcome::status(code).image()));
             }
             (opcode::BATCH, _) => self.open_batch(unit),
             (opcode::DRAIN, _) => {
@@ -242,7 +234,7 @@ impl Machine {
             }
             (_, Some(InjectedFault::Late(after))) => {
                 let due = self.clock.saturating_add(nanoseconds(after));
-                self.deliver_at(due, unit, What::Work);
+                self.deliver_at(due, unit, None);
             }
             _ => {
                 let slow = match unit.fault {

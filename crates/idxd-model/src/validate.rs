@@ -10,6 +10,7 @@
 #[cfg(test)]
 mod tests;
 
+use super::dsa::Outcome;
 use idxd::{Descriptor, Flags, Kind, Limits, opcode};
 
 /// Status codes of `linux/idxd.h`, as far as the model reports them itself.
@@ -32,20 +33,12 @@ pub(super) mod status {
     pub(crate) const ON_WRITE: u8 = 0x80;
 }
 
-/// Why a descriptor is not executed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Invalid {
-    pub(super) status: u8,
-    /// The flags that are not allowed, or missing, with status 0x11.
-    pub(super) flags: u32,
-}
-
-/// Checks everything that does not need memory. IAA's own flags and its AECS are checked where they are used.
+/// Checks everything that does not need memory. The error is what the record reports. IAA's own flags and its AECS are checked where they are used.
 pub(super) fn validate(
     descriptor: &Descriptor,
     limits: &Limits,
     is_member: bool,
-) -> Result<(), Invalid> {
+) -> Result<(), Outcome> {
     let code = descriptor.opcode();
     let Some(rules) = rules(descriptor, limits) else {
         return bad(status::OPCODE);
@@ -59,9 +52,9 @@ pub(super) fn validate(
     let flags = descriptor.flags().0;
     let wrong = flags & !rules.flags | rules.required & !flags;
     if wrong != 0 {
-        return Err(Invalid {
-            status: status::FLAGS,
+        return Err(Outcome {
             flags: wrong,
+            ..Outcome::status(status::FLAGS)
         });
     }
     if has_reserved(descriptor, limits.kind, &rules) {
@@ -165,7 +158,7 @@ fn has_reserved(descriptor: &Descriptor, kind: Kind, rules: &Rules) -> bool {
         || (rules.size == Size::None && (descriptor.size != 0 || descriptor.operation_flags != 0))
 }
 
-fn check_sizes(descriptor: &Descriptor, limits: &Limits, rules: &Rules) -> Result<(), Invalid> {
+fn check_sizes(descriptor: &Descriptor, limits: &Limits, rules: &Rules) -> Result<(), Outcome> {
     let size = u64::from(descriptor.size);
     let (first, second) = (descriptor.address_1, descriptor.address_2);
     match rules.size {
@@ -210,6 +203,6 @@ pub(super) fn overlap(one: (u64, u64), other: (u64, u64)) -> bool {
     first < end(one) && first < end(other)
 }
 
-fn bad(status: u8) -> Result<(), Invalid> {
-    Err(Invalid { status, flags: 0 })
+fn bad(status: u8) -> Result<(), Outcome> {
+    Err(Outcome::status(status))
 }

@@ -1,21 +1,18 @@
 //! Admits descriptors to a work queue, by the rules of the instructions and of the kernel's `write`.
 
+use std::io;
+
 use super::{Client, Machine, Unit, is_due};
 use crate::PortalKind;
-use idxd::{Descriptor, Mode, opcode};
-
-/// Why a descriptor was not admitted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Denied {
-    Full,
-    Invalid,
-    Forked,
-    Closed,
-    Gone,
-}
+use idxd::{Descriptor, Mode, Refusal, opcode};
 
 /// How often the kernel's `write` retries a full queue (`enqcmds_retries` in sysfs).
 const WRITE_RETRIES: u32 = 32;
+
+/// The refusal of a device that is not there (any more).
+pub(crate) fn gone() -> Refusal {
+    Refusal::System(io::Error::from_raw_os_error(libc::ENODEV))
+}
 
 impl Machine {
     /// Admits or denies one descriptor.
@@ -24,7 +21,7 @@ impl Machine {
         client: usize,
         portal: PortalKind,
         descriptor: &Descriptor,
-    ) -> Result<(), Denied> {
+    ) -> Result<(), Refusal> {
         let Client {
             device,
             queue,
@@ -34,14 +31,14 @@ impl Machine {
             ..
         } = self.clients[client];
         if closed {
-            return Err(Denied::Closed);
+            return Err(Refusal::Closed);
         }
         if forked {
-            return Err(Denied::Forked);
+            return Err(Refusal::Forked);
         }
         let here = &mut self.devices[device];
         if here.unplugged {
-            return Err(Denied::Gone);
+            return Err(gone());
         }
         let dead = !here.enabled || here.queues[queue].generation != generation;
         let kind = here.kind;
@@ -50,23 +47,23 @@ impl Machine {
             && (!descriptor.record.is_multiple_of(kind.record_alignment())
                 || (descriptor.opcode() == opcode::BATCH && is_old))
         {
-            return Err(Denied::Invalid);
+            return Err(Refusal::Invalid);
         }
         let here = &mut here.queues[queue];
         match (portal, here.limits.mode) {
             (PortalKind::Enqcmd, _) | (PortalKind::Write, Mode::Shared) if dead => {
-                return Err(Denied::Full);
+                return Err(Refusal::Full);
             }
             // The wrong instruction for a queue is never accepted (DSA 3.0, 5.3).
-            (PortalKind::Enqcmd, Mode::Dedicated) => return Err(Denied::Full),
+            (PortalKind::Enqcmd, Mode::Dedicated) => return Err(Refusal::Full),
             (PortalKind::Enqcmd, Mode::Shared) => {
                 if self.full(device, queue) {
-                    return Err(Denied::Full);
+                    return Err(Refusal::Full);
                 }
             }
             (PortalKind::Write, Mode::Shared) => {
                 if !(0..=WRITE_RETRIES).any(|_| !self.full(device, queue)) {
-                    return Err(Denied::Full);
+                    return Err(Refusal::Full);
                 }
             }
             // Posted writes: the device ignores those that are not for the queue; only a full queue is an error (0x53).
@@ -113,7 +110,7 @@ impl Machine {
         unlucky || taken >= u64::from(queue.limits.threshold)
     }
 
-    fn lose(&mut self) -> Result<(), Denied> {
+    fn lose(&mut self) -> Result<(), Refusal> {
         self.statistics.dropped += 1;
         Ok(())
     }

@@ -9,15 +9,8 @@ use idxd::{Flags, Kind, Mode, RecordImage, opcode};
 pub(super) struct Delivery {
     pub(super) due: u64,
     pub(super) unit: Unit,
-    what: What,
-}
-
-#[derive(Debug)]
-pub(super) enum What {
-    /// Write the record, which completes the descriptor.
-    Complete(RecordImage),
-    /// Do the work, and write the record.
-    Work,
+    /// What to write to the record. `None`: do the work first.
+    image: Option<RecordImage>,
 }
 
 impl Machine {
@@ -27,38 +20,29 @@ impl Machine {
         let due = self.clock.saturating_add(latency);
         match unit.fault {
             Some(InjectedFault::RecordLate(by)) => {
-                self.deliver_at(
-                    due.saturating_add(nanoseconds(by)),
-                    unit,
-                    What::Complete(image),
-                );
+                self.deliver_at(due.saturating_add(nanoseconds(by)), unit, Some(image));
             }
             Some(InjectedFault::RecordLost) => {
                 self.statistics.unrecorded += u64::from(unit.member.is_none());
                 self.account(&unit, image.status(), true);
             }
-            _ => self.deliver_at(due, unit, What::Complete(image)),
+            _ => self.deliver_at(due, unit, Some(image)),
         }
     }
 
-    pub(super) fn deliver_at(&mut self, due: u64, unit: Unit, what: What) {
+    pub(super) fn deliver_at(&mut self, due: u64, unit: Unit, image: Option<RecordImage>) {
         self.deliveries.push(Delivery {
             due: due.min(NEVER - 1),
             unit,
-            what,
+            image,
         });
     }
 
     pub(super) fn deliver(&mut self, index: usize) {
-        let Delivery { unit, what, .. } = self.deliveries.swap_remove(index);
+        let Delivery { unit, image, .. } = self.deliveries.swap_remove(index);
         self.trace.note([5, self.clock, unit.sequence]);
-        match what {
-            What::Complete(image) => self.complete(unit, image),
-            What::Work => {
-                let image = self.work(&unit);
-                self.complete(unit, image);
-            }
-        }
+        let image = image.unwrap_or_else(|| self.work(&unit));
+        self.complete(unit, image);
     }
 
     fn complete(&mut self, unit: Unit, image: RecordImage) {

@@ -6,8 +6,8 @@ use idxd::{
     opcode,
 };
 
-use super::{Invalid, validate};
-use crate::Config;
+use super::validate;
+use crate::{Config, dsa::Outcome};
 
 fn limits(kind: Kind) -> Limits {
     let mut config = Config::devices(kind, 1);
@@ -22,10 +22,10 @@ fn status_for(limits: &Limits, descriptor: &Descriptor) -> u8 {
     validate(descriptor, limits, false).map_or_else(|invalid| invalid.status, |()| 1)
 }
 
-fn invalid(flags: u32) -> Result<(), Invalid> {
-    Err(Invalid {
-        status: 0x11,
+fn invalid(flags: u32) -> Result<(), Outcome> {
+    Err(Outcome {
         flags,
+        ..Outcome::status(0x11)
     })
 }
 
