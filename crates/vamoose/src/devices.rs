@@ -11,9 +11,9 @@ use idxd::{
 /// As text: `auto`, names as in `wq0.1,wq2.0`, or `model` and `model:4`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DevicePath {
-    /// Of this host.
+    /// Devices of this host.
     Host(Choice),
-    /// So many modelled devices.
+    /// This number of modelled devices.
     Model(NonZeroU32),
 }
 
@@ -35,15 +35,12 @@ impl FromStr for DevicePath {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let Some(count) = text.strip_prefix("model") else {
-            return Ok(Self::Host(text.parse()?));
+        let count = match text.strip_prefix("model") {
+            None => return Ok(Self::Host(text.parse()?)),
+            Some("") => Some(NonZeroU32::MIN),
+            Some(count) => count.strip_prefix(':').and_then(|count| count.parse().ok()),
         };
-        let count = match count.strip_prefix(':') {
-            None if count.is_empty() => Some(NonZeroU32::MIN),
-            None => None,
-            Some(count) => count.parse().ok(),
-        };
-        let count = count.filter(|count| count.get() <= MAX_MODELS);
+        let count = count.filter(|count: &NonZeroU32| count.get() <= MAX_MODELS);
         count.map(Self::Model).ok_or_else(|| {
             anyhow!("{text:?}: modelled devices are `model`, or `model:4` for four (at most {MAX_MODELS})")
         })

@@ -14,6 +14,8 @@ use idxd::discovery::{self, Root};
 use vamoose::report;
 use vamoose_codec::Registry;
 
+use self::engines::Accelerator;
+
 /// Show this host's hardware and software for migrations
 #[derive(Args, Debug)]
 pub(crate) struct Options {
@@ -32,6 +34,16 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 
 /// Everything that is printed.
 fn probe(root: &Root) -> Lines {
+    let accelerators = engines::accelerators(root);
+    let mut lines = host(root, &accelerators);
+    for engine in Registry::new().engines() {
+        lines.put("engine", engines::describe(engine, &accelerators));
+    }
+    lines
+}
+
+/// All lines but those about engines.
+fn host(root: &Root, accelerators: &[Accelerator]) -> Lines {
     let mut lines = Lines::default();
     let kernel = read(root.proc.join("sys/kernel/osrelease"));
     lines.put("kernel", kernel.as_deref().unwrap_or("unknown"));
@@ -40,18 +52,19 @@ fn probe(root: &Root) -> Lines {
     lines.put("kvm", system::kvm(root));
     let may_trace = system::may_trace();
     lines.put("userfaultfd", system::userfaultfd(root, may_trace));
-    let accelerators = engines::accelerators(root);
     if accelerators.is_empty() {
         lines.put("accelerators", NO_DEVICES);
     }
-    for accelerator in &accelerators {
+    for accelerator in accelerators {
         lines.put("accelerator", &accelerator.description);
     }
     describe_queues(root, &mut lines);
-    for engine in Registry::new().engines() {
-        lines.put("engine", engines::describe(engine, &accelerators));
-    }
     lines
+}
+
+/// The lines about this host, without engines, for reports: values by name.
+pub(super) fn describe_host(root: &Root) -> BTreeMap<String, Vec<String>> {
+    host(root, &engines::accelerators(root)).by_name()
 }
 
 const NO_DEVICES: &str = "no QAT, DSA or IAA on PCI";
@@ -94,9 +107,9 @@ impl Lines {
         lines.collect()
     }
 
-    fn by_name(&self) -> BTreeMap<&str, Vec<&str>> {
-        let mut values: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-        for (name, value) in &self.0 {
+    fn by_name(self) -> BTreeMap<String, Vec<String>> {
+        let mut values: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        for (name, value) in self.0 {
             values.entry(name).or_default().push(value);
         }
         values

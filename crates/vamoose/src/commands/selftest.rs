@@ -71,7 +71,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if target != Some("-") {
         print(&report.text())?;
     }
-    if let Some(target) = target.filter(|_| options.hw) {
+    if options.hw
+        && let Some(target) = target
+    {
         say(format_args!(
             "the report is in {target}: please attach it to an issue at {}/issues",
             env!("CARGO_PKG_REPOSITORY")

@@ -2,25 +2,17 @@
 
 use std::{collections::BTreeMap, fs, path::Path};
 
-use idxd::{
-    cpu::Features,
-    discovery::{self, Root},
-};
-use rustix::thread::{CapabilitySet, capabilities};
+use idxd::discovery::{self, Root};
 use serde::Serialize;
+
+use crate::commands::probe;
 
 /// A machine with its devices.
 #[derive(Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
 pub(super) struct Host {
-    /// The kernel's release.
-    kernel: Option<String>,
-    /// The processor's model.
-    cpu: Option<String>,
-    waitpkg: bool,
-    /// This process has CAP_SYS_RAWIO, without which kernels may let it submit through write(2) alone.
-    raw_io: bool,
-    missing: Vec<&'static str>,
+    /// The lines of `vamoose probe`, without engines.
+    #[serde(flatten)]
+    probe: BTreeMap<String, Vec<String>>,
     /// The attributes of each device and each work queue as sysfs has them.
     devices: BTreeMap<String, Attributes>,
 }
@@ -29,23 +21,14 @@ type Attributes = BTreeMap<String, String>;
 
 impl Host {
     pub(super) fn of(root: &Root) -> Self {
+        let folder = root.sys.join("bus/dsa/devices");
         let devices = discovery::scan(root);
-        let text = |file: &str| fs::read_to_string(root.proc.join(file)).ok();
-        let cpuinfo = text("cpuinfo").unwrap_or_default();
-        let mut lines = cpuinfo.lines();
-        let model = lines.find_map(|line| line.strip_prefix("model name"));
         let names = devices.iter().flat_map(|device| {
             let queues = device.queues.iter().map(|queue| queue.name.to_string());
             [device.name.to_string()].into_iter().chain(queues)
         });
-        let folder = root.sys.join("bus/dsa/devices");
         Self {
-            kernel: text("sys/kernel/osrelease").map(|release| release.trim().to_owned()),
-            cpu: model.map(|model| model.trim_matches([' ', '\t', ':']).to_owned()),
-            waitpkg: Features::of_file(&root.proc.join("cpuinfo")).waitpkg,
-            raw_io: capabilities(None)
-                .is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_RAWIO)),
-            missing: discovery::missing(root, &devices),
+            probe: probe::describe_host(root),
             devices: names
                 .map(|name| (name.clone(), attributes(&folder.join(name))))
                 .collect(),
