@@ -62,8 +62,6 @@ pub enum Verdict {
         /// What was found.
         found: String,
     },
-    /// Nothing was expected, and this was found.
-    Found(String),
     /// It was not done, for this reason.
     Skipped(String),
 }
@@ -167,7 +165,6 @@ impl fmt::Display for Verdict {
             Self::Differs { expected, found } => {
                 write!(f, "differs: expected {expected}, found {found}")
             }
-            Self::Found(what) => write!(f, "found: {what}"),
             Self::Skipped(why) => write!(f, "skipped: {why}"),
         }
     }

@@ -64,8 +64,8 @@ fn queue_full(rig: &Rig) -> Result<(), Verdict> {
     match flood.refusal {
         Some(Refusal::Full) => same("status 0x01", rig.ask(plain(opcode::NOOP))?.to_string()),
         Some(other) => Err(differs("refused as full", other)),
-        None => Err(Verdict::Found(format!(
-            "never full: {} accepted in a row",
+        None => Err(Verdict::Skipped(format!(
+            "the queue was never full: {} accepted in a row",
             flood.accepted
         ))),
     }
@@ -74,12 +74,11 @@ fn queue_full(rig: &Rig) -> Result<(), Verdict> {
 fn freed_at_fetch(rig: &Rig) -> Result<(), Verdict> {
     let most = flood(rig)?.most_in_flight;
     let threshold = rig.limits().threshold as usize;
-    match most > threshold {
-        true => Ok(()),
-        false => Err(Verdict::Found(format!(
-            "at most {most} in flight, of {threshold} entries"
-        ))),
-    }
+    is_so(
+        most > threshold,
+        format!("more than {threshold} in flight"),
+        format!("at most {most}"),
+    )
 }
 
 /// What came of more operations than a queue has entries.

@@ -92,14 +92,14 @@ fn report(
     open: impl Fn(&WorkQueue) -> Result<Opened, OpenError>,
 ) -> Result<Report> {
     let timeout = Duration::from_millis(options.patience);
-    let models = models(options.seed, timeout);
     if !options.hw {
+        let models = models(options.seed, timeout);
         return Ok(Report::new(options.seed, models, Vec::new(), None));
     }
     let (tested, untested) = hardware(&options.path, timeout, root, open)?;
     // After the checks, which may have changed the queues.
-    let hardware = (models, Host::of(root));
-    Ok(Report::new(options.seed, tested, untested, Some(hardware)))
+    let host = Host::of(root);
+    Ok(Report::new(options.seed, tested, untested, Some(host)))
 }
 
 /// An open work queue.

@@ -26,7 +26,7 @@ pub(super) struct Report {
     pub(super) queues: Vec<Tested>,
     /// Work queues of the machine that were not tested.
     pub(super) untested: Vec<Untested>,
-    /// Where a real queue answered what no model of its kind does.
+    /// Where a real queue did not answer as the model does, which answers as each check expects.
     differences: Vec<String>,
 }
 
@@ -49,7 +49,7 @@ struct Checked {
     what: &'static str,
     section: Option<&'static str>,
     open: bool,
-    /// In one word: `holds`, `differs`, `found` or `skipped`.
+    /// In one word: `holds`, `differs` or `skipped`.
     result: &'static str,
     verdict: String,
     /// The last record in hexadecimal, as it stands in memory. None of models: those contain addresses, and a seed has to
@@ -68,27 +68,26 @@ pub(super) struct Untested {
 }
 
 impl Report {
-    /// Report about `queues`. For hardware also the results of models, and the machine.
+    /// Report about `queues`, which are those of `host` or else models.
     pub(super) fn new(
         seed: u64,
         queues: Vec<Tested>,
         untested: Vec<Untested>,
-        hardware: Option<(Vec<Tested>, Host)>,
+        host: Option<Host>,
     ) -> Self {
-        let mut failures = Vec::new();
+        let (mut failures, mut differences) = (Vec::new(), Vec::new());
         for Tested { queue, checks, .. } in &queues {
-            let failed = checks
-                .iter()
-                .filter(|check| check.result == "differs" && !check.open);
-            failures.extend(failed.map(|check| format!("{} of {queue}", check.name)));
+            for check in checks.iter().filter(|check| check.result == "differs") {
+                differences.push(format!("{queue}, {}: {}", check.name, check.verdict));
+                if !check.open {
+                    failures.push(format!("{} of {queue}", check.name));
+                }
+            }
         }
         let unopened = untested.iter().filter(|queue| queue.is_failure);
         failures.extend(unopened.map(|Untested { queue, why, .. }| {
             format!("work queue {queue} could not be opened: {why}")
         }));
-        let (models, host) = hardware.unzip();
-        let models = models.unwrap_or_default();
-        let differences = queues.iter().flat_map(|queue| queue.differences(&models));
         Self {
             report_version: 3,
             program_version: env!("CARGO_PKG_VERSION"),
@@ -97,7 +96,7 @@ impl Report {
             seed,
             passed: failures.is_empty(),
             failures,
-            differences: differences.collect(),
+            differences,
             host,
             queues,
             untested,
@@ -153,7 +152,6 @@ impl Tested {
             result: match finding.verdict {
                 Verdict::Holds => "holds",
                 Verdict::Differs { .. } => "differs",
-                Verdict::Found(_) => "found",
                 Verdict::Skipped(_) => "skipped",
             },
             verdict: finding.verdict.to_string(),
@@ -168,27 +166,6 @@ impl Tested {
                 Kind::Iaa => "iaa",
             },
         }
-    }
-
-    /// Differences to the models: checks whose verdict is that of no model.
-    fn differences(&self, models: &[Self]) -> Vec<String> {
-        let models = || models.iter().filter(|model| model.kind == self.kind);
-        let difference = |check: &Checked| {
-            let mut verdicts = models()
-                .flat_map(|model| &model.checks)
-                .filter(|other| other.name == check.name && other.result != "skipped")
-                .map(|other| &other.verdict);
-            let model = verdicts.clone().next()?;
-            let (queue, name, found) = (&self.queue, check.name, &check.verdict);
-            verdicts
-                .all(|verdict| verdict != found)
-                .then(|| format!("{queue}, {name}: {found}; the model: {model}"))
-        };
-        let checks = self.checks.iter();
-        checks
-            .filter(|check| check.result != "skipped")
-            .filter_map(difference)
-            .collect()
     }
 }
 
