@@ -73,10 +73,6 @@ impl Arena {
         self.layout
     }
 
-    pub(crate) fn slots(&self) -> u32 {
-        self.slots
-    }
-
     /// Records of the heads of `slot`; none in a child.
     pub(crate) fn head_records(&self, slot: u32) -> &[Record] {
         self.records(slot, self.layout.head_records(), self.layout.heads)

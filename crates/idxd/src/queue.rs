@@ -233,11 +233,6 @@ impl Queue {
         self.inner.device.is_modelled()
     }
 
-    /// Number of slots.
-    pub fn slots(&self) -> usize {
-        self.inner.arena.slots() as usize
-    }
-
     /// The clock of deadlines.
     pub fn now(&self) -> Duration {
         self.inner.device.now()

@@ -20,7 +20,7 @@ mod zero_pages;
 use std::{sync::Arc, time::Duration};
 
 use idxd::offload::*;
-use idxd::{Kind, Queue, Record, Shape, Submit, Tuning};
+use idxd::{Kind, Queue, Record, Shape, Statistics, Submit, Tuning};
 use idxd_model::{Config, Model, PortalKind};
 
 const PAGE: usize = 4096;
@@ -50,6 +50,11 @@ fn devices_near(model: &Model, count: usize, shape: Shape, node: Option<u32>) ->
         (Queue::new(submit, shape, tuning).unwrap(), None)
     });
     Arc::new(Devices::new(queues, node))
+}
+
+/// The counters of each queue.
+fn statistics(devices: &Devices) -> Vec<Statistics> {
+    devices.queues().map(Queue::statistics).collect()
 }
 
 /// Virtual time that goes by while the caller does something else.

@@ -9,8 +9,7 @@ use idxd_model::{InjectedFault, On};
 
 /// Operations that each device has taken.
 fn operations(devices: &Devices) -> Vec<u64> {
-    let statistics = devices.statistics();
-    statistics.iter().map(|of| of.operations).collect()
+    statistics(devices).iter().map(|of| of.operations).collect()
 }
 
 fn scan(devices: &Arc<Devices>, clock: &Arc<dyn Submit>, times: usize) {
@@ -82,7 +81,7 @@ fn a_queue_that_is_always_full_is_seldom_asked() {
     let devices = devices(&model, 1, BATCHES);
     model.refuse(0, 0, u32::MAX);
     scan(&devices, &clock, 5000);
-    let statistics = devices.statistics()[0];
+    let statistics = statistics(&devices)[0];
     assert!((5..20).contains(&statistics.full), "{statistics:?}");
     assert_eq!(devices.work().refused, 5000 * 64);
     // As soon as it takes something again it takes everything.
@@ -148,7 +147,7 @@ fn a_share_bounds_what_is_in_flight() {
     let mut scanner = ZeroScanner::new(devices.clone(), 4096, None);
     let mut most = |devices: &Arc<Devices>| {
         let batches: Vec<_> = (0..8).map(|_| scanner.start(&pages)).collect();
-        let entries = devices.statistics()[0].entries;
+        let entries = statistics(devices)[0].entries;
         drop(batches);
         pass(&clock, Duration::from_millis(100));
         entries

@@ -55,8 +55,7 @@ fn the_device_finds_them_if_it_has_time() {
             assert_eq!((looked.len(), devices.work().by_device), (0, batch * 128));
         }
         // In turn.
-        let operations = devices
-            .statistics()
+        let operations = statistics(&devices)
             .iter()
             .map(|of| of.operations)
             .collect::<Vec<_>>();
@@ -145,7 +144,7 @@ fn a_batch_that_nobody_finishes_comes_back() {
         pass(&clock, LONG);
     }
     drop(scanner);
-    let statistics = devices.statistics()[0];
+    let statistics = statistics(&devices)[0];
     assert_eq!((statistics.operations, statistics.full), (200 * 64, 0));
 }
 

@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::backoff::Backoff;
-use crate::{InFlight, Queue, Slot, Statistics, shares::Share};
+use crate::{InFlight, Queue, Slot, shares::Share};
 
 /// Work queues, shared by all threads.
 #[derive(Debug)]
@@ -115,11 +115,6 @@ impl Devices {
             model: self.queues().any(Queue::is_modelled),
             ..self.work.read()
         }
-    }
-
-    /// Counters of each queue.
-    pub fn statistics(&self) -> Vec<Statistics> {
-        self.queues().map(Queue::statistics).collect()
     }
 
     /// Submits operations to the next queue that accepts them. `fill` writes the operations to a slot and returns their

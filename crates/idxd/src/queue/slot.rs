@@ -162,13 +162,8 @@ pub struct Outcome {
 
 impl Outcome {
     /// Number of operations that the caller wanted to submit.
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.lease.flight.asked as usize
-    }
-
-    /// Never: a submission has at least one operation.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// Whether every operation has status 0x01, so that only the results have to be examined.
@@ -209,7 +204,7 @@ impl Outcome {
 
     fn records(&self) -> &[Record] {
         let records = self.lease.queue.arena.member_records(self.lease.slot);
-        records.get(..self.len()).unwrap_or_default()
+        records.get(..self.count()).unwrap_or_default()
     }
 }
 

@@ -193,7 +193,7 @@ fn what_is_taken_in_part_is_in_flight_in_part() {
     let outcome = submit(&queue, 8).unwrap().poll().unwrap();
     assert_eq!(statuses(&outcome), [1, 1, 1, 0, 0, 0, 0, 0]);
     assert!(!outcome.all_succeeded());
-    assert_eq!((outcome.len(), outcome.image(3)), (8, None));
+    assert_eq!((outcome.count(), outcome.image(3)), (8, None));
     let statistics = queue.statistics();
     assert_eq!((statistics.operations, statistics.entries), (3, 3));
     drop(outcome);
@@ -513,7 +513,7 @@ fn a_slot_keeps_what_was_in_it() {
     assert_eq!(slot.buffer_mut()[7], 9);
     // SAFETY: nothing is written but records.
     let outcome = unsafe { slot.submit(6) }.unwrap().poll().unwrap();
-    assert_eq!(outcome.len(), 6);
+    assert_eq!(outcome.count(), 6);
     assert!(outcome.all_succeeded());
 }
 

@@ -165,15 +165,11 @@ fn hardware(
         });
     }
     if tested.is_empty() && !untested.iter().any(|queue| queue.is_failure) {
-        let missing = discovery::missing(root, &devices).into_iter();
-        let unusable = untested
-            .iter()
-            .map(|Untested { queue, why, .. }| format!("{queue} cannot be used: {why}"));
-        let why: Vec<String> = missing.map(str::to_owned).chain(unusable).collect();
+        let missing = discovery::missing(root, &devices);
         bail!(
-            "no work queue of a DSA or an IAA can be used on this host: {}; vamoose probe lists the work queues, and \
+            "no work queue of a DSA or an IAA can be used on this host: {}; vamoose probe says why, and \
              docs/accelerators.md describes how to set one up",
-            why.join("; ")
+            missing.join("; ")
         );
     }
     Ok((tested, untested))

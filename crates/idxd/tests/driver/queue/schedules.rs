@@ -81,8 +81,8 @@ proptest! {
                         Ok(outcome) => {
                             outcomes += 1;
                             let has_record = |index: usize| outcome.image(index).is_some();
-                            let taken = (0..outcome.len()).take_while(|index| has_record(*index)).count();
-                            prop_assert!(taken >= 1 && !(taken..outcome.len()).any(has_record));
+                            let taken = (0..outcome.count()).take_while(|index| has_record(*index)).count();
+                            prop_assert!(taken >= 1 && !(taken..outcome.count()).any(has_record));
                             for (number, index) in (0..).zip(0..taken) {
                                 prop_assert_eq!(outcome.status_and_result(index), (1, number));
                             }

@@ -37,7 +37,6 @@ pub(super) struct Tested {
     queue: String,
     /// How descriptors got to the device: `mapped` or `written`; null for models, whose names contain it.
     portal: Option<&'static str>,
-    kind: &'static str,
     checks: Vec<Checked>,
 }
 
@@ -161,10 +160,6 @@ impl Tested {
             checks: checks.collect(),
             queue,
             portal,
-            kind: match kind {
-                Kind::Dsa => "dsa",
-                Kind::Iaa => "iaa",
-            },
         }
     }
 }
