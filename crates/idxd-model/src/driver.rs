@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    machine::{Machine, Workshop},
+    machine::{Executor, Machine},
     memory::Pages,
     nanoseconds,
 };
@@ -29,7 +29,7 @@ const NAP: u64 = 100_000;
 #[derive(Debug)]
 pub(super) struct Driver {
     machine: Mutex<Machine>,
-    workshop: Arc<Workshop>,
+    executor: Arc<Executor>,
     time: Time,
     start: Instant,
 }
@@ -37,7 +37,7 @@ pub(super) struct Driver {
 impl Driver {
     pub(super) fn new(machine: Machine, time: Time) -> Self {
         Self {
-            workshop: machine.workshop(),
+            executor: machine.executor(),
             machine: Mutex::new(machine),
             time,
             start: Instant::now(),
@@ -45,7 +45,7 @@ impl Driver {
     }
 
     pub(super) fn pages(&self) -> &Pages {
-        &self.workshop.pages
+        &self.executor.pages
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Machine> {

@@ -6,14 +6,14 @@
 //!                                       └─> batch ─┘ members, read one by one                 │
 //!                                              ^──────────────────────────────────────────────┘ members done
 //! ```
-//! [`admission`] lets descriptors in, [`batch`] reads lists, [`workshop`] does the work, [`completion`] reports it.
+//! [`admission`] lets descriptors in, [`batch`] reads lists, [`executor`] does the work, [`completion`] reports it.
 //! Nothing here waits: time is a number, and one [`Machine::step`] is one action. The driver decides whether time is
 //! real.
 
 mod admission;
 mod batch;
 mod completion;
-mod workshop;
+mod executor;
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -34,8 +34,8 @@ use super::{
 pub(super) use admission::gone;
 use batch::Batch;
 use completion::Delivery;
+pub(super) use executor::Executor;
 use idxd::{Descriptor, Kind, Limits, Mode, RecordImage, opcode};
-pub(super) use workshop::Workshop;
 
 /// Never: later than everything.
 pub(super) const NEVER: u64 = u64::MAX;
@@ -57,7 +57,7 @@ pub(super) struct Machine {
     deliveries: Vec<Delivery>,
     random: Rng,
     sequence: u64,
-    workshop: Arc<Workshop>,
+    executor: Arc<Executor>,
 }
 
 #[derive(Debug)]
@@ -141,7 +141,7 @@ impl Machine {
             deliveries: Vec::new(),
             random: Rng::with_seed(config.seed),
             sequence: 0,
-            workshop: Arc::new(Workshop {
+            executor: Arc::new(Executor {
                 pages: Pages::default(),
                 speeds: config.speeds,
                 work: config.work.clone(),
@@ -149,8 +149,8 @@ impl Machine {
         }
     }
 
-    pub(super) fn workshop(&self) -> Arc<Workshop> {
-        Arc::clone(&self.workshop)
+    pub(super) fn executor(&self) -> Arc<Executor> {
+        Arc::clone(&self.executor)
     }
 
     /// Injects a fault; see `Model::inject`.
@@ -241,7 +241,7 @@ impl Machine {
                     Some(InjectedFault::Slow(by)) => nanoseconds(by),
                     _ => 0,
                 };
-                let took = self.workshop.duration(&unit.descriptor);
+                let took = self.executor.duration(&unit.descriptor);
                 let pipe = &mut self.devices[device].pipe;
                 *pipe = self.clock.max(*pipe).saturating_add(took);
                 // At most just before `NEVER`, which means that it does not end.
@@ -266,7 +266,7 @@ impl Machine {
     fn work(&mut self, unit: &Unit) -> RecordImage {
         let random = self.random.u64(..);
         let kind = self.devices[unit.device].kind;
-        self.workshop
+        self.executor
             .work(kind, &unit.descriptor, unit.fault, random)
     }
 

@@ -171,13 +171,13 @@ impl fmt::Display for Verdict {
 }
 
 /// Goes on if what was found is what was expected.
-fn same(expected: impl Into<String>, found: impl Into<String>) -> Result<(), Verdict> {
+fn expect_equal(expected: impl Into<String>, found: impl Into<String>) -> Result<(), Verdict> {
     let (expected, found) = (expected.into(), found.into());
-    is_so(expected == found, expected, found)
+    expect(expected == found, expected, found)
 }
 
 /// Goes on if `is` so.
-fn is_so(
+fn expect(
     is: bool,
     expected: impl Into<String>,
     otherwise: impl Into<String>,

@@ -49,7 +49,7 @@ fn checks_have_names_of_their_own() {
 }
 
 #[test]
-fn a_healthy_model_is_as_it_is_expected() {
+fn a_healthy_model_passes_all_checks() {
     for config in [Config::dsa(), Config::iaa()] {
         for portal in PORTALS {
             let findings = on(&config, portal, |_| {});
@@ -68,7 +68,7 @@ fn a_healthy_model_is_as_it_is_expected() {
 }
 
 #[test]
-fn only_what_the_queue_does_not_have_is_skipped() {
+fn only_checks_of_missing_operations_are_skipped() {
     let skipped = |findings: &[Finding]| -> Vec<&str> {
         let skipped = findings
             .iter()
@@ -88,7 +88,7 @@ fn only_what_the_queue_does_not_have_is_skipped() {
 }
 
 #[test]
-fn a_wrong_status_is_a_difference_and_what_it_has_nothing_to_do_with_holds() {
+fn a_wrong_status_fails_only_the_checks_that_depend_on_it() {
     let moves = On::opcode(opcode::MEMMOVE);
     let findings = on(&Config::dsa(), PortalKind::Enqcmd, |model| {
         model.inject(moves, 0, u32::MAX, InjectedFault::Status(0x20));
@@ -126,7 +126,7 @@ fn silent_corruption_is_a_difference() {
 }
 
 #[test]
-fn what_is_never_answered_is_a_difference_and_the_rest_goes_on() {
+fn an_unanswered_descriptor_fails_one_check_and_the_others_continue() {
     let findings = on(&Config::dsa(), PortalKind::Enqcmd, |model| {
         let moves = On::opcode(opcode::MEMMOVE);
         model.inject(moves, 0, u32::MAX, InjectedFault::Stuck);
@@ -139,7 +139,7 @@ fn what_is_never_answered_is_a_difference_and_the_rest_goes_on() {
 }
 
 #[test]
-fn a_dead_queue_is_asked_no_further() {
+fn a_dead_queue_ends_the_checks() {
     let spoilers: [fn(&Model); 4] = [
         |model| model.inject(On::any(), 0, u32::MAX, InjectedFault::Stuck),
         |model| model.inject(On::any(), 0, u32::MAX, InjectedFault::StuckEngine),
@@ -178,7 +178,7 @@ fn a_queue_that_dies_in_the_middle_ends_the_checks() {
 }
 
 #[test]
-fn everything_that_goes_wrong_at_once_ends_in_time() {
+fn all_faults_together_end_in_time() {
     for seed in 0..4 {
         for mut config in [Config::dsa(), Config::iaa()] {
             config.seed = seed;
@@ -190,7 +190,7 @@ fn everything_that_goes_wrong_at_once_ends_in_time() {
 }
 
 #[test]
-fn a_seed_says_the_same_twice() {
+fn a_seed_reproduces_the_findings() {
     let once = || text(&on(&Config::dsa(), PortalKind::Enqcmd, |_| {}));
     assert_eq!(once(), once());
 }
@@ -264,7 +264,7 @@ impl Submit for Reticent {
 }
 
 #[test]
-fn a_device_that_does_no_more_than_is_promised_passes() {
+fn a_device_that_only_keeps_the_specifications_promises_passes() {
     for config in [Config::dsa(), Config::iaa()] {
         let model = Model::deterministic(&config);
         let queue = Reticent(model.queue(0, 0, PortalKind::Enqcmd), Mutex::default());
@@ -327,7 +327,7 @@ impl Submit for Frozen {
 }
 
 #[test]
-fn not_even_a_clock_that_stands_still_is_waited_for() {
+fn a_clock_that_stands_still_does_not_block_the_checks() {
     let limits = Config::dsa().limits_mut(0, 0).unwrap().clone();
     let findings = run(Arc::new(Frozen(limits)), TIMEOUT);
     assert!(findings[0].is_failure());

@@ -66,7 +66,7 @@ impl Arena {
 
     /// Whether this is the process that created the arena. A forked child does not have the memory.
     pub(crate) fn is_here(&self) -> bool {
-        !self.mark.is_of_a_parent()
+        !self.mark.is_in_child()
     }
 
     pub(crate) fn layout(&self) -> Layout {
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_memory_can_hold_is_refused() {
+    fn a_shape_too_large_for_memory_is_refused() {
         let layout = Layout {
             heads: 0,
             members: 1,

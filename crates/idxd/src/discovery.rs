@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hidden_batch_is_given_back_to_a_portal_alone() {
+    fn only_a_mapped_portal_gets_a_hidden_batch_opcode_back() {
         let tree = Tree::of(&[Kind::Dsa, Kind::Iaa]);
         hide_batch(&tree, "dsa0");
         let mapped = |name: &str| {
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn permission_is_missed() {
+    fn a_denied_device_node_is_a_problem() {
         let tree = Tree::of(&[Kind::Dsa]);
         let mode = |path: &str, mode| {
             fs::set_permissions(tree.file(path), fs::Permissions::from_mode(mode)).unwrap()

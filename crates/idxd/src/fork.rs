@@ -32,7 +32,7 @@ impl Mark {
     }
 
     /// Whether this process was forked from the one that made the mark.
-    pub(crate) fn is_of_a_parent(&self) -> bool {
+    pub(crate) fn is_in_child(&self) -> bool {
         self.word().load(Ordering::Relaxed) != HERE
     }
 

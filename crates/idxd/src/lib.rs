@@ -41,7 +41,8 @@ mod wait;
 pub use descriptor::{Descriptor, Flags, opcode};
 pub use limits::{Capabilities, Kind, Limits, Mode, Operations};
 pub use queue::{
-    InFlight, NotTaken, OpenQueueError, Outcome, Queue, Shape, Slot, Statistics, Tuning, Unanswered,
+    InFlight, OpenQueueError, Outcome, Queue, Shape, Slot, Statistics, SubmitError, Tuning,
+    Unanswered,
 };
 pub use record::{Record, RecordImage};
 pub use submit::{Refusal, Submit, Submitted};

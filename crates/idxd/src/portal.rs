@@ -189,7 +189,7 @@ impl Submit for Portal {
             refusal: Some(refusal),
         };
         // Before the lock, which another thread of the parent may have held.
-        if self.mark.is_of_a_parent() {
+        if self.mark.is_in_child() {
             return refused(Refusal::Forked);
         }
         let transport = match self.transport.try_read() {
@@ -214,7 +214,7 @@ impl Submit for Portal {
     }
 
     fn close(&self) {
-        if self.mark.is_of_a_parent() {
+        if self.mark.is_in_child() {
             return;
         }
         // Held to the end, so that a second call waits for the draining as well.
@@ -237,7 +237,7 @@ impl Submit for Portal {
 
 impl Drop for Portal {
     fn drop(&mut self) {
-        if !self.mark.is_of_a_parent() {
+        if !self.mark.is_in_child() {
             return self.close();
         }
         let transport = self

@@ -109,7 +109,7 @@ pub enum OpenQueueError {
 
 /// Why nothing of a submission was accepted.
 #[derive(Debug, Error)]
-pub enum NotTaken {
+pub enum SubmitError {
     /// The work queue is full. The processor does the work.
     #[error("the work queue is full")]
     Full,

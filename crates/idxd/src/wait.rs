@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_complete_record_is_not_waited_for() {
+    fn a_complete_record_ends_the_wait_at_once() {
         // SAFETY: a record is eight atomic words, which are laid out as plain ones are.
         let record: Record = unsafe { std::mem::transmute([1_u64; 8]) };
         assert!(spin(&record, || panic!("spins")));

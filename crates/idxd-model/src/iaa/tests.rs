@@ -270,7 +270,7 @@ fn faults_are_reported_wherever_they_are() {
 }
 
 #[test]
-fn a_size_that_was_made_up_is_a_fault_and_not_memory() {
+fn a_huge_size_faults_before_memory_is_allocated() {
     let mut job = Job::decompress(&[0; 100], 16);
     job.descriptor.size = u32::MAX;
     let record = job.execute();

@@ -1,6 +1,6 @@
 //! Batches: a list in memory whose members are read one by one as engines become free, and a record when all are done.
 
-use super::{Machine, Unit, workshop::read_descriptor};
+use super::{Machine, Unit, executor::read_descriptor};
 use crate::{dsa::Outcome, faults::InjectedFault, memory::View, validate::status};
 
 /// Batches that an engine has in progress at most: several (DSA 3.0, 4.4), but how many is assumed.
@@ -34,13 +34,13 @@ impl Machine {
 
     /// Reads the next member of a batch from its list; `None` if reading the list faults, which ends the batch.
     pub(super) fn next_member(&mut self, id: u64) -> Option<Unit> {
-        let (workshop, sequence) = (self.workshop(), self.next_sequence());
+        let (executor, sequence) = (self.executor(), self.next_sequence());
         let batch = self.batches.get_mut(&id)?;
         let (index, list) = (batch.next, batch.parent.descriptor.address_1);
         let at = list.wrapping_add(u64::from(index) * 64);
         let is_injected = batch.parent.fault == Some(InjectedFault::ListFault(index));
         let mut view = View {
-            pages: &workshop.pages,
+            pages: &executor.pages,
             injected: is_injected.then_some((at, false)),
         };
         let descriptor = match read_descriptor(&mut view, at) {

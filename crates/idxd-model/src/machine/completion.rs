@@ -16,7 +16,7 @@ pub(super) struct Delivery {
 impl Machine {
     /// Schedules the record of a descriptor whose work is done.
     pub(super) fn conclude(&mut self, unit: Unit, image: RecordImage) {
-        let latency = nanoseconds(self.workshop.speeds.latency);
+        let latency = nanoseconds(self.executor.speeds.latency);
         let due = self.clock.saturating_add(latency);
         match unit.fault {
             Some(InjectedFault::RecordLate(by)) => {
@@ -109,7 +109,7 @@ impl Machine {
         let bytes = image.words.map(u64::to_le_bytes);
         let length = if kind == Kind::Dsa { 32 } else { 64 };
         let address = unit.descriptor.record;
-        let mut memory = self.workshop.view();
+        let mut memory = self.executor.view();
         address.is_multiple_of(kind.record_alignment())
             && memory
                 .write_record(address, &bytes.as_flattened()[..length])

@@ -1,10 +1,10 @@
 //! Checks of DSA: comparisons, copies, batches, and pages that are not there.
 
 use super::{
-    Check, Verdict, is_so, noise,
+    Check, Verdict, expect, expect_equal, noise,
     queue::UNKNOWN,
     rig::{Area, BatchAnswer, Hole, PAGE, Rig, plain},
-    same, size,
+    size,
 };
 use idxd::{Descriptor, RecordImage, dsa, opcode};
 
@@ -143,7 +143,7 @@ fn compared(
     let describe = |status: u8, result: u8| {
         format!("{status:#04x}, result {result} for {length} bytes at {offset}")
     };
-    same(
+    expect_equal(
         describe(0x01, result),
         describe(image.status(), image.result()),
     )
@@ -158,7 +158,7 @@ fn memmove(rig: &Rig) -> Result<(), Verdict> {
         let to = (2 * PAGE - length) / 2;
         let (from_address, to_address) = (source.address(*offset), target.address(to));
         let descriptor = dsa::memmove(from_address, to_address, size(*length), 0);
-        same("status 0x01", rig.ask(descriptor)?.to_string())?;
+        expect_equal("status 0x01", rig.ask(descriptor)?.to_string())?;
         let mut expected = vec![0; 2 * PAGE];
         expected[to..to + length].copy_from_slice(&source.read(*offset, *length));
         target.holds(&expected)?;
@@ -201,7 +201,7 @@ fn fault(rig: &Rig, descriptor: Descriptor, status: u8, most: usize) -> Result<u
     let done = image.completed() as usize;
     let is_partial = image.status() == status && done <= most;
     let found = format!("{:#04x}, {done} bytes completed", image.status());
-    is_so(is_partial, expected, found)?;
+    expect(is_partial, expected, found)?;
     Ok(done)
 }
 
@@ -209,7 +209,7 @@ fn untouched(rig: &Rig) -> Result<(), Verdict> {
     let descriptor = dsa::compare_pattern(rig.untouched()?.address(0), size(PAGE), 0, 0);
     let image = rig.ask(descriptor)?.image("a status")?;
     let found = format!("{:#04x}, result {}", image.status(), image.result());
-    same("0x01, result 0", found)
+    expect_equal("0x01, result 0", found)
 }
 
 fn noop() -> Descriptor {
@@ -220,7 +220,7 @@ fn member_fails(rig: &Rig) -> Result<(), Verdict> {
     let members = vec![noop(), plain(UNKNOWN), noop(), noop()];
     let answer = rig.ask_batch(members, None)?;
     let parent = parent(&answer.parent.image("0x05")?);
-    same(
+    expect_equal(
         "0x05, 4 completed, members 0x01 0x10 0x01 0x01",
         answer
             .statuses()
@@ -259,7 +259,7 @@ fn read_late(rig: &Rig) -> Result<(), Verdict> {
     list.write((count - 1) * 64 + 7, &[UNKNOWN]);
     rig.wait(parent).image("the batch's record")?;
     let last = records.last().map_or(0, |record| record.status());
-    same(
+    expect_equal(
         "status 0x10 of the last member",
         format!("status {last:#04x} of the last member"),
     )
@@ -273,7 +273,7 @@ fn list_fault(rig: &Rig) -> Result<(), Verdict> {
         let image = answer.parent.image("0x06")?;
         let done = answer.statuses().filter(|status| *status != 0).count();
         let completed = image.completed() as usize;
-        is_so(
+        expect(
             image.status() == 0x06 && completed == done && completed <= before,
             format!("0x06, at most {before} completed, as many records"),
             format!("{}, {done} records", parent(&image)),
@@ -304,9 +304,9 @@ fn largest(rig: &Rig) -> Result<usize, Verdict> {
 
 fn all_done(answer: &BatchAnswer, count: usize) -> Result<(), Verdict> {
     let expected = format!("0x01, {count} completed");
-    same(&expected, parent(&answer.parent.image(&expected)?))?;
+    expect_equal(&expected, parent(&answer.parent.image(&expected)?))?;
     let done = answer.statuses().filter(|status| *status == 1).count();
-    same(
+    expect_equal(
         format!("{count} members done with it"),
         format!("{done} members done with it"),
     )

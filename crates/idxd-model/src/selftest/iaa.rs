@@ -1,9 +1,9 @@
 //! Checks of IAA: compression, decompression, and pages that are not there.
 
 use super::{
-    Check, Verdict, is_so, noise,
+    Check, Verdict, expect, expect_equal, noise,
     rig::{Area, Hole, PAGE, Rig},
-    same, size,
+    size,
 };
 use idxd::{
     Descriptor,
@@ -92,7 +92,7 @@ fn samples() -> Vec<(&'static str, Vec<u8>)> {
 fn fixed(rig: &Rig) -> Result<(), Verdict> {
     for (name, data) in samples() {
         let length = round_trip(rig, name, &data, &CompressAecs::fixed())?;
-        is_so(
+        expect(
             name != "zeros" || length < data.len(),
             "zeros to become smaller",
             format!("{length} bytes"),
@@ -105,7 +105,7 @@ fn dynamic(rig: &Rig) -> Result<(), Verdict> {
     for (name, data) in samples() {
         let (input, output) = (rig.holding(&data)?, rig.pages(1)?);
         let statistics = iaa::statistics(input.address(0), size(data.len()), output.address(0), 0);
-        same("success", outcome(rig, statistics)?.0)?;
+        expect_equal("success", outcome(rig, statistics)?.0)?;
         let mut bytes = [0; Histogram::SIZE as usize];
         bytes.copy_from_slice(&output.read(0, Histogram::SIZE as usize));
         let aecs = CompressAecs::dynamic(&Histogram::from_bytes(&bytes), true);
@@ -117,32 +117,32 @@ fn dynamic(rig: &Rig) -> Result<(), Verdict> {
 /// Compresses and decompresses `data`, which has to be the same again. Returns the length of the stream.
 fn round_trip(rig: &Rig, name: &str, data: &[u8], aecs: &CompressAecs) -> Result<usize, Verdict> {
     let (found, stream) = compressed(rig, data, aecs, 2 * PAGE)?;
-    same("success", found)?;
+    expect_equal("success", found)?;
     let (found, output) = decompressed(rig, &stream, PAGE)?;
     let describe = |found: &str, length: usize| format!("{found}, {length} bytes ({name})");
     let expected = describe("success", data.len());
-    same(expected, describe(&found, output.len()))?;
-    is_so(output == data, "the same bytes again", "others")?;
+    expect_equal(expected, describe(&found, output.len()))?;
+    expect(output == data, "the same bytes again", "others")?;
     Ok(stream.len())
 }
 
 fn compress_overflow(rig: &Rig) -> Result<(), Verdict> {
     let (found, _) = compressed(rig, &noise(PAGE), &CompressAecs::fixed(), PAGE - 1)?;
-    same("0x0a, error 25", found)
+    expect_equal("0x0a, error 25", found)
 }
 
 fn decompress_overflow(rig: &Rig) -> Result<(), Verdict> {
     let (found, _) = decompressed(rig, &stored(&[7; 100], true), 99)?;
-    same("0x0b, error 0", found)
+    expect_equal("0x0b, error 0", found)
 }
 
 fn window(rig: &Rig) -> Result<(), Verdict> {
     let data = noise(6000);
     let (found, output) = decompressed(rig, &with_match(&data, MATCH_4096), 2 * PAGE)?;
-    same("success", found)?;
+    expect_equal("success", found)?;
     let back = data.len() - 4096;
     let is_right = output == [&data[..], &data[back..back + 3]].concat();
-    is_so(is_right, "the bytes from 4096 bytes before", "others")?;
+    expect(is_right, "the bytes from 4096 bytes before", "others")?;
     let (found, _) = decompressed(rig, &with_match(&data, MATCH_4097), 2 * PAGE)?;
     is_error(&found, "a match 4097 bytes back")
 }
@@ -158,7 +158,7 @@ fn malformed(rig: &Rig) -> Result<(), Verdict> {
 }
 
 fn is_error(found: &str, of: &str) -> Result<(), Verdict> {
-    is_so(
+    expect(
         found.starts_with(&format!("{ANALYTICS_ERROR:#04x}")),
         format!("{ANALYTICS_ERROR:#04x} for {of}"),
         format!("{found} for {of}"),
@@ -185,7 +185,7 @@ fn fault_on_write(rig: &Rig) -> Result<(), Verdict> {
 
 fn fault(rig: &Rig, descriptor: Descriptor, statuses: &[u8]) -> Result<(), Verdict> {
     let status = rig.ask(descriptor)?.image("a page fault")?.status();
-    is_so(
+    expect(
         statuses.contains(&status),
         format!("one of {statuses:#04x?}"),
         format!("{status:#04x}"),
@@ -247,7 +247,7 @@ fn finish(
 ) -> Result<(String, Vec<u8>), Verdict> {
     let (found, length) = outcome(rig, descriptor)?;
     let behind = output.read(capacity, 64);
-    is_so(
+    expect(
         behind.iter().all(|byte| *byte == 0),
         "nothing written behind the output",
         "other bytes",

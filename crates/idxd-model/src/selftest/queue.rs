@@ -1,9 +1,8 @@
 //! Checks of the work queue itself: it answers, drains, and refuses when it is full.
 
 use super::{
-    Check, Verdict, dsa, iaa, is_so,
+    Check, Verdict, dsa, expect, expect_equal, iaa,
     rig::{Answer, Rig, plain},
-    same,
 };
 use idxd::{Descriptor, Kind, Mode, Record, Refusal, opcode};
 
@@ -13,7 +12,7 @@ pub(super) const CHECKS: &[Check] = &[
         "a NOOP is done",
         Some("DSA 3.0, 8.3.1; IAA 2.1, 6.3.1"),
         &[opcode::NOOP],
-        |rig| same("status 0x01", rig.ask(plain(opcode::NOOP))?.to_string()),
+        |rig| expect_equal("status 0x01", rig.ask(plain(opcode::NOOP))?.to_string()),
     ),
     Check::new(
         "drain-waits",
@@ -27,7 +26,7 @@ pub(super) const CHECKS: &[Check] = &[
         "an unknown opcode is status 0x10",
         Some("DSA 3.0, 5.8.1; IAA 2.1, 4.4.1"),
         &[],
-        |rig| same("status 0x10", rig.ask(plain(UNKNOWN))?.to_string()),
+        |rig| expect_equal("status 0x10", rig.ask(plain(UNKNOWN))?.to_string()),
     ),
     Check::new(
         "queue-full",
@@ -54,15 +53,17 @@ fn drain_waits(rig: &Rig) -> Result<(), Verdict> {
         offered.map_err(|refusal| differs("eight operations taken", refusal))?;
         records.push(record);
     }
-    same("status 0x01", rig.ask(plain(opcode::DRAIN))?.to_string())?;
+    expect_equal("status 0x01", rig.ask(plain(opcode::DRAIN))?.to_string())?;
     let done = records.iter().filter(|record| record.status() != 0).count();
-    same("8 done before", format!("{done} done before"))
+    expect_equal("8 done before", format!("{done} done before"))
 }
 
 fn queue_full(rig: &Rig) -> Result<(), Verdict> {
     let flood = flood(rig)?;
     match flood.refusal {
-        Some(Refusal::Full) => same("status 0x01", rig.ask(plain(opcode::NOOP))?.to_string()),
+        Some(Refusal::Full) => {
+            expect_equal("status 0x01", rig.ask(plain(opcode::NOOP))?.to_string())
+        }
         Some(other) => Err(differs("refused as full", other)),
         None => Err(Verdict::Skipped(format!(
             "the queue was never full: {} accepted in a row",
@@ -74,7 +75,7 @@ fn queue_full(rig: &Rig) -> Result<(), Verdict> {
 fn freed_at_fetch(rig: &Rig) -> Result<(), Verdict> {
     let most = flood(rig)?.most_in_flight;
     let threshold = rig.limits().threshold as usize;
-    is_so(
+    expect(
         most > threshold,
         format!("more than {threshold} in flight"),
         format!("at most {most}"),
@@ -149,7 +150,7 @@ fn with_record(descriptor: Descriptor, record: &Record) -> Descriptor {
 
 fn differs(expected: &str, refusal: Refusal) -> Verdict {
     let found = Answer::Refused(refusal).to_string();
-    is_so(false, expected, found)
+    expect(false, expected, found)
         .err()
         .unwrap_or(Verdict::Holds)
 }

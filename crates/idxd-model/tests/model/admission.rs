@@ -45,7 +45,7 @@ fn another_tenant_takes_entries() {
 }
 
 #[test]
-fn a_queue_is_always_full_or_so_many_times() {
+fn a_queue_refuses_for_ever_or_a_number_of_times() {
     let model = Model::deterministic(&Config::dsa());
     let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     model.refuse(0, 0, 3);
@@ -79,7 +79,7 @@ fn a_queue_is_full_by_chance() {
 }
 
 #[test]
-fn a_dedicated_queue_drops_in_silence() {
+fn a_full_dedicated_queue_drops_descriptors_silently() {
     let mut config = Config::dsa();
     config.limits_mut(0, 0).unwrap().mode = Mode::Dedicated;
     for portal in [PortalKind::Movdir, PortalKind::Write] {

@@ -230,7 +230,7 @@ fn engines_have_several_batches_in_progress() {
 }
 
 #[test]
-fn a_list_that_is_reused_too_early_is_read_as_it_is_then() {
+fn a_batch_list_is_read_after_submission() {
     let model = Model::deterministic(&Config::dsa());
     let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(3));
     let memory = Memory::new(1, 0);

@@ -70,7 +70,7 @@ fn a_page_that_is_missing_faults_again_and_again() {
 }
 
 #[test]
-fn what_is_read_only_faults_on_writes_only() {
+fn read_only_pages_fault_on_writes_only() {
     let model = Model::deterministic(&Config::dsa());
     let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, record) = (Memory::new(2, 0), Record::default());
@@ -151,7 +151,7 @@ fn a_record_that_faults_comes_late_or_never() {
 }
 
 #[test]
-fn a_record_that_is_not_requested_is_for_errors_only() {
+fn without_a_request_only_errors_are_recorded() {
     let model = Model::deterministic(&Config::dsa());
     let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     let memory = Memory::new(1, 0);

@@ -75,7 +75,7 @@ fn drive(config: &Config, reset: Option<usize>) -> Seen {
 
 proptest! {
     #[test]
-    fn every_descriptor_has_one_end(faults in any_faults(prop_oneof![10 => harmless(), 1 => Just(InjectedFault::Corrupt)], 8), seed: u64, reset in proptest::option::of(0..COUNT)) {
+    fn every_descriptor_ends_exactly_once(faults in any_faults(prop_oneof![10 => harmless(), 1 => Just(InjectedFault::Corrupt)], 8), seed: u64, reset in proptest::option::of(0..COUNT)) {
         let config = config_with(Config::dsa(), |config| { config.faults = faults; config.seed = seed; });
         let seen = drive(&config, reset);
         let Statistics { accepted, completed, unrecorded, aborted, dropped } = seen.statistics;

@@ -120,7 +120,7 @@ fn a_device_that_is_reset_in_mid_run_forgets_everything() {
 }
 
 #[test]
-fn a_late_write_hits_what_was_given_up_too_early() {
+fn a_late_write_reaches_memory_that_was_reused_too_early() {
     let model = Model::deterministic(&Config::dsa());
     let (queue, memory, records) = (
         model.queue(0, 0, PortalKind::Enqcmd),
@@ -187,7 +187,7 @@ fn nothing_is_written_after_the_queue_is_closed() {
 }
 
 #[test]
-fn a_byte_is_wrong_and_nobody_says_so() {
+fn corruption_changes_one_byte_and_reports_success() {
     let model = Model::deterministic(&Config::dsa());
     let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     let (from, to) = (Memory::new(1, 5), Memory::new(1, 0));
@@ -224,7 +224,7 @@ fn a_device_that_is_unplugged_is_gone() {
 }
 
 #[test]
-fn what_is_not_there_cannot_be_opened() {
+fn a_missing_device_cannot_be_opened() {
     let model = Model::deterministic(&Config::dsa());
     let refused = |device, queue| {
         let queue = model.queue(device, queue, PortalKind::Enqcmd);
@@ -239,7 +239,7 @@ fn what_is_not_there_cannot_be_opened() {
 }
 
 #[test]
-fn what_a_record_does_not_define_is_noise() {
+fn undefined_record_fields_are_noise() {
     let model = Model::deterministic(&Config::dsa());
     let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     let images = [0, 1].map(|_| run(&queue, &noop(&record), &record));
@@ -294,7 +294,7 @@ fn copies_of_any_alignment_are_right() {
 }
 
 #[test]
-fn a_batch_that_failed_is_recorded_only_if_that_was_asked_for() {
+fn a_failed_batch_has_a_record_only_if_requested() {
     for (flags, status) in [(Flags::RECORD_VALID, 0), (wanted(), 5)] {
         let model = Model::deterministic(&Config::dsa());
         let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(4));
@@ -328,7 +328,7 @@ fn a_descriptor_with_a_misaligned_record_is_discarded() {
 }
 
 #[test]
-fn nothing_is_counted_where_all_is_done_or_nothing() {
+fn operations_that_succeed_or_are_invalid_complete_zero_bytes() {
     let model = Model::deterministic(&Config::dsa());
     let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, record) = (Memory::new(2, 0), Record::default());

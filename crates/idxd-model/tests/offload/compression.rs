@@ -87,7 +87,7 @@ fn what_is_compressed_is_decompressed() {
 
 /// Of an operation that is complete a record has no bytes completed (IAA 2.1, 6.2.4).
 #[test]
-fn what_a_device_has_decompressed_is_not_done_again() {
+fn pages_that_a_device_decompressed_are_not_repeated() {
     let model = Model::deterministic(&Config::iaa());
     let devices = devices(&model, 1, PAGES);
     let memory = contents(64);
@@ -233,7 +233,7 @@ fn a_stream_that_is_wrong_is_the_processors_error() {
 }
 
 #[test]
-fn a_panic_leaves_nothing_behind() {
+fn a_panic_leaves_no_operation_in_flight() {
     let model = Model::deterministic(&Config::iaa());
     let devices = devices(&model, 1, PAGES);
     let memory = contents(64);
@@ -262,7 +262,7 @@ fn buffers_that_are_too_small_are_not_used() {
 }
 
 #[test]
-fn what_is_as_long_as_a_page_is_no_stream_and_what_has_more_behind_it_is_one_for_a_device() {
+fn page_sized_payloads_are_not_streams_and_trailing_bytes_are_ignored_by_a_device() {
     let model = Model::deterministic(&Config::iaa());
     let devices = devices(&model, 1, PAGES);
     // A stored block that is not the last, two with nothing in them, and a last one that fills the page.

@@ -68,7 +68,7 @@ fn by_processor(of: Move) {
 const LONG: Duration = Duration::from_millis(10);
 
 #[test]
-fn what_is_copied_is_there() {
+fn all_moves_are_copied() {
     let model = Model::deterministic(&Config::devices(Kind::Dsa, 2));
     let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, 2, BATCHES);
@@ -89,7 +89,7 @@ fn without_devices_the_processor_does_it() {
 }
 
 #[test]
-fn what_faults_the_processor_copies() {
+fn the_processor_copies_pages_that_fault() {
     let model = Model::deterministic(&Config::dsa());
     let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, 1, BATCHES);
@@ -126,7 +126,7 @@ fn a_device_that_only_meets_faults_is_left_alone_until_the_pages_are_there() {
 }
 
 #[test]
-fn a_late_device_never_writes_over_what_is_newer() {
+fn a_late_device_never_overwrites_newer_bytes() {
     let late = Duration::from_secs(2);
     for fault in [
         InjectedFault::Late(late),

@@ -75,7 +75,7 @@ fn those_that_are_near_are_first_and_the_others_when_they_take_nothing() {
 }
 
 #[test]
-fn a_queue_that_is_always_full_is_seldom_asked() {
+fn a_queue_that_is_always_full_is_rarely_tried() {
     let model = Model::deterministic(&Config::dsa());
     let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, 1, BATCHES);

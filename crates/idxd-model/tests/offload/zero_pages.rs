@@ -80,7 +80,7 @@ fn a_device_and_the_processor_meet() {
 }
 
 #[test]
-fn a_few_pages_are_not_worth_it_and_eight_are() {
+fn fewer_than_eight_pages_are_not_submitted() {
     let model = Model::deterministic(&Config::dsa());
     let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let (devices, memory) = (devices(&model, 1, BATCHES), Memory::of(&contents(8)));
@@ -108,7 +108,7 @@ fn without_devices_the_processor_does_it() {
 }
 
 #[test]
-fn what_the_caller_asks_for_is_what_it_gets() {
+fn descriptors_are_submitted_unchanged() {
     let model = Model::deterministic(&Config::dsa());
     let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let (devices, memory) = (devices(&model, 1, BATCHES), Memory::of(&contents(64)));
@@ -134,7 +134,7 @@ fn what_the_caller_asks_for_is_what_it_gets() {
 }
 
 #[test]
-fn a_batch_that_nobody_finishes_comes_back() {
+fn the_slot_of_an_unfinished_batch_comes_back() {
     let model = Model::deterministic(&Config::dsa());
     let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let (devices, memory) = (devices(&model, 1, BATCHES), Memory::of(&contents(64)));
@@ -251,7 +251,7 @@ fn a_device_that_becomes_faster_gets_more_again() {
 }
 
 #[test]
-fn a_device_that_judges_wrong_is_caught_whatever_the_others_say() {
+fn a_device_with_wrong_verdicts_is_detected_among_others() {
     let (honest, mut wrong) = (Config::dsa(), Config::dsa());
     wrong.work = Done::Oracle(Arc::new(|_, _| true));
     let models = [honest, wrong].map(|config| Model::deterministic(&config));
@@ -284,7 +284,7 @@ fn a_device_that_judges_wrong_is_caught_whatever_the_others_say() {
 }
 
 #[test]
-fn what_is_not_checked_is_counted() {
+fn unchecked_verdicts_are_counted() {
     let mut config = Config::dsa();
     config.work = Done::Oracle(Arc::new(|_, _| true));
     let model = Model::deterministic(&config);
@@ -304,7 +304,7 @@ fn what_is_not_checked_is_counted() {
 }
 
 #[test]
-fn a_guest_that_writes_to_its_pages_is_no_wrong_device() {
+fn concurrent_guest_writes_are_not_wrong_verdicts() {
     let model = Model::deterministic(&Config::dsa());
     let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, 1, BATCHES);

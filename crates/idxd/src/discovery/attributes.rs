@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_map_is_refused() {
+    fn a_malformed_opcode_map_is_refused() {
         let long = "1".repeat(65);
         for text in [
             "",
@@ -214,7 +214,7 @@ mod tests {
         }
 
         #[test]
-        fn no_text_is_too_strange(text: String) {
+        fn any_text_can_be_parsed(text: String) {
             let _ = (operations(&text), number(&text), node_number(&text));
         }
     }

@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_queue_is_refused_by_its_reason() {
+    fn a_malformed_queue_name_is_refused_with_a_reason() {
         for text in [
             "wq",
             "wq0",
@@ -224,7 +224,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_printed_is_understood(
+        fn printed_names_can_be_parsed(
             kind in prop_oneof![Just(None), Just(Some(Kind::Dsa)), Just(Some(Kind::Iaa))],
             device: u32,
             queue: u32,
@@ -234,7 +234,7 @@ mod tests {
         }
 
         #[test]
-        fn no_text_is_too_strange(text: String) {
+        fn any_text_can_be_parsed(text: String) {
             let _ = QueueName::list(&text);
         }
     }

@@ -86,19 +86,19 @@ impl Compressor {
         let mut done = OffloadCounters::default();
         let (mut next, mut begun, mut tail) = (0, 0, count);
         while next < count {
-            while begun < tail && self.give(page(begun)) {
+            while begun < tail && self.submit(page(begun)) {
                 begun += 1;
             }
             if next >= tail {
-                self.emit_side(next, emit);
+                self.emit_software_stream(next, emit);
             } else if begun == next {
-                self.do_on_the_side(next, page(next), by_processor);
-                self.emit_side(next, emit);
+                self.compress_in_software(next, page(next), by_processor);
+                self.emit_software_stream(next, emit);
                 done.refused += 1;
                 begun += 1;
             } else if begun < tail && !self.flights.is_next_there() {
                 tail -= 1;
-                self.do_on_the_side(tail, page(tail), by_processor);
+                self.compress_in_software(tail, page(tail), by_processor);
                 done.overtaken += 1;
                 continue;
             } else {
@@ -109,8 +109,8 @@ impl Compressor {
                         done.by_device += 1;
                     }
                     None => {
-                        self.do_on_the_side(next, page(next), by_processor);
-                        self.emit_side(next, emit);
+                        self.compress_in_software(next, page(next), by_processor);
+                        self.emit_software_stream(next, emit);
                         match outcome {
                             Some(_) => done.failed += 1,
                             None => done.overtaken += 1,
@@ -132,7 +132,7 @@ impl Compressor {
             let capacity = Histogram::SIZE as usize;
             // SAFETY: statistics write a histogram, to the slot's buffer.
             let taken = unsafe {
-                self.flights.give(capacity, &mut |slot| {
+                self.flights.submit(capacity, &mut |slot| {
                     let buffer = slot.buffer_address();
                     iaa::statistics(source, size, buffer, 0)
                 })
@@ -157,14 +157,14 @@ impl Compressor {
         sum.map(|sum: Histogram| sum.covering())
     }
 
-    fn give(&mut self, page: &[u8]) -> bool {
+    fn submit(&mut self, page: &[u8]) -> bool {
         let Ok(size) = u32::try_from(page.len()) else {
             return false;
         };
         let (source, aecs) = (address(page), self.aecs.address());
         // SAFETY: compression writes to the slot's buffer only, and less than a page.
         unsafe {
-            self.flights.give(page.len(), &mut |slot| {
+            self.flights.submit(page.len(), &mut |slot| {
                 let compress = iaa::Compress {
                     source,
                     size,
@@ -178,13 +178,18 @@ impl Compressor {
         }
     }
 
-    fn do_on_the_side(&mut self, index: usize, page: &[u8], by_processor: &mut ByProcessor<'_>) {
+    fn compress_in_software(
+        &mut self,
+        index: usize,
+        page: &[u8],
+        by_processor: &mut ByProcessor<'_>,
+    ) {
         let buffer = &mut self.side[index * self.page_bytes..][..self.page_bytes - 1];
         let most = buffer.len();
         self.lengths[index] = by_processor(page, buffer).filter(|len| *len <= most);
     }
 
-    fn emit_side(&self, index: usize, emit: &mut dyn FnMut(Option<&[u8]>)) {
+    fn emit_software_stream(&self, index: usize, emit: &mut dyn FnMut(Option<&[u8]>)) {
         let start = index * self.page_bytes;
         emit(self.lengths[index].map(|len| &self.side[start..][..len]));
     }
@@ -243,7 +248,7 @@ impl Flights {
     ///
     /// # Safety
     /// The operation writes to the slot's buffer only, and to no more than `capacity` bytes of it.
-    pub(super) unsafe fn give(
+    pub(super) unsafe fn submit(
         &mut self,
         capacity: usize,
         operation: &mut dyn FnMut(&Slot) -> Descriptor,
@@ -260,7 +265,7 @@ impl Flights {
             place.map(|place| *place = operation).map_or(0, |()| 1)
         };
         // SAFETY: as the caller promises.
-        let pending = unsafe { self.devices.give(&mut fill) };
+        let pending = unsafe { self.devices.submit(&mut fill) };
         let taken = pending.is_some();
         self.pending.extend(pending);
         taken

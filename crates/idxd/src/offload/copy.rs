@@ -72,7 +72,8 @@ impl Copier {
         )]
         let wanted = ((moves.len() as f32 * self.share) as usize).max(FEWEST.min(moves.len()));
         // SAFETY: as the caller promises: this does not return before the device is done, or the queue closed.
-        let Some(writing) = (unsafe { give(&self.devices, &moves[moves.len() - wanted..]) }) else {
+        let Some(writing) = (unsafe { submit(&self.devices, &moves[moves.len() - wanted..]) })
+        else {
             (0..moves.len()).for_each(by_processor);
             self.devices.counters().add(OffloadCounters {
                 refused: moves.len() as u64,
@@ -120,12 +121,12 @@ impl Copier {
 
 /// # Safety
 /// As for [`Copier::copy`], until what this returns is dropped.
-unsafe fn give<'a>(devices: &'a Devices, moves: &[Move]) -> Option<Writing<'a>> {
+unsafe fn submit<'a>(devices: &'a Devices, moves: &[Move]) -> Option<Writing<'a>> {
     if moves.len() < FEWEST {
         return None;
     }
     // SAFETY: as the caller promises.
-    let Pending { member, flight } = unsafe { devices.give(&mut |slot| fill(slot, moves)) }?;
+    let Pending { member, flight } = unsafe { devices.submit(&mut |slot| fill(slot, moves)) }?;
     Some(Writing {
         devices,
         member,

@@ -57,7 +57,7 @@ impl Decompressor {
         let is_page = |stream: &[u8]| stream.len() == size;
         self.flights.begin();
         while next < tail && result.is_ok() {
-            while begun < tail && (is_page(streams(begun)) || self.give(streams(begun))) {
+            while begun < tail && (is_page(streams(begun)) || self.submit(streams(begun))) {
                 begun += 1;
             }
             let stream = streams(next);
@@ -98,7 +98,7 @@ impl Decompressor {
         result
     }
 
-    fn give(&mut self, stream: &[u8]) -> bool {
+    fn submit(&mut self, stream: &[u8]) -> bool {
         let sizes = (u32::try_from(stream.len()), u32::try_from(self.page_bytes));
         let (Ok(size @ 1..), Ok(destination_size)) = sizes else {
             return false;
@@ -106,7 +106,7 @@ impl Decompressor {
         let source = address(stream);
         // SAFETY: decompression writes to the slot's buffer only, and no more than a page.
         unsafe {
-            self.flights.give(self.page_bytes, &mut |slot| {
+            self.flights.submit(self.page_bytes, &mut |slot| {
                 let decompress = iaa::Decompress {
                     source,
                     size,

@@ -122,7 +122,10 @@ impl Devices {
     ///
     /// # Safety
     /// That of [`Slot::submit`], for what `fill` has written.
-    pub(super) unsafe fn give(&self, fill: &mut dyn FnMut(&mut Slot) -> usize) -> Option<Pending> {
+    pub(super) unsafe fn submit(
+        &self,
+        fill: &mut dyn FnMut(&mut Slot) -> usize,
+    ) -> Option<Pending> {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let far = self.members.len() - self.near;
         let mut refusals = 0;

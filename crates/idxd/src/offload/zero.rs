@@ -118,7 +118,7 @@ impl ZeroScanner {
         let pending = if wanted > pages.len() || self.late.len() > MOST_LATE {
             None
         } else {
-            self.give(&pages[pages.len() - wanted..])
+            self.submit(&pages[pages.len() - wanted..])
         };
         let pages = pages.len();
         Batch { pending, pages }
@@ -199,9 +199,9 @@ impl ZeroScanner {
     }
 
     /// Submits `pages` to a device, the last one first, as many as it accepts at once.
-    fn give(&self, pages: &[u64]) -> Option<Pending> {
+    fn submit(&self, pages: &[u64]) -> Option<Pending> {
         // SAFETY: comparisons write to nothing but their records, which are the slot's.
-        unsafe { self.devices.give(&mut |slot| self.fill(slot, pages)) }
+        unsafe { self.devices.submit(&mut |slot| self.fill(slot, pages)) }
     }
 
     fn fill(&self, slot: &mut Slot, pages: &[u64]) -> usize {

@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_mapped_says_why() {
+    fn a_failed_mapping_reports_the_error() {
         let error = Mapped::of(&File::open("/dev/null").unwrap(), Mode::Shared).unwrap_err();
         assert!(error.raw_os_error().is_some());
         let read_only = File::open("/proc/self/exe").unwrap();

@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_full_queue_took_is_counted() {
+    fn descriptors_accepted_before_a_full_queue_are_counted() {
         let (mut reader, writer) = pipe();
         let written = Written::of(writer);
         let descriptors = numbered(4096);

@@ -3,7 +3,7 @@
 use std::{ops::Range, sync::Arc, time::Duration};
 
 use super::{
-    Inner, NotTaken, Quarantined, Unanswered,
+    Inner, Quarantined, SubmitError, Unanswered,
     flight::{Flight, RECORD},
 };
 use crate::{Descriptor, Limits, Record, RecordImage, Refusal, Submitted, opcode};
@@ -79,7 +79,7 @@ impl Slot {
     /// # Safety
     /// The descriptors write to this slot's buffer, or to writable memory of this process to which no one has a reference
     /// until the [`Outcome`] exists or the queue is closed; a passed deadline is not enough. They may read any address.
-    pub unsafe fn submit(mut self, count: usize) -> Result<InFlight, (Self, NotTaken)> {
+    pub unsafe fn submit(mut self, count: usize) -> Result<InFlight, (Self, SubmitError)> {
         // SAFETY: as the caller promises.
         match unsafe { self.lease.submit(count) } {
             Ok(()) => Ok(InFlight { lease: self.lease }),
@@ -223,17 +223,17 @@ struct Lease {
 impl Lease {
     /// # Safety
     /// That of [`Slot::submit`].
-    unsafe fn submit(&mut self, count: usize) -> Result<(), NotTaken> {
+    unsafe fn submit(&mut self, count: usize) -> Result<(), SubmitError> {
         let queue = &*self.queue;
         if queue.is_dead() {
-            return Err(NotTaken::Dead);
+            return Err(SubmitError::Dead);
         }
         let most = self.capacity;
         let Some(count) = u32::try_from(count)
             .ok()
             .filter(|count| (1..=most).contains(count))
         else {
-            return Err(NotTaken::Count {
+            return Err(SubmitError::Count {
                 most: most as usize,
             });
         };
@@ -289,9 +289,9 @@ impl Lease {
                 Some(Refusal::Invalid) if refused_batch => {}
                 Some(Refusal::Full) | None => {
                     queue.counters.full.add(1);
-                    return Err(NotTaken::Full);
+                    return Err(SubmitError::Full);
                 }
-                Some(refusal) => return Err(NotTaken::Refused(refusal)),
+                Some(refusal) => return Err(SubmitError::Refused(refusal)),
             }
         }
     }

@@ -33,7 +33,7 @@ fn others_are_usable(tree: &Tree, name: &str) {
 }
 
 #[test]
-fn a_machine_is_read_in_full() {
+fn a_scan_finds_all_devices_and_queues() {
     for count in 1..=8 {
         let kinds: Vec<Kind> = BOTH.into_iter().cycle().take(count).collect();
         let tree = Tree::of(&kinds);
@@ -99,7 +99,7 @@ fn limits_stay_within_the_devices() {
 }
 
 #[test]
-fn every_obstacle_has_its_name_and_hinders_no_other_queue() {
+fn every_problem_is_named_and_affects_no_other_queue() {
     let cases: [(&str, &str, Problem); 11] = [
         (
             "state",
@@ -172,7 +172,7 @@ fn every_obstacle_has_its_name_and_hinders_no_other_queue() {
 }
 
 #[test]
-fn oddities_hinder_nothing() {
+fn malformed_optional_attributes_are_ignored() {
     let tree = Tree::of(&BOTH);
     tree.set("dsa0/wq0.0/cdev_minor", "none");
     tree.set("dsa0/wq0.0/priority", "99999999999999999999");
@@ -183,7 +183,7 @@ fn oddities_hinder_nothing() {
 }
 
 #[test]
-fn devices_have_obstacles_too() {
+fn problems_of_a_device_affect_only_its_queues() {
     let cases = [
         (
             "state",
@@ -222,7 +222,7 @@ fn a_queue_that_may_report_success_for_a_lost_write_is_refused() {
 }
 
 #[test]
-fn page_requests_that_are_off_are_shown_and_hinder_nothing() {
+fn a_queue_without_page_requests_is_usable() {
     let tree = Tree::of(&BOTH);
     tree.set("dsa0/wq0.0/prs_disable", "1");
     let found = queue(&tree, "wq0.0");
@@ -237,7 +237,7 @@ fn lacks(root: &Root, text: &str) -> bool {
 }
 
 #[test]
-fn what_old_kernels_show_of_address_spaces_hinders_nothing() {
+fn pasid_enabled_0_does_not_make_a_queue_unusable() {
     let tree = Tree::of(&BOTH);
     tree.set("dsa0/pasid_enabled", "0");
     assert!(queue(&tree, "wq0.0").usable().is_ok());
@@ -254,7 +254,7 @@ fn a_dedicated_queue_has_one_user() {
 }
 
 #[test]
-fn attributes_that_no_kernel_has_to_have_may_be_missing() {
+fn optional_attributes_may_be_missing() {
     let tree = Tree::of(&BOTH);
     for attribute in [
         "max_batch_size",
@@ -285,7 +285,7 @@ fn attributes_that_no_kernel_has_to_have_may_be_missing() {
 }
 
 #[test]
-fn attributes_that_all_kernels_have_are_missed() {
+fn missing_required_attributes_are_problems() {
     for attribute in ["state", "type", "mode", "size", "max_transfer_size"] {
         let tree = Tree::of(&BOTH);
         tree.remove(&format!("iax1/wq1.1/{attribute}"));
@@ -295,7 +295,7 @@ fn attributes_that_all_kernels_have_are_missed() {
 }
 
 #[test]
-fn wrong_trees_are_survived() {
+fn a_scan_survives_malformed_trees() {
     let tree = Tree::of(&BOTH);
     // A queue that goes between listing and reading looks like a link to nowhere.
     symlink("nowhere", tree.path("dsa0/wq0.5")).unwrap();
@@ -377,7 +377,7 @@ fn the_character_device_has_to_be_there_and_right() {
 }
 
 #[test]
-fn no_tree_is_no_devices() {
+fn a_host_without_sysfs_has_no_devices() {
     let directory = tempfile::tempdir().unwrap();
     let root = Root::under(directory.path());
     assert!(scan(&root).is_empty());
@@ -385,7 +385,7 @@ fn no_tree_is_no_devices() {
 }
 
 #[test]
-fn this_machine_is_survived_whatever_it_is() {
+fn a_scan_of_this_machine_succeeds() {
     let root = Root::default();
     for device in scan(&root) {
         assert!(device.to_string().starts_with(&device.name.to_string()));

@@ -29,11 +29,11 @@ fn open_with(limits: Limits, pace: Pace, tuning: Tuning) -> (Arc<Fake>, Queue) {
 }
 
 /// Submits `count` operations, which carry their number.
-fn submit(queue: &Queue, count: usize) -> Result<InFlight, (Slot, NotTaken)> {
+fn submit(queue: &Queue, count: usize) -> Result<InFlight, (Slot, SubmitError)> {
     submit_slot(queue.slot().unwrap(), count)
 }
 
-fn submit_slot(mut slot: Slot, count: usize) -> Result<InFlight, (Slot, NotTaken)> {
+fn submit_slot(mut slot: Slot, count: usize) -> Result<InFlight, (Slot, SubmitError)> {
     for (number, descriptor) in slot.descriptors_mut().iter_mut().take(count).enumerate() {
         *descriptor = Descriptor {
             control: Descriptor::control_of(opcode::COMPARE_PATTERN, Flags::default()),
@@ -76,7 +76,7 @@ fn one_goes_alone_and_several_as_a_batch() {
 }
 
 #[test]
-fn what_is_more_than_a_batch_goes_as_several_and_a_single_one() {
+fn more_operations_than_a_batch_are_several_batches_and_a_single_one() {
     for (most, entries, batches) in [(4, 2, 2), (3, 3, 3), (7, 2, 1)] {
         let (fake, queue) = open(shared(16, most), Pace::Never);
         let in_flight = submit(&queue, 8).unwrap();
@@ -113,7 +113,7 @@ fn without_batches_each_operation_has_an_entry() {
         assert_eq!(third.capacity(), 3);
         assert!(matches!(
             submit_slot(third, 4),
-            Err((_, NotTaken::Count { most: 3 }))
+            Err((_, SubmitError::Count { most: 3 }))
         ));
         assert_eq!(fake.state().taken.len(), 13);
         for _ in 0..13 {
@@ -153,7 +153,7 @@ fn a_slot_from_before_the_refusal_is_still_good() {
 }
 
 #[test]
-fn a_batch_that_the_kernel_refuses_goes_as_far_as_the_credit() {
+fn a_batch_that_the_kernel_refuses_is_submitted_one_by_one_within_the_credits() {
     let (fake, queue) = open(shared(5, 32), Pace::Never);
     let others = [submit(&queue, 2).unwrap(), submit(&queue, 2).unwrap()];
     fake.state().refuses_batches = true;
@@ -173,11 +173,11 @@ fn a_full_queue_is_asked_once() {
         .answers
         .extend((0..2).map(|_| (0, Some(Refusal::Full))));
     let (slot, reason) = submit(&queue, 3).unwrap_err();
-    assert!(matches!(reason, NotTaken::Full));
+    assert!(matches!(reason, SubmitError::Full));
     assert_eq!(fake.state().answers.len(), 1);
     // SAFETY: nothing is written but records.
     let again = unsafe { slot.submit(3) };
-    assert!(matches!(again, Err((_, NotTaken::Full))));
+    assert!(matches!(again, Err((_, SubmitError::Full))));
     drop(again);
     assert_eq!(
         (queue.statistics().full, queue.statistics().entries),
@@ -187,7 +187,7 @@ fn a_full_queue_is_asked_once() {
 }
 
 #[test]
-fn what_is_taken_in_part_is_in_flight_in_part() {
+fn a_partly_accepted_submission_is_partly_in_flight() {
     let (fake, queue) = open(shared(16, 1), Pace::AtOnce);
     fake.state().answers.push_back((3, Some(Refusal::Full)));
     let outcome = submit(&queue, 8).unwrap().poll().unwrap();
@@ -211,16 +211,19 @@ fn errors_of_the_system_end_the_queue() {
         let (fake, queue) = open(shared(16, 32), Pace::AtOnce);
         let other = queue.slot().unwrap();
         fake.state().answers.push_back((0, Some(refusal)));
-        assert!(matches!(submit(&queue, 2), Err((_, NotTaken::Refused(_)))));
+        assert!(matches!(
+            submit(&queue, 2),
+            Err((_, SubmitError::Refused(_)))
+        ));
         assert!(queue.is_dead() && queue.slot().is_none());
-        assert!(matches!(submit_slot(other, 1), Err((_, NotTaken::Dead))));
+        assert!(matches!(submit_slot(other, 1), Err((_, SubmitError::Dead))));
     }
     // A single descriptor that is refused is the caller's affair.
     let (fake, queue) = open(shared(16, 32), Pace::AtOnce);
     fake.state().answers.push_back((0, Some(Refusal::Invalid)));
     assert!(matches!(
         submit(&queue, 1),
-        Err((_, NotTaken::Refused(Refusal::Invalid)))
+        Err((_, SubmitError::Refused(Refusal::Invalid)))
     ));
     assert!(!queue.is_dead());
 }
@@ -302,7 +305,7 @@ fn a_batch_that_succeeded_waits_for_all_its_members() {
 }
 
 #[test]
-fn what_is_late_keeps_its_slot_until_it_is_there() {
+fn a_late_submission_keeps_its_slot_until_it_is_complete() {
     let tuning = Tuning {
         slots: 2,
         most_timed_out: 9,
@@ -353,7 +356,7 @@ fn too_many_timeouts_end_the_queue() {
 }
 
 #[test]
-fn what_is_dropped_in_flight_is_reaped() {
+fn the_slot_of_a_dropped_submission_comes_back() {
     let (fake, queue) = open(shared(1, 32), Pace::Never);
     drop(submit(&queue, 2).unwrap());
     assert!(queue.slot().is_none());
@@ -386,7 +389,7 @@ fn a_destination_is_free_after_wait_or_close() {
 }
 
 #[test]
-fn what_is_done_while_the_queue_closes_is_done() {
+fn an_operation_that_completes_during_close_has_an_outcome() {
     let (fake, queue) = open(shared(16, 32), Pace::Never);
     let in_flight = submit(&queue, 2).unwrap();
     assert!(
@@ -484,7 +487,7 @@ fn a_dedicated_queue_is_never_overfilled() {
 }
 
 #[test]
-fn what_others_put_into_a_dedicated_queue_costs_slots_only() {
+fn foreign_descriptors_in_a_dedicated_queue_cost_slots_only() {
     let (fake, queue) = open(dedicated(2, 32), Pace::Never);
     fake.state().foreign = 1;
     let kept = submit(&queue, 2).unwrap();
@@ -518,7 +521,7 @@ fn a_slot_keeps_what_was_in_it() {
 }
 
 #[test]
-fn what_cannot_be_driven_is_refused() {
+fn a_queue_without_entries_or_slots_is_refused() {
     let new = |limits, shape, tuning| {
         let fake = Arc::new(Fake::new(limits, Pace::Never));
         Queue::new(fake, shape, tuning).map(|_| ())
@@ -604,7 +607,7 @@ fn a_forked_child_touches_nothing() {
             && done.poll().is_err()
             && waiting.wait(Duration::MAX).is_err_and(|reason| reason == Unanswered::Forked)
             // SAFETY: nothing is submitted.
-            && matches!(unsafe { slot.submit(1) }, Err((_, NotTaken::Dead)));
+            && matches!(unsafe { slot.submit(1) }, Err((_, SubmitError::Dead)));
         queue.close();
         // SAFETY: ends the child.
         unsafe { libc::_exit(i32::from(!right)) };

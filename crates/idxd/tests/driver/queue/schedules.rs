@@ -65,7 +65,7 @@ proptest! {
                             submissions += 1;
                             in_flight.push((record, one));
                         }
-                        Err((_, reason)) => prop_assert!(matches!(reason, NotTaken::Full)),
+                        Err((_, reason)) => prop_assert!(matches!(reason, SubmitError::Full)),
                     }
                     // The batch that was refused, and then its members.
                     prop_assert!(fake.state().submissions - before <= 2);

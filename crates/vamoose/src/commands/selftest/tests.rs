@@ -98,7 +98,7 @@ fn a_queue_that_cannot_be_opened_is_reported_and_the_others_are_tested() {
 }
 
 #[test]
-fn where_no_queue_can_be_opened_there_is_a_report_all_the_same() {
+fn a_report_is_written_even_if_no_queue_can_be_opened() {
     let folder = tempfile::tempdir().unwrap();
     let root = machine(folder.path());
     let report = report(&options(None), &root, all_but(&[0, 1])).unwrap();

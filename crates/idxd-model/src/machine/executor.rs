@@ -12,15 +12,15 @@ use crate::{
     validate::status,
 };
 
-/// What the work of a descriptor needs.
+/// Executes descriptors.
 #[derive(Debug)]
-pub(crate) struct Workshop {
+pub(crate) struct Executor {
     pub(crate) pages: Pages,
     pub(super) speeds: Speeds,
     pub(super) work: Work,
 }
 
-impl Workshop {
+impl Executor {
     /// Does the work of a descriptor to which `fault` happens, and returns what its record reports.
     pub(super) fn work(
         &self,
