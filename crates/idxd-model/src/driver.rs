@@ -20,10 +20,10 @@ pub(super) enum Time {
     Real,
 }
 
-/// Virtual time of one submission, accepted or not: loops of retries come to an end too.
+/// Virtual time of one submission, accepted or not, so that loops of retries end.
 const SUBMISSION: u64 = 100;
 
-/// A shorter wait in real time is spent awake: sleeping takes longer.
+/// Shorter waits in real time yield instead of sleeping, which takes longer.
 const NAP: u64 = 100_000;
 
 #[derive(Debug)]
@@ -52,7 +52,7 @@ impl Driver {
         self.machine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Submits until `next` reports that nothing is left, or that a descriptor was denied.
+    /// Calls `next` to submit descriptors until none is left, or one is refused.
     pub(super) fn submit(
         &self,
         mut next: impl FnMut(&mut Machine) -> Option<Option<Refusal>>,
@@ -110,7 +110,7 @@ impl Driver {
         }
     }
 
-    /// Waits until a client has nothing in flight, and gives up what never completes.
+    /// Waits until a client has nothing in flight. Drops descriptors that never complete.
     pub(super) fn close(&self, client: usize) {
         let mut machine = self.lock();
         let first = !std::mem::replace(&mut machine.clients[client].closed, true);
@@ -138,7 +138,7 @@ impl Driver {
         }
     }
 
-    /// Does what is due by the real time, which it returns.
+    /// Does what is due in real time. Returns that time.
     fn catch_up(&self, machine: &mut Machine) -> u64 {
         let now = nanoseconds(self.start.elapsed());
         match machine.next_due() {
@@ -149,7 +149,7 @@ impl Driver {
     }
 }
 
-/// Passes about so many nanoseconds, or less.
+/// Waits about this number of nanoseconds, or less.
 fn rest(time: u64) {
     if time > NAP {
         thread::sleep(Duration::from_nanos(time - NAP / 2));

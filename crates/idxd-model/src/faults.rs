@@ -136,9 +136,9 @@ pub enum InjectedFault {
     Late(Duration),
     /// The operation never completes. Its engine does other work.
     Stuck,
-    /// The operation never completes, and its engine does nothing else any more.
+    /// The operation never completes, and occupies its engine for ever.
     StuckEngine,
-    /// Nothing is done, with this status: 0x20 and 0x22 are hardware errors, 0x24 is IAA's watchdog.
+    /// The operation is not executed and has this status: 0x20 and 0x22 are hardware errors, 0x24 is IAA's watchdog.
     Status(u8),
     /// The work is done, but the record faults and comes later (the kernel writes it from the event log).
     RecordLate(Duration),

@@ -130,11 +130,11 @@ fn record(status: u8, error: u8, output: usize) -> RecordImage {
 enum Failure {
     /// The descriptor is invalid, with this status.
     Refused(u8),
-    /// A page is missing. The number is that of the bytes of output written before.
+    /// A page is missing; with the number of bytes of output written before.
     Fault(Fault, u32),
     /// An error code, and bytes of output.
     Analytics(u8, usize),
-    /// The destination is full, with so many bytes.
+    /// The destination is full; with its number of bytes.
     Overflow(usize),
 }
 

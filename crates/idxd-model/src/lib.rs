@@ -1,7 +1,7 @@
 //! DSA and IAA devices in software that misbehave in every way hardware can, for tests of the driver.
 //!
-//! A [`Model`] has DSA and IAA devices with groups, engines and work queues. [`Model::queue`] opens one, as
-//! [`Submit`]: its users cannot tell it from hardware. Descriptors are copied at submission,
+//! A [`Model`] has DSA and IAA devices with engines and work queues. [`Model::queue`] opens a queue as [`Submit`], which
+//! users cannot tell from hardware. Descriptors are copied at submission,
 //! validated field by field, executed on this process's memory, and answered by completion records, in which all
 //! undefined fields are noise.
 //!
@@ -19,7 +19,7 @@
 //!
 //! The model follows Intel's specifications: DSA, 341204-006, revision 3.0, and IAA, revision 2.1. It has what the driver
 //! uses and rejects everything else, even what a device has: fences, predicates, fills, blocking on page faults, and the
-//! continuation of batches among them. It assumes what no public document states:
+//! continuation of batches among them. Assumptions, which no public document confirms:
 //!
 //! - an entry of a work queue is free when an engine has fetched its descriptor, not when that completes (check
 //!   `freed-at-fetch` of the [conformance checks](selftest));
@@ -161,12 +161,12 @@ impl Model {
     }
 
     /// Injects `fault` into descriptors that match `on`: not into the first `skip`, but into the `times` after them, counted
-    /// when an engine fetches them. Faults that were injected first come first.
+    /// when an engine fetches them. Earlier injections take precedence.
     pub fn inject(&self, on: On, skip: u32, times: u32, fault: InjectedFault) {
         self.driver.lock().script(on, skip, times, fault);
     }
 
-    /// A shared work queue reports so many times that it is full; [`u32::MAX`] is for ever, 0 ends it. With
+    /// Makes a shared work queue report `times` times that it is full; [`u32::MAX`] is for ever, 0 ends it. With
     /// [`PortalKind::Write`] each of the kernel's tries counts.
     pub fn refuse(&self, device: usize, queue: usize, times: u32) {
         let mut machine = self.driver.lock();
@@ -193,7 +193,7 @@ impl Model {
         }
     }
 
-    /// Removes the device: it answers nothing any more and can never be opened again. Submissions end with
+    /// Removes the device, which never answers and cannot be opened again. Submissions end with
     /// [`Refusal::System`](idxd::Refusal::System) (ENODEV).
     pub fn unplug(&self, device: usize) {
         let mut machine = self.driver.lock();

@@ -6,7 +6,7 @@
 //!                                       └─> batch ─┘ members, read one by one                 │
 //!                                              ^──────────────────────────────────────────────┘ members done
 //! ```
-//! [`admission`] lets descriptors in, [`batch`] reads lists, [`executor`] does the work, [`completion`] reports it.
+//! [`admission`] accepts descriptors, [`batch`] reads lists, [`executor`] does the work, [`completion`] reports it.
 //! Nothing here waits: time is a number, and one [`Machine::step`] is one action. The driver decides whether time is
 //! real.
 
@@ -50,7 +50,7 @@ pub(super) struct Machine {
     pub(super) statistics: Statistics,
     pub(super) trace: Trace,
     batches: BTreeMap<u64, Batch>,
-    /// Descriptors that wait for all before them.
+    /// DRAIN descriptors, which wait for all earlier ones.
     drains: Vec<Unit>,
     /// Descriptors that will never complete.
     stuck: Vec<Unit>,
@@ -78,7 +78,7 @@ pub(super) struct Queue {
     pub(super) opened: u32,
     /// Incremented when the device is disabled, which invalidates earlier handles.
     pub(super) generation: u32,
-    /// Number of times that it will report that it is full.
+    /// Number of submissions that will be refused as full.
     pub(super) full: u32,
     entries: VecDeque<Unit>,
     /// Sequence numbers of incomplete submissions, and their clients.
@@ -107,7 +107,7 @@ pub(super) struct Unit {
     descriptor: Descriptor,
     /// Its batch, and its index in the batch.
     member: Option<(u64, u32)>,
-    /// Its fault.
+    /// An injected fault.
     fault: Option<InjectedFault>,
 }
 
@@ -165,7 +165,7 @@ impl Machine {
         }
     }
 
-    /// Does one random action of those possible at the present time. Returns whether there was one.
+    /// Does one random action of those that are possible now. Returns whether there was one.
     pub(super) fn step(&mut self) -> bool {
         let mut actions = self.possible();
         if actions.is_empty() {
@@ -244,7 +244,7 @@ impl Machine {
                 let took = self.executor.duration(&unit.descriptor);
                 let pipe = &mut self.devices[device].pipe;
                 *pipe = self.clock.max(*pipe).saturating_add(took);
-                // At most just before `NEVER`, which means that it does not end.
+                // Earlier than `NEVER`, which means that the operation does not end.
                 let due = pipe.saturating_add(slow).min(NEVER - 1);
                 self.devices[device].engines[engine] = Some(Running { unit, due });
             }
@@ -378,7 +378,7 @@ impl Machine {
         self.sequence
     }
 
-    /// All actions that are possible at the present time.
+    /// All actions that are possible now.
     fn possible(&self) -> Vec<Action> {
         let mut actions = Vec::new();
         for (d, device) in self.devices.iter().enumerate() {

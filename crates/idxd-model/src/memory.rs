@@ -1,7 +1,8 @@
 //! This process's memory, as a device sees it: by address, and with page faults.
 //!
 //! A device reports a fault at a bad address. So the model accesses memory by `process_vm_readv` and `process_vm_writev` on
-//! its own process, which return EFAULT where a load would be a SIGSEGV. On top of it lies a map of [`Pages`] by which a test makes single pages absent or read-only.
+//! its own process, which return EFAULT where a load would be a SIGSEGV. Tests make single pages absent or read-only by the
+//! map [`Pages`].
 
 use std::{
     collections::BTreeMap,
@@ -88,7 +89,7 @@ impl Pages {
 #[derive(Debug)]
 pub(super) struct View<'a> {
     pub(super) pages: &'a Pages,
-    /// An injected fault: from this address on nothing is there, for reads or for writes.
+    /// An injected fault: accesses from this address on fail, reads or (`true`) writes.
     pub(super) injected: Option<(u64, bool)>,
 }
 
@@ -187,7 +188,7 @@ fn read_process(address: u64, buffer: &mut [u8]) -> bool {
         iov_base: std::ptr::without_provenance_mut(place(address)),
         iov_len: buffer.len(),
     };
-    // SAFETY: the kernel writes to `buffer` only; whether the other side is readable it finds out itself.
+    // SAFETY: the kernel writes to `buffer` only, and checks itself whether the other side is readable.
     let read = unsafe {
         libc::process_vm_readv(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0)
     };
@@ -214,9 +215,8 @@ fn write_process(pieces: &[(u64, &[u8])]) -> bool {
         length += bytes.len();
     }
     let count = pieces.len() as libc::c_ulong;
-    // SAFETY: the kernel reads the pieces. What it writes to is memory that a descriptor named, and who submitted
-    // that promised that no one has a reference to it (`Submit::submit`); whether it is mapped the kernel finds
-    // out itself.
+    // SAFETY: the kernel reads the pieces. It writes to memory that a descriptor names, to which no one has a reference,
+    // as the submitter has promised (`Submit::submit`). The kernel checks itself whether the memory is mapped.
     let written = unsafe {
         libc::process_vm_writev(
             libc::getpid(),

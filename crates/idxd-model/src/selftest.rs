@@ -1,16 +1,16 @@
-//! Conformance checks: does a work queue do what the driver relies on?
+//! Conformance checks of what the driver relies on.
 //!
 //! ```text
 //!   a Portal or a model's queue ──> run ──> a Finding for each Check
 //! ```
-//! The checks ask for what the driver asks for, and for the answers that it acts on. They harm neither the device nor its
-//! other users: operations of a few pages, and pages that are not there. Each check has the section of the specification
-//! that promises the answer. An open check has none: against hardware it shows whether an assumption of the model is
-//! right. Against a [model](crate::Model) the checks test themselves and the model.
+//! The checks submit what the driver submits, and examine the answers that the driver acts on. They harm neither the device
+//! nor its other users: they use a few pages, and pages that are not mapped. Each check names the section of the
+//! specification that promises the answer. An open check has no section: against hardware it shows whether an assumption of
+//! the model is right. Against a [model](crate::Model) the checks test themselves and the model.
 //!
 //! Sections are those of Intel's Data Streaming Accelerator Architecture Specification, revision 3.0 ("DSA 3.0"), and
-//! In-Memory Analytics Accelerator Architecture Specification, revision 2.1 ("IAA 2.1"). What a device may do, but need
-//! not, is not demanded.
+//! In-Memory Analytics Accelerator Architecture Specification, revision 2.1 ("IAA 2.1"). The checks do
+//! not require what a device may do but need not.
 //!
 //! A device that does something wrong is a finding and never a panic; every wait has a deadline; memory that a device may
 //! still write to is kept until the queue is closed.
@@ -50,35 +50,35 @@ pub struct Check {
     run: fn(&Rig) -> Result<(), Verdict>,
 }
 
-/// What came of a check.
+/// Result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// All as expected.
+    /// The answer is the expected one.
     Holds,
-    /// Something else.
+    /// The answer is another one.
     Differs {
         /// What was expected.
         expected: String,
         /// What was found.
         found: String,
     },
-    /// It was not done, for this reason.
+    /// It was not run, for this reason.
     Skipped(String),
 }
 
-/// A check and what came of it.
+/// A check and its result.
 #[derive(Clone, Debug)]
 pub struct Finding {
     /// The check.
     pub check: &'static Check,
-    /// What came of it.
+    /// Its result.
     pub verdict: Verdict,
     /// The last record that it read, on which a difference rests; `None` if it read none.
     pub record: Option<RecordImage>,
 }
 
 impl Finding {
-    /// Whether the queue does something else than it must.
+    /// Whether the answer is another one than the specification promises.
     pub fn is_failure(&self) -> bool {
         matches!(self.verdict, Verdict::Differs { .. }) && !self.check.is_open()
     }
@@ -91,10 +91,10 @@ pub fn checks() -> impl Iterator<Item = &'static Check> {
         .flatten()
 }
 
-/// Does the checks for this kind of device with an open work queue, and closes it. A descriptor may take as long as
+/// Runs the checks for this kind of device on an open work queue, and closes the queue. A descriptor may take as long as
 /// `timeout`.
 ///
-/// A queue that no longer answers at all is asked nothing more: the remaining checks are skipped.
+/// If a queue no longer answers at all, the remaining checks are skipped.
 pub fn run(submit: Arc<dyn Submit>, timeout: Duration) -> Vec<Finding> {
     let kind = submit.limits().kind;
     let rig = Rig::new(submit, timeout);
@@ -143,7 +143,7 @@ impl Check {
         rig.forget_records();
         let operations = &rig.limits().operations;
         if let Some(missing) = self.needs.iter().find(|opcode| !operations.has(**opcode)) {
-            return Verdict::Skipped(format!("the queue does not take opcode {missing:#04x}"));
+            return Verdict::Skipped(format!("the queue does not accept opcode {missing:#04x}"));
         }
         if !rig.is_alive() {
             return Verdict::Skipped("the queue does not answer, not even to a NOOP".to_owned());
@@ -170,13 +170,13 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// Goes on if what was found is what was expected.
+/// Fails unless the answer is the expected one.
 fn expect_equal(expected: impl Into<String>, found: impl Into<String>) -> Result<(), Verdict> {
     let (expected, found) = (expected.into(), found.into());
     expect(expected == found, expected, found)
 }
 
-/// Goes on if `is` so.
+/// Fails with a difference unless `is`.
 fn expect(
     is: bool,
     expected: impl Into<String>,

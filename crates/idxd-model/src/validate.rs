@@ -13,7 +13,7 @@ mod tests;
 use super::dsa::Outcome;
 use idxd::{Descriptor, Flags, Kind, Limits, opcode};
 
-/// Status codes of `linux/idxd.h`, as far as the model reports them itself.
+/// Status codes of `linux/idxd.h`, that the model itself reports.
 pub(super) mod status {
     pub(crate) const SUCCESS: u8 = 0x01;
     pub(crate) const PAGE_FAULT: u8 = 0x03;
@@ -33,7 +33,8 @@ pub(super) mod status {
     pub(crate) const ON_WRITE: u8 = 0x80;
 }
 
-/// Checks everything that does not need memory. The error is what the record reports. IAA's own flags and its AECS are checked where they are used.
+/// Checks everything that does not need memory. The error is what the record reports. IAA's own flags and its AECS are
+/// checked where they are used.
 pub(super) fn validate(
     descriptor: &Descriptor,
     limits: &Limits,
@@ -186,7 +187,7 @@ fn check_sizes(descriptor: &Descriptor, limits: &Limits, rules: &Rules) -> Resul
         }
         Size::Bytes if size == 0 || size > limits.max_transfer => bad(status::SIZE),
         Size::Bytes => {
-            // A device may be able to copy overlapping areas; the driver has none.
+            // A device may be able to copy overlapping areas; the driver never asks for it.
             let is_copy = descriptor.opcode() == opcode::MEMMOVE;
             if is_copy && overlap((first, size), (second, size)) {
                 return bad(status::OVERLAP);

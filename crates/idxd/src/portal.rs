@@ -87,7 +87,7 @@ pub enum OpenError {
         status: u8,
     },
     /// A NOOP was not accepted.
-    #[error("work queue {queue} takes nothing")]
+    #[error("work queue {queue} accepts nothing")]
     Refused {
         /// The queue.
         queue: QueueName,

@@ -17,16 +17,16 @@
 //! returns this member's part by weight: the parts add up to the queue's entries, and each is at least one.
 //!
 //! **Death.** The locks belong to the member's open file (open file description locks). The kernel releases them when
-//! the process ends, for whatever reason, and the others get its entries with their next look. A child that was forked
+//! the process ends, for whatever reason, and the others get its entries when they read the locks again. A child that was forked
 //! keeps the locks until it ends or executes another program.
 //!
 //! **Races.** The locks are read one by one while members come and go, and with more members than entries the parts add
 //! up to more than the queue has. In both cases the queue refuses some descriptors, as it does when a process uses it
 //! without a share. The answer is always the same: another queue, or the processor, does the work.
 //!
-//! **Trust.** A process that may write the file can reduce the others to one entry each, keep them from joining, and slow
-//! their looks at the locks down; it cannot do more. For several users, make a directory of their own group with the set-group-id bit on a tmpfs
-//! (`/run/…`). The file is never removed: a process may be about to join at any moment.
+//! **Trust.** A process that may write the file can reduce the others to one entry each, keep them from joining, and make
+//! reading the locks slower; it cannot do more. For several users, make a directory of their own group with the set-group-id
+//! bit on a tmpfs (`/run/…`). The file is never removed: a process may be about to join at any moment.
 
 use std::{
     fs::File,
@@ -89,12 +89,12 @@ pub enum SharesError {
     Full(PathBuf),
 }
 
-/// The result of a look at the locks of all members.
+/// The part of a member, computed from the locks of all members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
     /// Entries that this member may fill now; at least one.
     pub entries: u32,
-    /// Other members, at most 255. A look takes two system calls for each of them.
+    /// Other members, at most 255. Computing the part takes two system calls for each of them.
     pub others: u32,
 }
 
@@ -136,7 +136,7 @@ impl Share {
         }
     }
 
-    /// The part of this member by now.
+    /// The current part of this member.
     pub fn part(&self) -> io::Result<Part> {
         // Other locks in the own row are no member's.
         let (before, after) = (0..self.own.start, self.own.start + ROW..END);

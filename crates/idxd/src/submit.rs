@@ -52,10 +52,10 @@ pub struct Submitted {
 #[derive(Debug, Error)]
 pub enum Refusal {
     /// It is full, or disabled: a shared queue does not report which.
-    #[error("the work queue did not take the descriptor: it is full or disabled")]
+    #[error("the work queue did not accept the descriptor: it is full or disabled")]
     Full,
     /// The kernel rejects it, for example a batch through write(2), or a misaligned record.
-    #[error("the kernel does not take such a descriptor")]
+    #[error("the kernel does not accept such a descriptor")]
     Invalid,
     /// The parent of this forked process opened the queue.
     #[error(

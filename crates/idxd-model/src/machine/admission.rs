@@ -9,7 +9,7 @@ use idxd::{Descriptor, Mode, Refusal, opcode};
 /// How often the kernel's `write` retries a full queue (`enqcmds_retries` in sysfs).
 const WRITE_RETRIES: u32 = 32;
 
-/// The refusal of a device that is not there (any more).
+/// Refusal by a device that does not exist, or has been removed.
 pub(crate) fn gone() -> Refusal {
     Refusal::System(io::Error::from_raw_os_error(libc::ENODEV))
 }

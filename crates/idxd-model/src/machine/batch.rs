@@ -3,7 +3,7 @@
 use super::{Machine, Unit, executor::read_descriptor};
 use crate::{dsa::Outcome, faults::InjectedFault, memory::View, validate::status};
 
-/// Batches that an engine has in progress at most: several (DSA 3.0, 4.4), but how many is assumed.
+/// Most batches that an engine has in progress: several (DSA 3.0, 4.4); the number is an assumption.
 const BATCHES_PER_ENGINE: usize = 4;
 
 /// A batch whose members are read, run or awaited.
@@ -76,7 +76,7 @@ impl Machine {
         open.count() < engines * BATCHES_PER_ENGINE
     }
 
-    /// Completes a batch of which everything is done.
+    /// Completes a batch if all of its members are done.
     pub(super) fn check_batch(&mut self, id: u64) {
         if !self.batches.get(&id).is_some_and(Batch::is_over) {
             return;

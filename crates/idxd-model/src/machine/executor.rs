@@ -1,4 +1,4 @@
-//! The work of one descriptor, in memory.
+//! Executes descriptors on memory.
 
 use super::NEVER;
 use idxd::{Descriptor, Kind, RecordImage, opcode};
@@ -21,7 +21,7 @@ pub(crate) struct Executor {
 }
 
 impl Executor {
-    /// Does the work of a descriptor to which `fault` happens, and returns what its record reports.
+    /// Executes a descriptor, with an injected fault, and returns what its record reports.
     pub(super) fn work(
         &self,
         kind: Kind,

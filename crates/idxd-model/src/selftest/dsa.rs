@@ -298,7 +298,7 @@ pub(super) fn slow(rig: &Rig) -> Result<Descriptor, Verdict> {
 fn largest(rig: &Rig) -> Result<usize, Verdict> {
     match rig.limits().max_batch {
         Some(most) => Ok(most.get() as usize),
-        None => Err(Verdict::Skipped("the queue takes no batches".to_owned())),
+        None => Err(Verdict::Skipped("the queue accepts no batches".to_owned())),
     }
 }
 

@@ -82,7 +82,7 @@ fn freed_at_fetch(rig: &Rig) -> Result<(), Verdict> {
     )
 }
 
-/// What came of more operations than a queue has entries.
+/// Result of submitting more operations than the queue has entries.
 #[derive(Default)]
 struct Flood {
     accepted: usize,
@@ -90,7 +90,7 @@ struct Flood {
     refusal: Option<Refusal>,
 }
 
-/// How often a queue that is full is tried again.
+/// Number of tries when the queue is full.
 const TRIES: usize = 64;
 
 fn flood(rig: &Rig) -> Result<Flood, Verdict> {

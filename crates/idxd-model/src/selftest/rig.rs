@@ -222,7 +222,7 @@ impl Rig {
             // Nothing is wrong with the queue.
             self.state.set(State::Alive);
             return Err(Verdict::Skipped(
-                "the kernel takes no batches through write(2) for this device".to_owned(),
+                "the kernel accepts no batches through write(2) for this device".to_owned(),
             ));
         }
         Ok(BatchAnswer {

@@ -1,4 +1,4 @@
-//! Exponential backoff from a queue that does not help.
+//! Exponential backoff from a queue that refuses work or answers too late.
 //!
 //! A queue that is full forever looks like a busy one, and each rejected submission costs bus time of all users. So a
 //! queue that accepted nothing, or answered too late, is skipped once, then twice, then four times, and so on; after

@@ -6,8 +6,8 @@
 //!                       └ the next to go out
 //! ```
 //! Pages go to the devices from the front, as many as their queues accept, and come out in order. If the next page is
-//! not complete after a short wait, the processor compresses the last page that no device has begun. It also does, at
-//! once, what no queue accepts and, at the end, what a device has not completed.
+//! not complete after a short wait, the processor compresses the last page that no device has begun. The processor also
+//! compresses the pages that no queue accepts and, at the end, those that a device has not completed.
 //!
 //! A late device writes to the buffer of its slot, which is not reused until the device is done.
 
@@ -237,7 +237,7 @@ impl Flights {
         }
     }
 
-    /// Starts without operations.
+    /// Forgets the operations of an earlier call.
     pub(super) fn begin(&mut self) {
         // Operations of a call that ended with a panic or an error: their slots come back when the device is done.
         self.pending.clear();

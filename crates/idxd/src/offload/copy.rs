@@ -7,8 +7,8 @@
 //!
 //! A page that was never touched is a page fault for the device. Touching it first does not pay: then the page is in the
 //! processor's cache, and copying takes the processor less time than a submission. So a device that met only faults is
-//! skipped for a while, because the next pages are likely to be untouched as well. A copy that a fault ended is repeated
-//! by the processor: a move is one page, and a fault leaves nothing of it done.
+//! skipped for a while, because the next pages are likely to be untouched as well. The processor repeats a copy that a fault
+//! ended: a move is one page, so nothing of it is done.
 
 use std::{sync::Arc, time::Duration};
 
@@ -120,7 +120,7 @@ impl Copier {
 }
 
 /// # Safety
-/// As for [`Copier::copy`], until what this returns is dropped.
+/// That of [`Copier::copy`], until the returned value is dropped.
 unsafe fn submit<'a>(devices: &'a Devices, moves: &[Move]) -> Option<Writing<'a>> {
     if moves.len() < FEWEST {
         return None;

@@ -121,7 +121,7 @@ impl Devices {
     /// number; it may be called again for another slot. Zero operations end the attempt.
     ///
     /// # Safety
-    /// That of [`Slot::submit`], for what `fill` has written.
+    /// That of [`Slot::submit`], for the operations that `fill` has written.
     pub(super) unsafe fn submit(
         &self,
         fill: &mut dyn FnMut(&mut Slot) -> usize,
@@ -192,7 +192,7 @@ fn rotated(first: usize, count: usize, turn: usize) -> impl Iterator<Item = usiz
 const MOST_REFUSALS: u32 = 2;
 
 impl Member {
-    /// Limits the queue to the share that this process has by now.
+    /// Limits the queue to the current share of this process.
     fn refresh(&self) {
         let Some(share) = &self.share else {
             return;
@@ -218,7 +218,8 @@ impl Member {
 
 /// How often a share is computed again, by a process that has a queue for itself.
 const REFRESH_MILLIS: u64 = 50;
-/// Additional time for each other process, as the look takes longer: its part of the thread's time stays the same.
+/// Additional time for each other process: reading more locks takes longer, and its fraction of the thread's time stays the
+/// same.
 const REFRESH_MILLIS_EACH: u64 = 5;
 
 impl Counters {

@@ -18,11 +18,11 @@ pub enum Choice {
     /// All work queues of the host that this process can use.
     #[default]
     Auto,
-    /// These.
+    /// The named work queues.
     Named(Vec<QueueName>),
 }
 
-/// How to open them.
+/// How to open devices.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Size of each slot: for batches of pages, or for single pages with a buffer.
