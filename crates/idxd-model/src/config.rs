@@ -50,11 +50,6 @@ impl Config {
             work: Work::All,
         }
     }
-
-    /// Mutable limits of one work queue.
-    pub fn limits_mut(&mut self, device: usize, queue: usize) -> Option<&mut Limits> {
-        self.devices.get_mut(device)?.queues.get_mut(queue)
-    }
 }
 
 /// One device.

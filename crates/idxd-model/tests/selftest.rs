@@ -198,7 +198,7 @@ fn a_seed_reproduces_the_findings() {
 #[test]
 fn a_dedicated_queue_is_not_flooded() {
     let mut config = Config::dsa();
-    config.limits_mut(0, 0).unwrap().mode = Mode::Dedicated;
+    config.devices[0].queues[0].mode = Mode::Dedicated;
     let findings = on(&config, PortalKind::Movdir, |_| {});
     for name in ["queue-full", "freed-at-fetch"] {
         assert!(matches!(verdict(&findings, name), Verdict::Skipped { .. }));
@@ -328,7 +328,7 @@ impl Submit for Frozen {
 
 #[test]
 fn a_clock_that_stands_still_does_not_block_the_checks() {
-    let limits = Config::dsa().limits_mut(0, 0).unwrap().clone();
+    let limits = Config::dsa().devices[0].queues[0].clone();
     let findings = run(Arc::new(Frozen(limits)), TIMEOUT);
     assert!(findings[0].is_failure());
 }

@@ -60,16 +60,9 @@ const END: off_t = MEMBERS as off_t * ROW;
 pub struct Weight(u8);
 
 impl Weight {
-    /// The default.
-    pub const NORMAL: Self = Self(4);
-
     /// `weight`, or the nearest possible weight.
-    pub const fn new(weight: u8) -> Self {
-        match weight {
-            0 => Self(1),
-            1..=15 => Self(weight),
-            _ => Self(15),
-        }
+    pub fn new(weight: u8) -> Self {
+        Self(weight.clamp(1, 15))
     }
 }
 

@@ -447,7 +447,7 @@ impl Job {
     /// Checks and executes the descriptor, as an engine does.
     fn execute(&mut self) -> RecordImage {
         let mut config = Config::iaa();
-        let limits = config.limits_mut(0, 0).unwrap();
+        let limits = &mut config.devices[0].queues[0];
         limits.max_transfer = u32::MAX.into();
         match validate(&self.descriptor, limits, false) {
             Ok(()) => execute(&self.descriptor, &mut self.memory),

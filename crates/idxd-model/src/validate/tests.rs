@@ -10,8 +10,8 @@ use super::validate;
 use crate::{Config, dsa::Outcome};
 
 fn limits(kind: Kind) -> Limits {
-    let mut config = Config::devices(kind, 1);
-    config.limits_mut(0, 0).unwrap().clone()
+    let config = Config::devices(kind, 1);
+    config.devices[0].queues[0].clone()
 }
 
 fn status(descriptor: &Descriptor) -> u8 {

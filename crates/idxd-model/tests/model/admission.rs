@@ -16,7 +16,7 @@ fn fill_up(queue: &Arc<dyn Submit>, record: &Record, count: usize) -> Submitted 
 #[test]
 fn a_shared_queue_is_full_at_its_threshold() {
     let mut config = Config::dsa();
-    config.limits_mut(0, 0).unwrap().threshold = 100;
+    config.devices[0].queues[0].threshold = 100;
     let model = Model::deterministic(&config);
     let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     let submitted = fill_up(&queue, &record, 200);
@@ -81,7 +81,7 @@ fn a_queue_is_full_by_chance() {
 #[test]
 fn a_full_dedicated_queue_drops_descriptors_silently() {
     let mut config = Config::dsa();
-    config.limits_mut(0, 0).unwrap().mode = Mode::Dedicated;
+    config.devices[0].queues[0].mode = Mode::Dedicated;
     for portal in [PortalKind::Movdir, PortalKind::Write] {
         let model = clogged(&config);
         let queue = model.queue(0, 0, portal);
@@ -110,7 +110,7 @@ fn the_wrong_instruction_gets_nothing_in() {
     assert_eq!(wait(&queue, &record, TIMEOUT), None);
     // It is ignored, and no error.
     assert_eq!(model.statistics().dropped, 1);
-    config.limits_mut(0, 0).unwrap().mode = Mode::Dedicated;
+    config.devices[0].queues[0].mode = Mode::Dedicated;
     let model = Model::deterministic(&config);
     let queue = model.queue(0, 0, PortalKind::Enqcmd);
     assert!(matches!(
@@ -122,7 +122,7 @@ fn the_wrong_instruction_gets_nothing_in() {
 #[test]
 fn a_dead_dedicated_queue_ignores_what_comes() {
     let mut config = Config::dsa();
-    config.limits_mut(0, 0).unwrap().mode = Mode::Dedicated;
+    config.devices[0].queues[0].mode = Mode::Dedicated;
     for portal in [PortalKind::Movdir, PortalKind::Write] {
         let model = Model::deterministic(&config);
         let (queue, record) = (model.queue(0, 0, portal), Record::default());
@@ -184,7 +184,7 @@ fn write_takes_batches_where_the_device_is_safe() {
         .iter()
         .map(|record| is_zero(memory.address(), 64, record))
         .collect();
-    config.limits_mut(0, 0).unwrap().version = 0x200;
+    config.devices[0].queues[0].version = 0x200;
     let model = Model::deterministic(&config);
     let queue = model.queue(0, 0, PortalKind::Write);
     assert_eq!(

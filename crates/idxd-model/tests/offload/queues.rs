@@ -36,7 +36,7 @@ fn scan(devices: &Arc<Devices>, clock: &Arc<dyn Submit>, times: usize) {
 fn those_that_are_near_are_first_and_the_others_when_they_take_nothing() {
     let mut config = Config::devices(Kind::Dsa, 4);
     for (device, node) in [0, 1, 0, 1].into_iter().enumerate() {
-        config.limits_mut(device, 0).unwrap().numa_node = Some(node);
+        config.devices[device].queues[0].numa_node = Some(node);
     }
     let model = Model::deterministic(&config);
     let clock = model.queue(0, 0, PortalKind::Enqcmd);
@@ -133,7 +133,7 @@ fn a_share_bounds_what_is_in_flight() {
             queue: 0,
         };
         let entries = std::num::NonZeroU32::new(4).unwrap();
-        Share::join(directory.path(), queue, entries, Weight::NORMAL).unwrap()
+        Share::join(directory.path(), queue, entries, Weight::new(4)).unwrap()
     };
     let (ours, other) = (join(), join());
     let tuning = Tuning {

@@ -179,11 +179,6 @@ impl Outcome {
             .map_or((0, 0), Record::status_and_result)
     }
 
-    /// Status and result of every operation, in their order: zeros for one without a record.
-    pub fn statuses(&self) -> impl ExactSizeIterator<Item = (u8, u8)> {
-        self.records().iter().map(Record::status_and_result)
-    }
-
     /// The record of operation `index`. `None` if there is none: the operation was not submitted, or abandoned, or its record
     /// is lost. Then the processor has to do it, although the device may have done it.
     pub fn image(&self, index: usize) -> Option<RecordImage> {

@@ -63,7 +63,7 @@ fn queues_are_divided_one_by_one() {
     let eight = NonZeroU32::new(8).unwrap();
     let shares = [
         join(&directory, 8, 4),
-        Share::join(directory.path(), other, eight, Weight::NORMAL).unwrap(),
+        Share::join(directory.path(), other, eight, Weight::new(4)).unwrap(),
     ];
     assert_eq!(entries(&shares), [8, 8]);
 }
