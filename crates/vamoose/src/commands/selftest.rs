@@ -1,6 +1,5 @@
 //! `vamoose selftest`: checks that DSA and IAA, modelled or real, do what the offloads rely on.
 
-mod host;
 mod report;
 #[cfg(test)]
 mod tests;
@@ -11,7 +10,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use idxd::{
     Submit,
-    discovery::{self, Root, WorkQueue},
+    discovery::{self, Device, Root, WorkQueue},
     offload::Choice,
     portal::{self, Access, OpenError},
 };
@@ -21,10 +20,7 @@ use vamoose::{
     say,
 };
 
-use self::{
-    host::Host,
-    report::{Report, Tested, Untested},
-};
+use self::report::{Host, Report, Tested, Untested};
 
 /// Check that DSA and IAA do what offloads expect of them
 ///
@@ -85,7 +81,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// Makes the checks. Work queues of the machine under `root` are opened by `open`.
+/// An open work queue.
+type Opened = (Arc<dyn Submit>, Access);
+
+/// Makes the checks. Work queues of the machine under `root` are opened by `open`. If one cannot be opened, the others are
+/// checked all the same.
 fn report(
     options: &Options,
     root: &Root,
@@ -96,54 +96,10 @@ fn report(
         let models = models(options.seed, timeout);
         return Ok(Report::new(options.seed, models, Vec::new(), None));
     }
-    let (tested, untested) = hardware(&options.path, timeout, root, open)?;
-    // After the checks, which may have changed the queues.
-    let host = Host::of(root);
-    Ok(Report::new(options.seed, tested, untested, Some(host)))
-}
-
-/// An open work queue.
-type Opened = (Arc<dyn Submit>, Access);
-
-/// Checks models of both kinds, as all users meet them.
-fn models(seed: u64, timeout: Duration) -> Vec<Tested> {
-    let models = [
-        ("DSA model, ENQCMD", Config::dsa(), PortalKind::Enqcmd),
-        ("DSA model, write(2)", Config::dsa(), PortalKind::Write),
-        ("IAA model, ENQCMD", Config::iaa(), PortalKind::Enqcmd),
-        ("IAA model, write(2)", Config::iaa(), PortalKind::Write),
-    ];
-    let tested = models.map(|(name, mut config, portal)| {
-        config.seed = seed;
-        let queue = Model::deterministic(&config).queue(0, 0, portal);
-        Tested::run(name.to_owned(), None, queue, timeout)
-    });
-    tested.into()
-}
-
-/// Checks the work queues of the machine under `root`. If one cannot be opened, the others are checked all the same.
-fn hardware(
-    choice: &Choice,
-    timeout: Duration,
-    root: &Root,
-    open: impl Fn(&WorkQueue) -> Result<Opened, OpenError>,
-) -> Result<(Vec<Tested>, Vec<Untested>)> {
     let devices = discovery::scan(root);
-    let queues: Vec<_> = match choice {
-        Choice::Auto => devices.iter().flat_map(|device| &device.queues).collect(),
-        Choice::Named(names) => {
-            let queue = |name| {
-                let found = discovery::find(&devices, name).map(|(_, queue)| queue);
-                found.with_context(|| {
-                    format!("this host has no work queue {name}; vamoose probe shows what it has")
-                })
-            };
-            names.iter().map(queue).collect::<Result<_>>()?
-        }
-    };
     let (mut tested, mut untested) = (Vec::new(), Vec::new());
-    for queue in queues {
-        let (why, is_failure) = match (queue.usable(), choice) {
+    for queue in chosen(&devices, &options.path)? {
+        let (why, is_failure) = match (queue.usable(), &options.path) {
             (Err(problem), Choice::Auto) => (problem.to_string(), false),
             _ => match open(queue) {
                 Ok((submit, access)) => {
@@ -165,12 +121,43 @@ fn hardware(
         });
     }
     if tested.is_empty() && !untested.iter().any(|queue| queue.is_failure) {
-        let missing = discovery::missing(root, &devices);
         bail!(
             "no work queue of a DSA or an IAA can be used on this host: {}; vamoose probe says why, and \
              docs/accelerators.md describes how to set one up",
-            missing.join("; ")
+            discovery::missing(root, &devices).join("; ")
         );
     }
-    Ok((tested, untested))
+    // After the checks, which may have changed the queues.
+    let host = Some(Host::of(root));
+    Ok(Report::new(options.seed, tested, untested, host))
+}
+
+/// The work queues of a choice, usable or not.
+fn chosen<'a>(devices: &'a [Device], choice: &Choice) -> Result<Vec<&'a WorkQueue>> {
+    let Choice::Named(names) = choice else {
+        return Ok(devices.iter().flat_map(|device| &device.queues).collect());
+    };
+    let queue = |name| {
+        let found = discovery::find(devices, name).map(|(_, queue)| queue);
+        found.with_context(|| {
+            format!("this host has no work queue {name}; vamoose probe shows what it has")
+        })
+    };
+    names.iter().map(queue).collect()
+}
+
+/// Checks models of both kinds, as all users meet them.
+fn models(seed: u64, timeout: Duration) -> Vec<Tested> {
+    let models = [
+        ("DSA model, ENQCMD", Config::dsa(), PortalKind::Enqcmd),
+        ("DSA model, write(2)", Config::dsa(), PortalKind::Write),
+        ("IAA model, ENQCMD", Config::iaa(), PortalKind::Enqcmd),
+        ("IAA model, write(2)", Config::iaa(), PortalKind::Write),
+    ];
+    let tested = models.map(|(name, mut config, portal)| {
+        config.seed = seed;
+        let queue = Model::deterministic(&config).queue(0, 0, portal);
+        Tested::run(name.to_owned(), None, queue, timeout)
+    });
+    tested.into()
 }

@@ -72,11 +72,9 @@ pub(super) fn userfaultfd(root: &Root, may_trace: bool) -> String {
         "/dev/userfaultfd {}, vm.unprivileged_userfaultfd is {}{}",
         opened.map_or_else(|error| error.to_string(), |_| "can be opened".to_owned()),
         sysctl.as_deref().unwrap_or("absent"),
-        if may_trace {
-            ", this process has CAP_SYS_PTRACE"
-        } else {
-            ""
-        },
+        may_trace
+            .then_some(", this process has CAP_SYS_PTRACE")
+            .unwrap_or_default(),
     );
     describe(present, usable, &reason)
 }
@@ -106,11 +104,15 @@ fn is_there(opened: &io::Result<File>) -> bool {
 /// Limits of the memory that this process may lock.
 pub(super) fn memlock() -> String {
     let limit = getrlimit(Resource::Memlock);
-    let [soft, hard] = [limit.current, limit.maximum].map(|limit| match limit {
+    let kib = |limit: Option<u64>| match limit {
         Some(bytes) => format!("{} KiB", bytes / 1024),
         None => "unlimited".to_owned(),
-    });
-    format!("{soft} (hard limit: {hard})")
+    };
+    format!(
+        "{} (hard limit: {})",
+        kib(limit.current),
+        kib(limit.maximum)
+    )
 }
 
 #[cfg(test)]

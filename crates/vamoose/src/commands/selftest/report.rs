@@ -1,12 +1,15 @@
 //! The results of the checks, as text and as JSON.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeMap, fs, path::Path, sync::Arc, time::Duration};
 
-use idxd::{Kind, RecordImage, Submit};
+use idxd::{
+    Kind, RecordImage, Submit,
+    discovery::{self, Root},
+};
 use idxd_model::selftest::{self, Verdict};
 use serde::Serialize;
 
-use super::host::Host;
+use crate::commands::probe;
 
 /// Everything that is printed.
 #[derive(Debug, Serialize)]
@@ -172,4 +175,46 @@ fn bytes(image: RecordImage, kind: Kind) -> String {
     };
     let bytes = words.iter().flat_map(|word| word.to_le_bytes());
     bytes.map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// A machine with its devices: everything that determines the answers, but no names of the host or its users.
+#[derive(Debug, Serialize)]
+pub(super) struct Host {
+    /// The lines of `vamoose probe`, without engines.
+    #[serde(flatten)]
+    probe: BTreeMap<String, Vec<String>>,
+    /// The attributes of each device and each work queue as sysfs has them.
+    devices: BTreeMap<String, Attributes>,
+}
+
+type Attributes = BTreeMap<String, String>;
+
+impl Host {
+    pub(super) fn of(root: &Root) -> Self {
+        let folder = root.sys.join("bus/dsa/devices");
+        let devices = discovery::scan(root);
+        let names = devices.iter().flat_map(|device| {
+            let queues = device.queues.iter().map(|queue| queue.name.to_string());
+            [device.name.to_string()].into_iter().chain(queues)
+        });
+        Self {
+            probe: probe::describe_host(root),
+            devices: names
+                .map(|name| (name.clone(), attributes(&folder.join(name))))
+                .collect(),
+        }
+    }
+}
+
+/// All attributes but the name, which the administrator chose.
+fn attributes(folder: &Path) -> Attributes {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let files = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
+    files
+        .filter_map(|file| {
+            let name = file.file_name().into_string().ok()?;
+            let text = fs::read_to_string(file.path()).ok()?;
+            (name != "name").then(|| (name, text.trim().to_owned()))
+        })
+        .collect()
 }

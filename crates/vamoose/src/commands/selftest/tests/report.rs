@@ -6,7 +6,7 @@ use idxd::discovery::Root;
 use idxd_model::{Config, Model, PortalKind};
 use serde_json::Value;
 
-use super::super::{host::Host, report::*};
+use super::super::report::*;
 
 /// A machine with one DSA, whose names must not get into a report.
 pub(super) fn machine(folder: &Path) -> Host {
