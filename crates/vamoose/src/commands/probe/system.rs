@@ -68,13 +68,15 @@ pub(super) fn userfaultfd(root: &Root, may_trace: bool) -> String {
         is_there(&opened) || sysctl.is_some(),
         opened.is_ok() || is_allowed,
     );
+    let trace = match may_trace {
+        true => ", this process has CAP_SYS_PTRACE",
+        false => "",
+    };
     let reason = format!(
         "/dev/userfaultfd {}, vm.unprivileged_userfaultfd is {}{}",
         opened.map_or_else(|error| error.to_string(), |_| "can be opened".to_owned()),
         sysctl.as_deref().unwrap_or("absent"),
-        may_trace
-            .then_some(", this process has CAP_SYS_PTRACE")
-            .unwrap_or_default(),
+        trace,
     );
     describe(present, usable, &reason)
 }
