@@ -229,7 +229,6 @@ fn is_gone(path: &Path) -> bool {
 
 /// Limits of a queue if its attributes and those of its device allow this process to use it.
 fn examine(device: &Attributes, queue: &Attributes, kind: Kind) -> Result<Limits, Problem> {
-    let limits = limits(device, queue, kind);
     let device_state = device.need("state", word)?;
     if device_state != "enabled" {
         return Err(Problem::DeviceState(device_state));
@@ -251,7 +250,7 @@ fn examine(device: &Attributes, queue: &Attributes, kind: Kind) -> Result<Limits
     if queue.may("ats_disable", flag) == Some(true) {
         return Err(Problem::AtsDisabled);
     }
-    let limits = limits?;
+    let limits = limits(device, queue, kind)?;
     let clients = queue.may("clients", small);
     if limits.mode == Mode::Dedicated && clients.is_some_and(|clients| clients > 0) {
         return Err(Problem::InUse);
