@@ -68,6 +68,28 @@ impl Decoder {
         result
     }
 
+    /// As [`decode`](Decoder::decode), of pages that were [encoded after](crate::Encoder::encode_after) `earlier`.
+    ///
+    /// # Errors
+    /// As [`decode`](Decoder::decode).
+    pub fn decode_after(
+        &mut self,
+        method: Method,
+        payload: &[u8],
+        earlier: &[u8],
+        pages: &mut [u8],
+    ) -> Result<(), DecodeError> {
+        if method == Method::None || earlier.is_empty() || pages.is_empty() {
+            return self.decode(method, payload, pages);
+        }
+        self.check(pages.len())?;
+        let result = self
+            .unpacker(method)
+            .and_then(|unpacker| unpacker.unpack_after(earlier, payload, pages));
+        self.failed = result.is_err();
+        result
+    }
+
     /// As [`decode`](Decoder::decode), of `len` bytes of pages, which stay in the decoder until its next packet. For callers that
     /// copy the pages elsewhere anyway: method zstd, whose history they are, then copies nothing.
     ///

@@ -85,6 +85,31 @@ impl Encoder {
         }
     }
 
+    /// As [`encode`](Encoder::encode), of pages that resemble `earlier`: of some of them these are earlier versions, which the
+    /// receiver has as well. Only method zstd-frames can.
+    ///
+    /// # Errors
+    /// As [`encode`](Encoder::encode), and by other methods.
+    pub fn encode_after<'a>(
+        &mut self,
+        earlier: &[u8],
+        pages: &'a [u8],
+        out: &'a mut [u8],
+    ) -> Result<Encoded<'a>, EncodeError> {
+        if earlier.is_empty() || pages.is_empty() {
+            return self.encode(pages, out);
+        }
+        self.check(pages.len())?;
+        let Some(engine) = &mut self.engine else {
+            return Ok(raw(pages));
+        };
+        let out = limited(out, self.layout);
+        match engine.compress_after(earlier, pages, out) {
+            Err(CompressError::OutputFull) => Ok(raw(pages)),
+            result => self.finish(result, pages.len(), out),
+        }
+    }
+
     /// A buffer of the encoder for the pages of the next packet, for callers that have to copy them
     /// anyway: [`encode_buffered`](Encoder::encode_buffered) then saves a second copy. `None` if the
     /// encoder copies nothing.

@@ -34,6 +34,17 @@ pub(crate) trait Compress: Send {
     /// Writes `pages`, encoded, to the start of `out`, and returns how many bytes that are.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError>;
 
+    /// As [`compress`](Compress::compress), of pages that resemble `earlier`, which the receiver has as well.
+    fn compress_after(
+        &mut self,
+        earlier: &[u8],
+        pages: &[u8],
+        out: &mut [u8],
+    ) -> Result<usize, CompressError> {
+        let _ = (earlier, pages, out);
+        Err(CompressError::Refused(NO_EARLIER))
+    }
+
     /// The engine's own buffer for the next pages; `None` if it reads pages from anywhere.
     fn input_buffer(&mut self) -> Option<&mut [u8]> {
         None
@@ -46,6 +57,9 @@ pub(crate) trait Compress: Send {
         Err(CompressError::Refused("it has no input buffer"))
     }
 }
+
+/// Only zstd-frames uses earlier versions.
+const NO_EARLIER: &str = "it does not use earlier versions of pages";
 
 /// Why [`Compress::compress`] failed. A stream is lost then; a method whose packets are independent
 /// can continue.
@@ -72,6 +86,18 @@ pub(crate) fn most_worth_sending(pages_len: usize) -> usize {
 pub(crate) trait Unpack: Send {
     /// Fills all of `pages`, which are not empty, from a payload that must hold nothing else.
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError>;
+
+    /// As [`unpack`](Unpack::unpack), of a payload that was [encoded after](Compress::compress_after) `earlier`.
+    fn unpack_after(
+        &mut self,
+        earlier: &[u8],
+        payload: &[u8],
+        pages: &mut [u8],
+    ) -> Result<(), DecodeError> {
+        let _ = (earlier, payload, pages);
+        let (method, reason) = (Method::Delta, NO_EARLIER);
+        Err(DecodeError::Engine { method, reason })
+    }
 
     /// As [`unpack`](Unpack::unpack), of `len` bytes of pages, which become a part of the decoder's
     /// [`history`](Unpack::history). `None` if the decoder keeps no history.

@@ -5,6 +5,9 @@
 //! two at level 3 (docs/results/parts.md). A frame states how many bytes of pages it holds and has no checksum. A packet in
 //! which zstd finds next to nothing is sent raw, as method none.
 //!
+//! Pages of which the receiver has earlier versions are encoded after these, as zstd's prefix: what has not changed, or has
+//! moved, becomes a match.
+//!
 //! # Memory
 //! Both sides work from slice to slice, without a window of their own. An encoder's tables are no
 //! larger than its packets, or [`MAX_WINDOW_LOG`], call for: 1 MiB up to level 2, 4 MiB up to level 6,
@@ -14,14 +17,14 @@ use std::num::NonZeroU32;
 
 use multifd::Method;
 use zstd_safe::{
-    CCtx, CParameter, DCtx, find_frame_compressed_size, get_dict_id_from_frame, get_error_name,
-    get_frame_content_size,
+    CCtx, CParameter, DCtx, ResetDirective, find_frame_compressed_size, get_dict_id_from_frame,
+    get_error_name, get_frame_content_size,
 };
 
 use crate::{
     DecodeError,
     engine::{Compress, CompressError, Software, Unpack, most_worth_sending},
-    ffi::zstd::NO_ROOM,
+    ffi::zstd::{NO_ROOM, compress_after, decompress_after},
 };
 
 pub(crate) const ENGINES: &[Software] = &[Software {
@@ -56,12 +59,57 @@ impl Compress for Compressor {
     /// Finds no room where too little would be saved.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let room = most_worth_sending(pages.len()).min(out.len());
-        self.context
-            .compress2(&mut out[..room], pages)
-            .map_err(|code| match code {
-                NO_ROOM => CompressError::OutputFull,
-                code => CompressError::Refused(get_error_name(code)),
-            })
+        let result = self.context.compress2(&mut out[..room], pages);
+        result.map_err(refused)
+    }
+
+    fn compress_after(
+        &mut self,
+        earlier: &[u8],
+        pages: &[u8],
+        out: &mut [u8],
+    ) -> Result<usize, CompressError> {
+        let room = most_worth_sending(pages.len()).min(out.len());
+        let all = log_of(earlier.len() + pages.len());
+        // zstd finds only matches that its hash table has room for: of a prefix, the last 8 bytes for each entry.
+        let hash = log_of(earlier.len()).saturating_sub(3);
+        let set = |context: &mut CCtx<'static>, hash, window| {
+            context.set_parameter(CParameter::HashLog(hash))?;
+            context.set_parameter(CParameter::WindowLog(window))
+        };
+        let mut encode = || {
+            // A frame for which there was no room is not over yet.
+            self.context.reset(ResetDirective::SessionOnly)?;
+            let window = all.clamp(MAX_WINDOW_LOG, LONGEST_WINDOW_LOG);
+            set(
+                &mut self.context,
+                hash.clamp(LEAST_HASH_LOG, MAX_WINDOW_LOG),
+                window,
+            )?;
+            compress_after(&mut self.context, earlier, pages, &mut out[..room])
+        };
+        let encoded = encode();
+        // Zero is the level's own.
+        set(&mut self.context, 0, MAX_WINDOW_LOG).map_err(refused)?;
+        encoded.map_err(refused)
+    }
+}
+
+/// Log of the least hash table of a packet with earlier versions: large enough for the pages themselves.
+const LEAST_HASH_LOG: u32 = 16;
+
+/// Log of the largest window, which reaches from a packet's last page to the first earlier version. It takes no memory.
+const LONGEST_WINDOW_LOG: u32 = 27;
+
+/// The number of bits that count to `len`.
+fn log_of(len: usize) -> u32 {
+    usize::BITS - len.saturating_sub(1).leading_zeros()
+}
+
+fn refused(code: usize) -> CompressError {
+    match code {
+        NO_ROOM => CompressError::OutputFull,
+        code => CompressError::Refused(get_error_name(code)),
     }
 }
 
@@ -85,6 +133,18 @@ impl Unpack for Unpacker {
         let found = self
             .context
             .decompress(pages, payload)
+            .map_err(|code| corrupt(get_error_name(code)))?;
+        DecodeError::check_len(Method::ZstdFrames, payload.len(), found, pages.len())
+    }
+
+    fn unpack_after(
+        &mut self,
+        earlier: &[u8],
+        payload: &[u8],
+        pages: &mut [u8],
+    ) -> Result<(), DecodeError> {
+        check(payload, pages.len())?;
+        let found = decompress_after(&mut self.context, earlier, payload, pages)
             .map_err(|code| corrupt(get_error_name(code)))?;
         DecodeError::check_len(Method::ZstdFrames, payload.len(), found, pages.len())
     }
@@ -220,6 +280,88 @@ mod tests {
                 let _ = unpack(&payload, pages.len());
             }
         }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Earlier versions of any length, with packets that have none in between.
+        #[test]
+        fn pages_after_earlier_versions_arrive(
+            packets in vec((pages(), vec((any::<prop::sample::Index>(), any::<u8>()), 0..40), 0..4_usize), 1..4),
+            level in select(&[-5, 1, 3][..]),
+        ) {
+            let mut compressor = Compressor::new(level).unwrap();
+            let mut unpacker = Unpacker::new().unwrap();
+            for (earlier, changes, kind) in packets {
+                let mut now = earlier.clone();
+                for (at, byte) in changes {
+                    let at = at.index(now.len());
+                    now[at] = byte;
+                }
+                let earlier = match kind {
+                    0 => &earlier[..1],
+                    1 => &earlier[earlier.len() / 2..],
+                    _ => &earlier[..],
+                };
+                let mut out = vec![0; now.len()];
+                let len = compressor.compress_after(earlier, &now, &mut out);
+                if let Ok(len) = len {
+                    let mut back = vec![0xee; now.len()];
+                    prop_assert_eq!(unpacker.unpack_after(earlier, &out[..len], &mut back), Ok(()));
+                    prop_assert!(back == now);
+                } else {
+                    prop_assert_eq!(len, Err(CompressError::OutputFull));
+                }
+                if let Ok(payload) = encode(&mut compressor, &now) {
+                    prop_assert_eq!(&payload, &encode(&mut Compressor::new(level).unwrap(), &now).unwrap());
+                    let mut back = vec![0xee; now.len()];
+                    prop_assert_eq!(unpacker.unpack(&payload, &mut back), Ok(()));
+                    prop_assert!(back == now);
+                }
+            }
+        }
+
+        #[test]
+        fn any_bytes_after_earlier_versions_are_pages_or_an_error(
+            earlier in vec(any::<u8>(), 1..2000),
+            rest in vec(any::<u8>(), 0..2000),
+            len in 1..5000_usize,
+        ) {
+            let payload = [&MAGIC[..], &rest].concat();
+            let mut unpacker = Unpacker::new().unwrap();
+            let _ = unpacker.unpack_after(&earlier, &payload, &mut vec![0; len]);
+        }
+    }
+
+    /// Noise is found again only in the earlier version, also at the beginning of the longest one.
+    #[test]
+    fn an_earlier_version_of_noise_is_found() {
+        let mut compressor = Compressor::new(1).unwrap();
+        for len in [4096, 512 << 10, 4 << 20] {
+            let earlier: Vec<_> = noise(1).take(len).collect();
+            let mut out = vec![0; len];
+            let found = compressor.compress_after(&earlier, &earlier.clone(), &mut out);
+            assert!(found.unwrap() < len / 64, "{len}: {found:?}");
+            let other: Vec<_> = noise(2).take(len).collect();
+            let found = compressor.compress_after(&other, &earlier, &mut out);
+            assert_eq!(found, Err(CompressError::OutputFull));
+        }
+    }
+
+    /// A prefix that starts like one of zstd's dictionaries is not read as one.
+    #[test]
+    fn an_earlier_version_is_no_dictionary() {
+        let mut earlier = vec![0x37, 0xa4, 0x30, 0xec];
+        earlier.extend(noise(3).take(4092));
+        let mut out = vec![0; 4096];
+        let mut compressor = Compressor::new(1).unwrap();
+        let len = compressor.compress_after(&earlier, &earlier.clone(), &mut out);
+        let mut back = vec![0; 4096];
+        let mut unpacker = Unpacker::new().unwrap();
+        let unpacked = unpacker.unpack_after(&earlier, &out[..len.unwrap()], &mut back);
+        assert_eq!(unpacked, Ok(()));
+        assert!(back == earlier);
     }
 
     #[test]

@@ -58,8 +58,6 @@ const METHODS: [(Method, Option<i32>); RUNGS] = [
     (Method::ZstdFrames, Some(1)),
     (Method::ZstdFrames, Some(3)),
 ];
-const LZ4: usize = 1;
-const ZSTD: usize = 3;
 
 impl Adaptive {
     /// For a new channel.
@@ -84,13 +82,17 @@ impl Adaptive {
         self.policy.limit() == Limit::Link
     }
 
+    /// The next packet is about to be encoded.
+    pub(crate) fn begin_encode(&mut self) {
+        self.meter.switch_to(Activity::Work);
+    }
+
     /// As [`Encoder::encode`], by the method of the packet's rung.
     pub(crate) fn encode<'a>(
         &mut self,
         pages: &'a [u8],
         out: &'a mut [u8],
     ) -> Result<Encoded<'a>, EncodeError> {
-        self.meter.switch_to(Activity::Work);
         if let Some(rung) = self.policy.wanted() {
             let part = &pages[..pages.len() / COMPARED_PART];
             if !part.is_empty() {
@@ -100,18 +102,6 @@ impl Adaptive {
             }
         }
         self.encoders.encode(self.policy.rung(), pages, out)
-    }
-
-    /// As [`encode`](Self::encode), for pages of which some are differences. These are mostly zeros: lz4 is enough where the rung
-    /// of other pages is light.
-    pub(crate) fn encode_differences<'a>(
-        &mut self,
-        pages: &'a [u8],
-        out: &'a mut [u8],
-    ) -> Result<Encoded<'a>, EncodeError> {
-        self.meter.switch_to(Activity::Work);
-        let rung = if self.policy.rung() < ZSTD { LZ4 } else { ZSTD };
-        self.encoders.encode(rung, pages, out)
     }
 
     /// The packet is about to be sent.

@@ -1,8 +1,8 @@
-//! Page caches: both ends of a session keep earlier versions of pages, and send differences to them.
+//! Page caches: both ends of a session keep earlier versions of pages, and encode pages after these.
 //!
 //! A guest that updates its memory in place sends the same pages in each round, with few bytes changed. Where the receiver
-//! has an earlier version, a page is sent as the XOR with it, which compresses well (`vamoose_codec::delta` has the
-//! format). Both ends of a session keep the same versions in a cache of **slots**. The sender makes all decisions and states them
+//! has an earlier version of a page, zstd finds what has not changed there (`vamoose_codec::delta` has the format). Such a page
+//! is called a difference. Both ends of a session keep the same versions in a cache of **slots**. The sender makes all decisions and states them
 //! in each packet:
 //!
 //! ```text
@@ -10,7 +10,7 @@
 //!   page sent for the second time: takes a slot
 //!     ── the page; slot 7, version 0 ───────────────>  keeps it: version 1
 //!   sent again
-//!     ── the difference; slot 7, version 1 ─────────>  waits for version 1, restores the page, keeps it: version 2
+//!     ── the difference; slot 7, version 1 ─────────>  waits for version 1, decodes the page, keeps it: version 2
 //!   slot 7 for another page
 //!     ── the page; slot 7, version 2 ───────────────>  waits for version 2, keeps it: version 3
 //! ```
@@ -26,7 +26,7 @@
 //! A **touch** stores a page in a slot, and the version of a slot is the number of its touches. The sender touches a
 //! slot under its lock, for one packet at a time, and the packet states the version that the touch replaced. The receiver
 //! carries out a touch when the slot has exactly that version. So the n-th touch stores the same page at both ends. A version that
-//! has passed is an error of the peer. Packets with differences carry a checksum of the restored pages.
+//! has passed is an error of the peer. Packets with differences carry a checksum of the decoded pages.
 //!
 //! # Why no reader waits for ever
 //! A packet may overtake another packet on another channel, so the receiver waits for versions. The **epoch** of a channel is the

@@ -143,15 +143,10 @@ impl PacketEncoder {
         }
     }
 
-    /// As [`encode`](Self::encode), of pages of which some are differences.
-    pub(crate) fn encode_differences<'a>(
-        &mut self,
-        pages: &'a [u8],
-        out: &'a mut [u8],
-    ) -> Result<Encoded<'a>, EncodeError> {
-        match self {
-            Self::Fixed(encoder) => encoder.encode(pages, out),
-            Self::Adaptive(adaptive) => adaptive.encode_differences(pages, out),
+    /// The next packet is about to be encoded.
+    pub(crate) fn begin_encode(&mut self) {
+        if let Self::Adaptive(adaptive) = self {
+            adaptive.begin_encode();
         }
     }
 

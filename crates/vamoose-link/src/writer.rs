@@ -144,10 +144,14 @@ impl ChannelWriter {
         Ok(())
     }
 
-    /// Sends pages as differences to the versions in `cache`, where these are smaller. All writers of a migration need the
+    /// Encodes pages after their versions in `cache`. All writers of a migration need the
     /// same cache, and the receiver its own ([`ChannelReader::take_differences`](crate::ChannelReader::take_differences)).
-    pub fn send_differences(&mut self, cache: Arc<DeltaSender>) {
-        self.delta = Some(Outgoing::new(cache));
+    ///
+    /// # Errors
+    /// When there is no memory for the encoder.
+    pub fn send_differences(&mut self, cache: Arc<DeltaSender>) -> Result<(), EncodeError> {
+        self.delta = Some(Outgoing::new(cache, self.sender.layout)?);
+        Ok(())
     }
 
     /// Sends pages by the method that the source's QEMU used, if the first packet tells it (over a session), instead of the
@@ -338,6 +342,7 @@ impl ChannelWriter {
             if let Some(delta) = &delta {
                 stats.set_kept(delta.kept_bytes());
             }
+            self.encoder.begin_encode();
             let (encoded, time) =
                 cpu_timed(|| encode(&mut self.encoder, delta, &mut pages, is_checked, buffers));
             stats.add_encode(time);
@@ -444,7 +449,7 @@ fn encode(
     let pages = pages.gather(copy);
     let sum = sum_of(pages);
     if let Some(delta) = delta
-        && let Some(made) = delta.encode(encoder, pages, out)?
+        && let Some(made) = delta.encode(pages, out)?
     {
         return Ok(Encoded {
             method: Method::Delta,

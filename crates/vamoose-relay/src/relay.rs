@@ -247,7 +247,7 @@ impl Relay<'_> {
         }
         if let Some(cache) = self.sent_pages() {
             for writer in &mut writers {
-                writer.send_differences(cache.clone());
+                writer.send_differences(cache.clone())?;
             }
         }
         Ok(writers)

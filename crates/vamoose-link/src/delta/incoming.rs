@@ -5,7 +5,7 @@ use std::sync::Arc;
 use multifd::{Layout, Method};
 use vamoose_codec::{
     DecodeError, Decoder,
-    delta::{Mark, read_table, restore},
+    delta::{Mark, read_table},
 };
 use vm_memory::VolatileSlice;
 
@@ -19,8 +19,8 @@ pub(crate) struct Incoming {
     marks: Vec<Mark>,
     /// Restored pages, before they are copied to guest memory.
     scratch: Vec<u8>,
-    /// The earlier version of a page in guest memory.
-    page: Vec<u8>,
+    /// The versions that a packet's pages are encoded after.
+    earlier: Vec<u8>,
 }
 
 /// Where earlier versions are.
@@ -67,7 +67,7 @@ impl Incoming {
             page_size: layout.page_size(),
             marks: Vec::with_capacity(layout.page_count()),
             scratch: Vec::new(),
-            page: Vec::new(),
+            earlier: Vec::new(),
         }
     }
 
@@ -119,14 +119,15 @@ impl Incoming {
     ) -> Result<(), Failure> {
         let mut found = 0;
         for _ in 0..ATTEMPTS {
-            decoder.decode(method, payload, pages)?;
+            self.earlier.clear();
             match (&self.versions, memory) {
-                (Versions::Slots(slots), _) => slots.restore(&self.marks, pages)?,
+                (Versions::Slots(slots), _) => slots.versions(&self.marks, &mut self.earlier)?,
                 (Versions::Memory, Some(memory)) => {
-                    restore_in_place(&self.marks, &mut self.page, pages, memory, self.page_size)?;
+                    versions_in_place(&self.marks, memory, self.page_size, &mut self.earlier)?;
                 }
                 (Versions::Memory, None) => return Err(DeltaError::Unexpected.into()),
             }
+            decoder.decode_after(method, payload, &self.earlier, pages)?;
             found = crc32c::crc32c(pages);
             if found == sum {
                 if let Versions::Slots(slots) = &self.versions {
@@ -142,18 +143,16 @@ impl Incoming {
 /// Attempts at decoding a packet whose checksum is wrong.
 const ATTEMPTS: usize = 2;
 
-/// Restores the differences among `pages` with the versions in `memory`: slices of whole pages, in the same order.
-fn restore_in_place(
+/// Appends the versions in `memory` that pages are encoded after: slices of whole pages, in the order of the pages.
+fn versions_in_place(
     marks: &[Mark],
-    before: &mut Vec<u8>,
-    pages: &mut [u8],
     memory: &[VolatileSlice<'_>],
     page_size: usize,
+    earlier: &mut Vec<u8>,
 ) -> Result<(), DeltaError> {
-    before.resize(page_size, 0);
     let (mut slices, mut skip) = (memory.iter(), 0);
     let mut slice = slices.next();
-    for (mark, page) in marks.iter().zip(pages.chunks_exact_mut(page_size)) {
+    for mark in marks {
         while slice.is_some_and(|slice| skip >= slice.len()) {
             (slice, skip) = (slices.next(), 0);
         }
@@ -162,8 +161,10 @@ fn restore_in_place(
         match mark {
             Mark::Plain => {}
             Mark::InPlace => {
-                here.ok_or(DeltaError::Unexpected)?.copy_to(&mut before[..]);
-                restore(page, before);
+                let end = earlier.len();
+                earlier.resize(end + page_size, 0);
+                here.ok_or(DeltaError::Unexpected)?
+                    .copy_to(&mut earlier[end..]);
             }
             Mark::Store(_) | Mark::Difference(_) => return Err(DeltaError::Unexpected),
         }

@@ -10,7 +10,7 @@ use std::{
 
 use multifd::Layout;
 use thiserror::Error;
-use vamoose_codec::delta::{Mark, Touch, restore};
+use vamoose_codec::delta::{Mark, Touch};
 
 use super::slots;
 use crate::{Stream, lock};
@@ -54,7 +54,7 @@ pub enum DeltaError {
     Slot { slot: u32, limit: usize },
     #[error("the peer uses version {version} of slot {slot}, which has version {found}")]
     Passed { slot: u32, version: u32, found: u32 },
-    #[error("the peer sends a difference to slot {slot}, which is empty")]
+    #[error("the peer uses the version in slot {slot}, which is empty")]
     Empty { slot: u32 },
     #[error("version {version} of slot {slot} has not arrived, and no packet for {seconds} s")]
     Missing {
@@ -102,10 +102,9 @@ impl DeltaReceiver {
         self.arrived.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Restores the differences among `pages`, once the touches before have been carried out. The slots stay as they
-    /// are, so restoring the same packet again is harmless.
-    pub(crate) fn restore(&self, marks: &[Mark], pages: &mut [u8]) -> Result<(), DeltaError> {
-        for (mark, page) in marks.iter().zip(pages.chunks_exact_mut(self.page_size)) {
+    /// Appends the versions that a packet's pages are encoded after to `earlier`, once the touches before have been carried out.
+    pub(crate) fn versions(&self, marks: &[Mark], earlier: &mut Vec<u8>) -> Result<(), DeltaError> {
+        for mark in marks {
             match *mark {
                 Mark::Plain => {}
                 Mark::InPlace => return Err(DeltaError::Unexpected),
@@ -116,7 +115,7 @@ impl DeltaReceiver {
                     if slot.content.is_empty() {
                         return Err(DeltaError::Empty { slot: touch.slot });
                     }
-                    restore(page, &slot.content);
+                    earlier.extend_from_slice(&slot.content);
                 }
             }
         }

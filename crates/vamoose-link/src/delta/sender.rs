@@ -9,7 +9,7 @@ use std::{
 };
 
 use multifd::{Layout, RamHeader};
-use vamoose_codec::delta::{Mark, Touch, difference, table_len};
+use vamoose_codec::delta::{Mark, Touch, table_len};
 
 use super::{Share, outgoing::MOST_CHECKED, sent::Sent, slots};
 use crate::{Session, lock};
@@ -87,9 +87,6 @@ const KEPT_ROUNDS: u64 = 2;
 
 /// A new round also starts after this many misses per slot.
 const MISSES: usize = 8;
-
-/// A page is sent as it is if more than one word in this many has changed: the difference would be no smaller.
-const DENSE: usize = 2;
 
 impl DeltaSender {
     /// A cache of `bytes`. The receiver's must not be smaller.
@@ -183,64 +180,37 @@ impl DeltaSender {
         }
     }
 
-    /// Carries out the planned touches, and turns pages that have changed little into differences. `marks` becomes the kind of
-    /// each page.
-    pub(crate) fn prepare(&self, plan: &[Planned], pages: &mut [u8], marks: &mut Vec<Mark>) {
+    /// Carries out the planned touches. `earlier` becomes the versions that the receiver has of these pages, back to back, and
+    /// `marks` what each page is.
+    pub(crate) fn prepare(
+        &self,
+        plan: &[Planned],
+        pages: &[u8],
+        earlier: &mut Vec<u8>,
+        marks: &mut Vec<Mark>,
+    ) {
+        earlier.clear();
         marks.clear();
         marks.resize(pages.len() / self.page_size, Mark::Plain);
         for planned in plan {
             let start = planned.page * self.page_size;
-            let page = &mut pages[start..start + self.page_size];
+            let page = &pages[start..start + self.page_size];
             let mut kept = lock(self.content(planned.touch.slot));
-            let mut mark = Mark::Store(planned.touch);
+            marks[planned.page] = match (planned.has_version && !kept.is_empty(), self.holds) {
+                (true, Holds::Slots) => Mark::Difference(planned.touch),
+                (true, Holds::Memory) => Mark::InPlace,
+                (false, Holds::Slots) => Mark::Store(planned.touch),
+                (false, Holds::Memory) => Mark::Plain,
+            };
+            if marks[planned.page].is_difference() {
+                earlier.extend_from_slice(&kept);
+            }
             if kept.is_empty() {
                 *kept = page.into();
                 self.kept.fetch_add(page.len() as u64, Ordering::Relaxed);
-            } else if planned.has_version {
-                match difference(page, &mut kept) > self.page_size / 8 / DENSE {
-                    true => page.copy_from_slice(&kept),
-                    false => mark = self.difference(planned.touch),
-                }
             } else {
                 kept.copy_from_slice(page);
             }
-            marks[planned.page] = match (mark, self.holds) {
-                (Mark::Store(_), Holds::Memory) => Mark::Plain,
-                (mark, _) => mark,
-            };
-        }
-    }
-
-    /// Turns the differences that [`prepare`](Self::prepare) made back into pages.
-    pub(crate) fn undo(&self, plan: &[Planned], pages: &mut [u8], marks: &mut [Mark]) {
-        for planned in plan {
-            let mark = &mut marks[planned.page];
-            if *mark == self.difference(planned.touch) {
-                let start = planned.page * self.page_size;
-                let kept = lock(self.content(planned.touch.slot));
-                pages[start..start + self.page_size].copy_from_slice(&kept);
-                *mark = match self.holds {
-                    Holds::Slots => Mark::Store(planned.touch),
-                    Holds::Memory => Mark::Plain,
-                };
-            }
-        }
-    }
-
-    /// Passes every `step`-th difference and its page to `each`.
-    pub(crate) fn sample(
-        &self,
-        (plan, pages, marks): (&[Planned], &[u8], &[Mark]),
-        step: usize,
-        each: &mut dyn FnMut(&[u8], &[u8]),
-    ) {
-        let differences = plan
-            .iter()
-            .filter(|planned| marks[planned.page] == self.difference(planned.touch));
-        for planned in differences.step_by(step.max(1)) {
-            let start = planned.page * self.page_size;
-            let kept = lock(self.content(planned.touch.slot));
-            each(&pages[start..start + self.page_size], &kept);
         }
     }
 
@@ -261,13 +231,6 @@ impl DeltaSender {
         slots
             .map(|(number, slot)| (slot.version, content(number)))
             .collect()
-    }
-
-    fn difference(&self, touch: Touch) -> Mark {
-        match self.holds {
-            Holds::Slots => Mark::Difference(touch),
-            Holds::Memory => Mark::InPlace,
-        }
     }
 
     /// The page in a slot. Uncontended: one packet at a time touches a slot.
@@ -383,7 +346,6 @@ impl Index {
 #[cfg(test)]
 mod tests {
     use multifd::BlockName;
-    use vamoose_codec::delta::restore;
 
     use super::*;
 
@@ -407,23 +369,27 @@ mod tests {
     impl InPlace {
         /// Sends pages as a writer does, and checks what the receiver has.
         fn send(&mut self, now: &[Vec<u8>], epoch: u64, pages: &[usize]) {
-            let (mut plan, mut marks) = (Vec::new(), Vec::new());
+            let (mut plan, mut marks, mut earlier) = (Vec::new(), Vec::new(), Vec::new());
             self.sender.plan(&header(pages, &[]), epoch, &mut plan);
-            let mut bytes = pages
+            let bytes = pages
                 .iter()
                 .map(|page| &now[*page][..])
                 .collect::<Vec<_>>()
                 .concat();
-            self.sender.prepare(&plan, &mut bytes, &mut marks);
+            self.sender.prepare(&plan, &bytes, &mut earlier, &mut marks);
             self.sender.finish(&plan);
-            for ((page, mark), bytes) in pages.iter().zip(&marks).zip(bytes.chunks(PAGE)) {
-                let mut bytes = bytes.to_vec();
+            let mut earlier = earlier.chunks(PAGE);
+            for (page, mark) in pages.iter().zip(&marks) {
+                let received = &mut self.received[*page];
                 if *mark == Mark::InPlace {
-                    restore(&mut bytes, &self.received[*page]);
+                    assert!(
+                        earlier.next() == Some(received),
+                        "page {page} in epoch {epoch}"
+                    );
                 }
-                assert!(bytes == now[*page], "page {page} in epoch {epoch}");
-                self.received[*page] = bytes;
+                received.clone_from(&now[*page]);
             }
+            assert!(earlier.next().is_none());
         }
     }
 

@@ -10,12 +10,11 @@ use vamoose_codec::{
 };
 
 use super::{DeltaReceiver, DeltaSender, Incoming, Outgoing};
-use crate::{PacketEncoder, pages::PageSink};
+use crate::pages::PageSink;
 
 /// A sender and a receiver with the same pages.
 pub struct Pair {
     layout: Layout,
-    encoder: PacketEncoder,
     outgoing: Outgoing,
     incoming: Incoming,
     decoder: Decoder,
@@ -28,15 +27,15 @@ impl Pair {
     /// Both with caches of `bytes`.
     ///
     /// # Panics
-    /// Never: the block has a name.
-    pub fn new(encoder: PacketEncoder, bytes: usize, layout: Layout) -> Self {
+    /// Without memory.
+    pub fn new(bytes: usize, layout: Layout) -> Self {
         let mut header = RamHeader::new(layout);
         header.block = BlockName::new(b"ram").expect("a name");
         let receiver = Arc::new(DeltaReceiver::new(bytes, layout, Duration::ZERO));
         Self {
             layout,
-            encoder,
-            outgoing: Outgoing::new(Arc::new(DeltaSender::new(bytes, layout))),
+            outgoing: Outgoing::new(Arc::new(DeltaSender::new(bytes, layout)), layout)
+                .expect("memory"),
             incoming: Incoming::from_slots(receiver, layout),
             decoder: Decoder::new(layout),
             header,
@@ -70,7 +69,7 @@ impl Pair {
             }
             let made = self
                 .outgoing
-                .encode(&mut self.encoder, &mut pages, &mut self.out)
+                .encode(&pages, &mut self.out)
                 .expect("it encodes")
                 .expect("it touches slots");
             bytes += made.len;
@@ -98,8 +97,11 @@ pub fn receive(layout: Layout, packets: &[(usize, &[u8])]) {
         let Ok((method, payload)) = read_table(payload, &mut marks) else {
             return;
         };
-        let kept = decoder.decode(method, payload, &mut pages).is_ok()
-            && receiver.restore(&marks, &mut pages).is_ok()
+        let mut earlier = Vec::new();
+        let kept = receiver.versions(&marks, &mut earlier).is_ok()
+            && decoder
+                .decode_after(method, payload, &earlier, &mut pages)
+                .is_ok()
             && receiver.keep(&marks, &pages).is_ok();
         if !kept {
             return;

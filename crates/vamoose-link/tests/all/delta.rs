@@ -102,7 +102,7 @@ fn send(
 ) {
     let mut writer = ChannelWriter::new(stream, LAYOUT, encoder, None, stats.clone());
     if let Some(cache) = cache {
-        writer.send_differences(cache);
+        writer.send_differences(cache).unwrap();
     }
     let mut packet = Packet::new(LAYOUT);
     for round in 0..ROUNDS {

@@ -150,7 +150,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         for number in 0..source.config.channels {
             let mut writer = self.open_channel(number)?;
             if let Some(sent_pages) = &sent_pages {
-                writer.send_differences(sent_pages.clone());
+                writer.send_differences(sent_pages.clone())?;
             }
             // The coordinator waits for the round before.
             let (rounds_in, rounds) = mpsc::sync_channel(1);
