@@ -232,7 +232,7 @@ impl Qmp {
 
     /// Starts a measurement of the dirty rate, on a sample of pages.
     pub fn begin_dirty_rate(&mut self, time: Duration) -> Result<()> {
-        // Per GiB; the default is 512.
+        // `sample-pages` is per GiB; its default is 512.
         let arguments = json!({ "calc-time": time.as_secs(), "sample-pages": 8192 });
         self.execute("calc-dirty-rate", arguments).map(drop)
     }
@@ -250,8 +250,8 @@ impl Qmp {
         })
     }
 
-    /// Waits until QEMU has cleaned up after a migration. It reports *failed* or *cancelled* earlier, but accepts no migration and
-    /// no change of capabilities before.
+    /// Waits until QEMU has cleaned up after a migration. QEMU reports *failed* or *cancelled* earlier, but until it has cleaned up it
+    /// accepts neither a new migration nor changed capabilities.
     pub fn wait_idle(&mut self, within: Duration) -> Result<()> {
         self.wait(within, |qmp| {
             let instances = qmp.execute("query-yank", json!({}))?;
@@ -287,8 +287,8 @@ impl Qmp {
         })
     }
 
-    /// Waits until the migration has moved this many bytes of memory.
-    pub fn wait_moved(&mut self, bytes: u64, within: Duration) -> Result<()> {
+    /// Waits until the active migration has transferred this many bytes.
+    pub fn wait_transferred(&mut self, bytes: u64, within: Duration) -> Result<()> {
         self.wait(within, |qmp| {
             let info = qmp.wait_migration(&["active"], within)?;
             let moved = info["ram"]["transferred"].as_u64().unwrap_or(0);
@@ -408,7 +408,7 @@ mod tests {
     use super::*;
     use std::thread;
 
-    /// A QMP server that plays back these lines after each line it receives, then closes.
+    /// A QMP server that sends the next of `answers` for each line it receives, then closes.
     fn server(answers: &'static [&'static str]) -> UnixStream {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         thread::spawn(move || {

@@ -6,7 +6,7 @@
 //!          sectors 1 .. 1025  number n goes to sector 1 + n % 1024, which is read, changed and written
 //!                             at 0 and at 508: the last number of this sector; at 4: the sum of all its numbers;
 //!                             at 8: how often the sector was written
-//!  memory  like `counter`: the last number, and 128 pages that each number is written to once it is on the disk
+//!  memory  like `counter`: the last number, and 128 pages; once number n is on the disk, it is written to page n % 128
 //!          0x504: the number of failed calls; 0x508: AX after the last one
 //!  serial  a dot for each number on the disk, a `!` for each failed call
 //! ```
@@ -85,7 +85,7 @@ impl Disk {
         self.folder().join("disk.qcow2")
     }
 
-    /// The folder that holds only the image.
+    /// The folder of the image, used by nothing but this disk.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
@@ -95,8 +95,7 @@ impl Disk {
         self.is_direct
     }
 
-    /// A machine with this disk and `ram` bytes, which boots from the disk or waits for the guest. The memory of a waiting machine
-    /// has to be zeros.
+    /// A machine with this disk and `ram` bytes, which boots from the disk unless it is made to wait for an incoming migration.
     pub fn machine(&self, binary: &Binary, ram: u64) -> Builder {
         // Both flush after each write, as the BIOS has no call for it.
         let cache = match self.is_direct {
@@ -156,7 +155,7 @@ impl Disk {
 
     /// Checks that the image is valid, and not locked.
     fn check_image(&self, ended: Ended) -> Result<()> {
-        /// Unreferenced clusters.
+        /// Exit status of `qemu-img check` if its only finding is leaked clusters.
         const LEAKS: i32 = 3;
         let output = Command::new("qemu-img")
             .args(["check", "-f", "qcow2"])
@@ -276,7 +275,7 @@ const SECTORS: usize = 1024;
 const SUM: usize = 4;
 const WRITES: usize = 8;
 const END: usize = 508;
-/// The address in memory.
+/// Address in guest memory of the number of failed BIOS calls.
 const FAILURES: u64 = 0x504;
 /// SeaBIOS reserves this much at the end of memory, for device queues among others.
 const BIOS: usize = 256 << 10;

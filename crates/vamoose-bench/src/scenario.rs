@@ -32,7 +32,7 @@ pub(crate) struct Scenario {
     pub(crate) links: Vec<Rate>,
     #[serde(default = "two_channels")]
     pub(crate) channels: Vec<u8>,
-    /// Memory of the guest. For a slow link it is less: see [`Scenario::cells`].
+    /// Memory of the guest. A guest that does not run may get less: see [`Scenario::cells`].
     pub(crate) ram: Size,
     /// Milliseconds.
     #[serde(default = "downtime_limit")]
@@ -194,8 +194,8 @@ impl Scenario {
         Ok(scenario)
     }
 
-    /// All cells, ordered by guest and link. A guest that does not run has at most `ram` bytes, and no more than the link carries
-    /// in `seconds`.
+    /// All cells, ordered by guest and link. A guest that does not run has at most `ram` bytes, and at most what the link carries in
+    /// `seconds`, rounded up to 16 MiB.
     pub(crate) fn cells(&self, name: &str, ram: u64, seconds: u64) -> Vec<Cell> {
         let mut cells = Vec::new();
         for guest in &self.guests {
@@ -223,7 +223,7 @@ impl Scenario {
 }
 
 impl Rate {
-    /// Bytes carried in this many seconds, in steps of 16 MiB.
+    /// Bytes carried in this many seconds, rounded up to 16 MiB.
     fn carries(self, seconds: u64) -> u64 {
         let bytes = self.limit().map(|rate| (rate / 8).saturating_mul(seconds));
         bytes.map_or(u64::MAX, |bytes| bytes.next_multiple_of(16 << 20))
@@ -298,7 +298,7 @@ impl FromStr for Guest {
 }
 
 impl Contender {
-    /// Whether this is Vamoose without any option set by the user.
+    /// Whether this is Vamoose at both ends with method auto and no options.
     pub(crate) fn is_default(&self) -> bool {
         let has_two_ends = matches!(self.who, Who::Migrate | Who::Pair);
         let has_options = !self.options.is_empty() || !self.far_options.is_empty();
@@ -339,7 +339,7 @@ impl FromStr for Contender {
             let known = ["none", "zlib", "zstd", "xbzrle", "auto-converge"];
             ensure!(
                 known.contains(&method) && options.is_empty(),
-                "`{text}`: stock QEMU has {}, and no options here",
+                "`{text}`: the methods of stock QEMU are {}, and it takes no options here",
                 known.join(", ")
             );
         }
@@ -360,7 +360,7 @@ impl FromStr for Size {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        /// A smaller number has no unit by mistake.
+        /// A smaller number is taken for one whose unit was forgotten.
         const MIN: u64 = 1 << 20;
         let size = with_unit(text, [("k", 1 << 10), ("M", 1 << 20), ("G", 1 << 30)]);
         let size = size.with_context(|| format!("`{text}` is not a size such as 512M"))?;
@@ -452,7 +452,7 @@ mod tests {
         };
         assert!(error("silesia", "silesa").contains("there is no guest `silesa`"));
         assert!(error("open", "10Q").contains("`10Q` is not a link"));
-        assert!(error("qemu zstd", "qemu lz4").contains("stock QEMU has none, zlib"));
+        assert!(error("qemu zstd", "qemu lz4").contains("stock QEMU are none, zlib"));
         assert!(error("rounds = 3", "rounds = 0").contains("rounds"));
         assert!(error("1G", "512").contains("append a unit"));
         assert!(error("about", "abuot").contains("abuot"));

@@ -1,4 +1,7 @@
 //! The rule of the adaptive method, without a clock and without a codec: waits go in, the rung of the next packet comes out.
+//!
+//! A **rung** is one encoding on a ladder from raw pages over lz4 to dense zstd: a denser rung makes fewer bytes with more CPU time. A
+//! **window** is the time between two calls of [`Policy::observe`], 50 ms or more.
 
 /// What the threads of a channel waited for lately, in shares of the time.
 #[derive(Clone, Copy, Debug, Default)]
@@ -25,8 +28,9 @@ pub(super) enum Limit {
     Balance,
 }
 
-/// More than this share of the time is a wait that limits the throughput; less than the other is none.
+/// A wait of a larger share of the time limits the throughput.
 const LONG: f64 = 0.15;
+/// A wait of a smaller share counts as none.
 const SHORT: f64 = 0.05;
 
 impl Limit {
@@ -98,10 +102,10 @@ pub(super) struct Policy {
     direction: f64,
     in_a_row: u32,
     limit: Limit,
-    /// Bytes of pages per nanosecond over a link that limits: when all packets went raw, and since others are among them.
+    /// Bytes of pages per nanosecond while the link is the limit: with raw packets only, and since encoded packets have been mixed in.
     raw_rate: Mean,
     mixed_rate: Mean,
-    /// Windows for which packets stay raw.
+    /// Windows for which all packets stay raw.
     hold: u32,
     /// Each rung beside the one before.
     comparisons: [Comparison; RUNGS - 1],
@@ -119,13 +123,13 @@ pub(super) const RUNGS: usize = 5;
 /// The rung that encodes nothing.
 pub(super) const RAW: usize = 0;
 
-/// The rung of a new channel: on a slow link lighter packets would cost more than on a fast link denser ones.
+/// The rung of a new channel. Starting too light on a slow link costs more than starting too dense on a fast one.
 pub(super) const FIRST: usize = 3;
 
 /// Typical quotients of size and CPU time, until the guest's own are known.
-const TYPICAL: [(f64, f64); RUNGS - 1] = [(0.48, 2.1), (0.85, 1.5), (0.85, 1.2), (0.94, 1.5)];
+const TYPICAL: [(f64, f64); RUNGS - 1] = [(0.48, 2.1), (0.85, 1.5), (0.87, 1.3), (0.97, 1.3)];
 
-/// A rung has to save this share of the bytes for each doubling of the encoding time: 3 % for half as much again.
+/// Share of the bytes that a rung has to save for each 100 % of additional encoding time: 3 % for half as much again.
 const WORTH: f64 = 0.06;
 
 /// CPU time of a byte of raw pages, in nanoseconds: of both QEMUs and both kernels. The first rung is compared with that.
@@ -142,7 +146,8 @@ const SOURCE_STEP: f64 = 0.5;
 /// The largest step to and from raw packets.
 const RAW_STEP: f64 = 0.5;
 
-/// See [`Policy::loses_to_raw`]. Windows of 50 ms differ by about 15 %, and their mean by less the more there are.
+/// A mix loses to raw packets if its rate is lower by this share, divided by the square root of the number of windows: the rates of
+/// single windows differ by about 15 %.
 const LOSS: f64 = 0.2;
 const LEAST_WINDOWS: f64 = 2.0;
 const MOST_WINDOWS: f64 = 16.0;
@@ -214,8 +219,8 @@ impl Policy {
             Limit::Link if self.hold > 0 => (0.0, MOST_STEP),
             Limit::Link => (rung_position(self.densest_worthwhile()), MOST_STEP),
             Limit::Source => (0.0, SOURCE_STEP),
-            // Among raw packets, the socket fills in bursts, and the link is idle between these.
             Limit::Balance if self.position > 1.0 => return,
+            // With raw packets in the mix, the socket fills in bursts and the link is idle between these: so towards raw.
             Limit::Encoder | Limit::Receiver | Limit::Balance => (0.0, MOST_STEP),
         };
         if self.limit == Limit::Link {
@@ -230,7 +235,7 @@ impl Policy {
         }
         let direction = distance.signum();
         self.turn(direction, most);
-        // Raw packets are far from all others.
+        // From raw packets to lz4, size and CPU time change more than between any other rungs.
         let most = if self.position <= 1.0 { RAW_STEP } else { most };
         self.position += direction * self.step.min(most).min(distance.abs());
     }
@@ -296,8 +301,8 @@ impl Policy {
         }
     }
 
-    /// The densest rung that saves enough for its CPU time, beside the next lighter one that does. Where that one is not the rung
-    /// before it, typical values are not enough.
+    /// The densest rung that saves enough for its CPU time, compared with the next lighter worthwhile rung. If rungs between these two
+    /// were rejected, typical values do not suffice: the rung must have been measured.
     fn densest_worthwhile(&self) -> usize {
         let (mut best, mut size, mut cost) = (RAW, 1.0, 1.0);
         for (comparison, rung) in self.comparisons.iter().zip(1..) {

@@ -1,4 +1,4 @@
-//! The sender's cache: which page is in which slot, and the version sent last.
+//! The sender's cache: which page is in which slot, and the version sent last. Module [`delta`](super) explains touches and epochs.
 
 use std::{
     collections::HashMap,
@@ -108,7 +108,8 @@ impl DeltaSender {
         is_of_use.then(|| Self::of(Holds::Slots, bytes, layout, Some(share)))
     }
 
-    /// The same for a receiver with the pages in guest memory.
+    /// The cache for `session` and a receiver with the pages in guest memory. Such a receiver keeps nothing, so the memory of all
+    /// caches is not shared out.
     pub fn in_place_over(session: &Session, layout: Layout) -> Option<Self> {
         session.page_cache()?;
         let bytes = session.config().page_cache;
@@ -147,6 +148,7 @@ impl DeltaSender {
         }
         for (number, offset) in header.normal_offsets().iter().enumerate() {
             let page = (block, offset / self.page_size as u64);
+            // Most pages are sent once.
             if !index.sent.insert(page.0, page.1) {
                 continue;
             }

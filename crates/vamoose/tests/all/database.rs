@@ -296,7 +296,7 @@ impl<'a> Scene<'a> {
             Moment::Sent(bytes) => {
                 let migration = self.command(&SLOW)?;
                 migration.wait_for("active", LIMIT)?;
-                self.guest.qemu.qmp.wait_moved(bytes, LIMIT)?;
+                self.guest.qemu.qmp.wait_transferred(bytes, LIMIT)?;
                 (migration, Fate::Passes)
             }
             Moment::Loaded | Moment::Commit(_) => {

@@ -369,7 +369,10 @@ fn post_copy() -> Result<()> {
                 .qmp
                 .set_parameters(json!({ "max-bandwidth": 4 * MIB }))?;
             hosts.near.sends(&mut source, PORT)?;
-            source.qmp.wait_moved(MIB, LIMIT).with_context(context)?;
+            source
+                .qmp
+                .wait_transferred(MIB, LIMIT)
+                .with_context(context)?;
             source.qmp.execute("migrate-start-postcopy", json!({}))?;
             hosts
                 .expect_moved(&mut source, &mut destination)

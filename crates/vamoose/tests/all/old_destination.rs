@@ -66,7 +66,7 @@ fn ends(from: &Binary, harm: fn(&mut Scene) -> Result<()>) -> Result<()> {
     for number in 0..repeat {
         let mut scene = Scene::start(from, &to)?;
         let moment = (2 + 3 * (number % 10)) * MIB;
-        scene.source.qmp.wait_moved(moment, LIMIT)?;
+        scene.source.qmp.wait_transferred(moment, LIMIT)?;
         harm(&mut scene)?;
         scene
             .source

@@ -334,7 +334,7 @@ fn post_copy(qemu: &Binary) -> Result<()> {
         .qmp
         .set_parameters(json!({ "max-bandwidth": 4 * MIB }))?;
     source.qmp.migrate(&address)?;
-    source.qmp.wait_moved(MIB, LIMIT)?;
+    source.qmp.wait_transferred(MIB, LIMIT)?;
     source.qmp.execute("migrate-start-postcopy", json!({}))?;
     expect_equal(&mut source, &mut destination, &[&near, &far])?;
     near.finish(LIMIT)?.success()?;

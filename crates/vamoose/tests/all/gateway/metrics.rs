@@ -128,7 +128,7 @@ fn a_migration_under_way_is_counted() -> Result<()> {
     let limit = |bytes: u64| json!({ "max-bandwidth": bytes });
     source.qmp.set_parameters(limit(MIB))?;
     hosts.near.sends(&mut source, PORT)?;
-    source.qmp.wait_moved(MIB, LIMIT)?;
+    source.qmp.wait_transferred(MIB, LIMIT)?;
     let with = "{direction=\"outgoing\",peer=\"other\"}";
     let in_flight = format!("vamoose_migrations_in_flight{with}");
     wait_for(&at, &in_flight, 1.0)?;

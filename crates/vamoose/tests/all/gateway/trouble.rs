@@ -32,7 +32,7 @@ fn under_way(hosts: &Hosts, qemu: &Binary, port: u16) -> Result<(Qemu, Qemu)> {
         .qmp
         .set_capabilities(&[("pause-before-switchover", true)])?;
     hosts.near.sends(&mut source, port)?;
-    source.qmp.wait_moved(2 * MIB, LIMIT)?;
+    source.qmp.wait_transferred(2 * MIB, LIMIT)?;
     // The source's data may be in buffers of sockets: wait until both gateways have the migration.
     destination.qmp.wait_migration(&["active"], LIMIT)?;
     Ok((source, destination))

@@ -38,7 +38,7 @@ impl Scene<'_> {
     /// Continues according to where the guest is. Returns where it is at the end.
     pub(crate) fn go_on(&mut self, holder: &Holder) -> Result<Holder, Trouble> {
         match holder {
-            Holder::Lost(_) | Holder::Documented => Ok(holder.clone()),
+            Holder::Lost(_) | Holder::FailedAsDocumented => Ok(holder.clone()),
             Holder::Instance(0) => self.migrate_again(),
             Holder::Instance(1) => self.after_success(),
             // At the other host, by the command to that host.
@@ -60,7 +60,7 @@ impl Scene<'_> {
         } else {
             format!("{}-next", self.plan.name())
         };
-        self.left_over = !self.instances[1].process.wait(ENDED_BY_THEN);
+        self.left_over = !self.instances[1].process.wait(SERVER_CLEANUP);
         // Before a QEMU of the same name is started.
         for instance in &self.instances[1..] {
             instance.process.kill();
@@ -96,7 +96,7 @@ impl Scene<'_> {
             Then::DestinationDies => {
                 self.injector.tell("B is killed");
                 self.instances[1].process.kill();
-                std::thread::sleep(DEAD_FOR_CERTAIN);
+                std::thread::sleep(DEATH_NOTICED);
                 let what = "the same command after the destination's death";
                 let claim = self.run(self.first_command(what))?;
                 if matches!(claim, Claim::Moved | Claim::Source) {
@@ -149,8 +149,7 @@ impl Scene<'_> {
     }
 }
 
-/// Servers end a QEMU that will not get its guest, if no other connection has come within [`RECONNECT`](super::host::RECONNECT)
-/// seconds and it has not quit by itself.
-const ENDED_BY_THEN: Duration = Duration::from_secs(5);
-/// By then the death has been noticed.
-const DEAD_FOR_CERTAIN: Duration = Duration::from_millis(50);
+/// Time within which a server has ended a QEMU whose guest will not come: longer than [`RECONNECT`](super::host::RECONNECT).
+const SERVER_CLEANUP: Duration = Duration::from_secs(5);
+/// Time after which the server has noticed that its QEMU was killed.
+const DEATH_NOTICED: Duration = Duration::from_millis(50);

@@ -23,7 +23,7 @@ pub(crate) enum Holder {
     /// Nobody: its only copy was killed.
     Lost(&'static str),
     /// Nobody: the source has aborted or hung by itself, which docs/qemu.md documents.
-    Documented,
+    FailedAsDocumented,
 }
 
 /// The limit for states to settle.
@@ -65,7 +65,7 @@ impl Scene<'_> {
     fn who_runs(&mut self) -> Result<Holder, Trouble> {
         let begin = Instant::now();
         loop {
-            self.end_if_documented();
+            self.kill_if_hung_as_documented();
             let states: Vec<_> = self
                 .instances
                 .iter_mut()
@@ -81,7 +81,7 @@ impl Scene<'_> {
                 }
                 (None, _) => {}
             }
-            if let Some(lost) = self.may_be_lost() {
+            if let Some(lost) = self.excuse_for_loss() {
                 return Ok(lost);
             }
             if begin.elapsed() > SETTLING {
@@ -93,7 +93,7 @@ impl Scene<'_> {
         }
     }
 
-    /// Finds the instance that has a paused guest, by the commands' claims, unless the QEMUs contradict them.
+    /// Finds the instance that has a paused guest by following the commands' claims, and checks that its QEMU agrees.
     fn who_holds(&mut self) -> Result<Holder, Trouble> {
         let follow = |holder, outcome: &Outcome| match outcome.claim {
             Claim::Moved if outcome.migration.from == holder => outcome.migration.to,
@@ -106,7 +106,7 @@ impl Scene<'_> {
                 Broken::Started,
                 format!("{} runs", self.instances[holder].name),
             ),
-            state => match self.may_be_lost() {
+            state => match self.excuse_for_loss() {
                 Some(lost) => Ok(lost),
                 None => broken(
                     Broken::Nowhere,
@@ -116,13 +116,14 @@ impl Scene<'_> {
         }
     }
 
-    /// Why nobody may have it: its only copy was killed, or has failed as documented.
-    fn may_be_lost(&mut self) -> Option<Holder> {
+    /// The reason, if there is one, why no instance has to have the guest: its only copy was killed, or failed as documented.
+    fn excuse_for_loss(&mut self) -> Option<Holder> {
         if self.instances[0].process.has_ended() && self.has_failed_as_documented() {
-            return Some(Holder::Documented);
+            return Some(Holder::FailedAsDocumented);
         }
         let struck = self.injector.struck();
-        // After a second fault, it may be unknown that the source had paused the guest.
+        // If killing the source was the only fault, the destination must have a guest that it had loaded completely. After another
+        // fault, `migrate` may not know that the source had paused the guest.
         let known = struck == [Kind::Kill(Role::Source)] && self.was_whole_at_destination();
         if struck.contains(&Kind::Kill(Role::Source)) && !known {
             return Some(Holder::Lost("its source was killed"));
@@ -151,15 +152,15 @@ impl Scene<'_> {
         stopped && self.instances[1].loaded_at().is_some_and(before)
     }
 
-    /// Ends a source's QEMU that hangs as documented, so that its guest counts as lost.
-    pub(super) fn end_if_documented(&mut self) {
+    /// Kills a source's QEMU that hangs as documented, so that its guest counts as lost.
+    pub(super) fn kill_if_hung_as_documented(&mut self) {
         if self.has_failed_as_documented() && self.instances[0].state() == State::Mute {
             self.injector.tell("A hangs as docs/qemu.md says: killed");
             self.instances[0].process.kill();
         }
     }
 
-    /// Whether the source's QEMU may have aborted or hang by itself.
+    /// Whether the source's QEMU may have aborted, or may be hanging, by itself.
     fn has_failed_as_documented(&mut self) -> bool {
         let version = self.fixture.binaries[self.plan.versions[0]].version;
         let killed = self.injector.struck_at(Kind::Kill(Role::Migrate));
@@ -211,7 +212,7 @@ impl Scene<'_> {
                     && !lives[outcome.migration.to].runs_at(outcome.at, IN_FLIGHT) =>
             {
                 let died = self.instances[outcome.migration.to].process.ended_at();
-                if died.is_some_and(|died| self.was_told_before(died)) {
+                if died.is_some_and(|died| self.reported_running_around(died)) {
                     return Ok(());
                 }
                 untrue(format!("{} does not run", lives[outcome.migration.to].name))
@@ -241,8 +242,8 @@ impl Scene<'_> {
         }
     }
 
-    /// Whether the destination reported that the guest runs before it died, or just afterwards.
-    fn was_told_before(&self, died: Duration) -> bool {
+    /// Whether the destination reported a running guest before `died`, or at most [`IN_FLIGHT`] later.
+    fn reported_running_around(&self, died: Duration) -> bool {
         let told = self.message_at("answer:running");
         told.is_some_and(|told| told < died + IN_FLIGHT)
     }
@@ -274,8 +275,8 @@ impl Scene<'_> {
         Ok(())
     }
 
-    /// Checks that everything the guest has written is on its disk once, and that the image is not locked although all other QEMUs
-    /// still run: only the last holder is ended. A paused guest is run before.
+    /// Checks that the disk has everything the guest wrote, exactly once, and that the image is not locked. Only the holder's QEMU is
+    /// ended; the others keep running. A guest that was paused runs for a while first.
     pub(crate) fn check_disk(&mut self, holder: &Holder) -> Result<(), Trouble> {
         let checked = match holder {
             Holder::Instance(holder) => {
@@ -291,11 +292,11 @@ impl Scene<'_> {
                 self.disk.check(instance.qemu.ram(), Ended::Stopped)
             }
             // It is not certain which of them had it last.
-            Holder::Lost(_) | Holder::Documented => {
+            Holder::Lost(_) | Holder::FailedAsDocumented => {
                 let dead = self.instances.iter().filter(|it| it.process.has_ended());
                 let checks = dead.map(|it| self.disk.check(it.qemu.ram(), Ended::Running));
                 let found = checks.reduce(Result::or);
-                found.unwrap_or_else(|| Err(anyhow!("it is lost, and nobody has ended")))
+                found.unwrap_or_else(|| Err(anyhow!("the guest is lost, and no QEMU has ended")))
             }
         };
         match checked {
@@ -311,7 +312,7 @@ impl Scene<'_> {
             && sources.any(|version| self.fixture.binaries[*version].version.loses_writes())
     }
 
-    /// Checks that the guest counts on.
+    /// Checks that the guest's counter keeps increasing.
     fn expect_alive(&mut self, holder: usize, at: u32) -> Result<(), Trouble> {
         let begin = Instant::now();
         while counter::count(self.instances[holder].qemu.ram())? <= at {
@@ -361,8 +362,9 @@ mod tests {
             (7, at(1), None, at(2), true),
             (7, at(1), at(3), at(2), true),
             (8, at(1), None, at(2), false),
-            // After the migration has completed, and in one after that.
+            // Killed after the migration had completed.
             (7, at(1), at(2), at(3), false),
+            // Killed in a later migration.
             (7, at(2), at(1), at(3), true),
             // Before the last round, in a migration that was not stopped, and without a kill.
             (7, at(2), None, at(1), false),

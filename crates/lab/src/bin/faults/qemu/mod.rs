@@ -156,7 +156,7 @@ impl Scene<'_> {
                 Holder::Instance(0) => Ended::Source,
                 Holder::Instance(_) => Ended::Destination,
                 Holder::Lost(why) => Ended::Lost(why),
-                Holder::Documented => Ended::Documented,
+                Holder::FailedAsDocumented => Ended::Documented,
             },
             downtime: self.downtime(),
             in_doubt: self.was_in_doubt(),
