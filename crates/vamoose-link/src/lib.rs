@@ -85,7 +85,7 @@ pub use stream::Stream;
 pub use tls::testing as tls_testing;
 pub use tls::{
     Certificates, Cipher, End, FileFault, Keys, Objection, OneTimeKey, PublicKey, PublicKeyError,
-    Refusal, Security, TlsError, TrustedError,
+    Refusal, Security, TlsError,
 };
 pub(crate) use wait::try_lock;
 pub use wait::{left, lock, receive_until, wait_for, wait_until};

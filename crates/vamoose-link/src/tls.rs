@@ -19,7 +19,6 @@ mod keys;
 mod names;
 mod opener;
 mod record;
-mod revocation;
 mod sealer;
 mod terms;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -31,7 +30,7 @@ mod verifier;
 use std::path::PathBuf;
 
 pub use error::{End, FileFault, Objection, Refusal, TlsError};
-pub use keys::{OneTimeKey, PublicKey, PublicKeyError, TrustedError};
+pub use keys::{OneTimeKey, PublicKey, PublicKeyError};
 pub(crate) use {
     handshake::Secured,
     opener::Opener,

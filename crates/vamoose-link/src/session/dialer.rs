@@ -30,7 +30,7 @@ use super::{
 use crate::{
     Address, SocketError, Stream, TlsError, chain,
     dial::Destination,
-    left, lock,
+    is_stall, left, lock,
     timeouts::{ATTEMPT, LAST_ATTEMPT, RETRY_PAUSES, SHUN},
     tls::ClientTerms,
 };
@@ -86,34 +86,31 @@ impl DialError {
 
     /// Whether the peer did not answer in time.
     fn is_timeout(&self) -> bool {
-        let is_timeout = |error: &io::Error| {
-            matches!(
-                error.kind(),
-                io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock
-            )
-        };
-        match self {
-            Self::Socket(error) => is_timeout(&error.source),
-            Self::Io { source, .. } => is_timeout(source),
-            Self::Tls { source, .. } => matches!(source, TlsError::TimedOut { .. }),
-            _ => false,
-        }
+        self.of_connection().is_some_and(is_stall)
     }
 
     /// Whether the peer closed the connection before sending anything: it may have been evicted for another connection.
     fn is_closed(&self) -> bool {
-        let is_closed = |error: &io::Error| {
+        self.of_connection().is_some_and(|error| {
             matches!(
                 error.kind(),
                 io::ErrorKind::UnexpectedEof
                     | io::ErrorKind::ConnectionReset
                     | io::ErrorKind::BrokenPipe
             )
-        };
+        })
+    }
+
+    /// The connection's error, if the connection failed.
+    fn of_connection(&self) -> Option<&io::Error> {
         match self {
-            Self::Io { source, .. } => is_closed(source),
-            Self::Tls { source, .. } => matches!(source, TlsError::Closed { .. }),
-            _ => false,
+            Self::Socket(SocketError { source, .. })
+            | Self::Io { source, .. }
+            | Self::Tls {
+                source: TlsError::Handshake { source, .. },
+                ..
+            } => Some(source),
+            _ => None,
         }
     }
 

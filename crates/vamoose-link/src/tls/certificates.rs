@@ -1,6 +1,7 @@
 //! Certificates, in files with the names that QEMU and libvirt use.
 
 use std::{
+    collections::HashSet,
     fs::File,
     io,
     path::{Path, PathBuf},
@@ -9,18 +10,15 @@ use std::{
 
 use rustls::{
     RootCertStore,
+    client::WebPkiServerVerifier,
     crypto::CryptoProvider,
     pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, pem::PemObject},
-    server::VerifierBuilderError,
+    server::WebPkiClientVerifier,
     sign::CertifiedKey,
 };
+use webpki::{BorrowedCertRevocationList, CertRevocationList};
 
-use super::{
-    Certificates, End, FileFault, TlsError,
-    keys::read_file,
-    names,
-    revocation::{self, Chains},
-};
+use super::{Certificates, End, FileFault, TlsError, keys::read_file, names, verifier::Chains};
 
 const AUTHORITY: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
@@ -44,13 +42,12 @@ impl Certificates {
         let chain = certificates(&path)?;
         let key = private_key(&key_path)?;
         let names = chain.first().map(names::of).unwrap_or_default();
-        let certified = CertifiedKey::from_der(chain, key, provider).map_err(|source| {
-            let what = "private key";
-            let fault = match source {
+        let certified = CertifiedKey::from_der(chain, key, provider).map_err(|error| {
+            let fault = match error {
                 rustls::Error::InconsistentKeys(_) => FileFault::Unfit(
                     "the key in it does not belong to the certificate beside it".to_owned(),
                 ),
-                source => FileFault::Malformed { what, source },
+                error => FileFault::malformed(PRIVATE_KEY, error),
             };
             TlsError::file(key_path, fault)
         })?;
@@ -62,24 +59,39 @@ impl Certificates {
         })
     }
 
-    /// Verifier of the chains of the `peer`'s certificates.
+    /// Verifies the certificates of the `peer`'s role. Without a file of revocation lists, no certificate is revoked.
     pub(super) fn chains(
         &self,
         peer: End,
         provider: &Arc<CryptoProvider>,
     ) -> Result<Chains, TlsError> {
-        Chains::new(peer, self.roots()?, self.revoked()?, provider)
-            .map_err(|error| self.unusable(error))
+        let (roots, lists) = (self.roots()?, self.revoked()?);
+        let built = match peer {
+            End::Server => WebPkiServerVerifier::builder_with_provider(roots, provider.clone())
+                .with_crls(lists)
+                .enforce_revocation_expiration()
+                .build()
+                .map(Chains::OfServers),
+            End::Client => WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
+                .with_crls(lists)
+                .enforce_revocation_expiration()
+                .build()
+                .map(Chains::OfClients),
+        };
+        // There are roots.
+        built.map_err(|error| {
+            let fault = FileFault::malformed(REVOCATION_LIST, error);
+            TlsError::file(self.directory.join(REVOKED), fault)
+        })
     }
 
     fn roots(&self) -> Result<Arc<RootCertStore>, TlsError> {
         let path = self.directory.join(AUTHORITY);
         let mut roots = RootCertStore::empty();
         for certificate in certificates(&path)? {
-            roots.add(certificate).map_err(|source| {
-                let what = "certificate";
-                TlsError::file(&path, FileFault::Malformed { what, source })
-            })?;
+            roots
+                .add(certificate)
+                .map_err(|error| TlsError::file(&path, FileFault::malformed(CERTIFICATE, error)))?;
         }
         Ok(Arc::new(roots))
     }
@@ -87,7 +99,7 @@ impl Certificates {
     /// Empty if the file does not exist.
     fn revoked(&self) -> Result<Vec<CertificateRevocationListDer<'static>>, TlsError> {
         let path = self.directory.join(REVOKED);
-        let read = || revocation::parse(&read_file(File::open(&path)?)?);
+        let read = || revocation_lists(&read_file(File::open(&path)?)?);
         match read() {
             Ok(lists) => Ok(lists),
             Err(FileFault::System(error)) if error.kind() == io::ErrorKind::NotFound => {
@@ -96,39 +108,60 @@ impl Certificates {
             Err(fault) => Err(TlsError::file(path, fault)),
         }
     }
-
-    fn unusable(&self, error: VerifierBuilderError) -> TlsError {
-        let (file, what) = match &error {
-            VerifierBuilderError::InvalidCrl(_) => (REVOKED, "revocation list"),
-            _ => (AUTHORITY, "certificate"),
-        };
-        let source = rustls::Error::General(error.to_string());
-        let fault = FileFault::Malformed { what, source };
-        TlsError::file(self.directory.join(file), fault)
-    }
 }
+
+const CERTIFICATE: &str = "certificate";
+const PRIVATE_KEY: &str = "private key";
+const REVOCATION_LIST: &str = "revocation list";
 
 /// All certificates in a file; at least one.
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let what = "certificate";
     let read = || {
         let text = read_file(File::open(path)?)?;
-        let chain: Vec<_> = CertificateDer::pem_slice_iter(&text)
-            .collect::<Result<_, _>>()
-            .map_err(|_| FileFault::NotPem { what })?;
-        if chain.is_empty() {
-            return Err(FileFault::NotPem { what });
+        let chain = CertificateDer::pem_slice_iter(&text).collect::<Result<Vec<_>, _>>();
+        match chain {
+            Ok(chain) if !chain.is_empty() => Ok(chain),
+            _ => Err(FileFault::no_pem(CERTIFICATE)),
         }
-        Ok(chain)
     };
     read().map_err(|fault: FileFault| TlsError::file(path, fault))
 }
 
 fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
-    let what = "private key";
     let read = || {
         let text = read_file(File::open(path)?)?;
-        PrivateKeyDer::from_pem_slice(&text).map_err(|_| FileFault::NotPem { what })
+        PrivateKeyDer::from_pem_slice(&text).map_err(|_| FileFault::no_pem(PRIVATE_KEY))
     };
     read().map_err(|fault| TlsError::file(path, fault))
+}
+
+/// All revocation lists in a file: at least one, and nothing else in PEM format, as an unread list would revoke nothing. Text between
+/// lists is allowed: tools write it before a list.
+fn revocation_lists(text: &[u8]) -> Result<Vec<CertificateRevocationListDer<'static>>, FileFault> {
+    let lists = CertificateRevocationListDer::pem_slice_iter(text).collect::<Result<Vec<_>, _>>();
+    let lists = lists
+        .ok()
+        .filter(|lists| !lists.is_empty())
+        .ok_or_else(|| FileFault::no_pem(REVOCATION_LIST))?;
+    let text = String::from_utf8_lossy(text);
+    let count = |mark| text.matches(mark).count();
+    let rest = text.rsplit("-----END X509 CRL-----").next();
+    let is_all = [count("-----BEGIN "), count("-----END ")] == [lists.len(); 2];
+    if !is_all || !rest.unwrap_or_default().trim().is_empty() {
+        let fault = "it holds something else than revocation lists in PEM format";
+        return Err(FileFault::Unfit(fault.to_owned()));
+    }
+    // webpki reads only the first list of an issuer's name.
+    let mut issuers = HashSet::new();
+    let parsed = lists
+        .iter()
+        .flat_map(|list| BorrowedCertRevocationList::from_der(list));
+    if !parsed
+        .map(CertRevocationList::from)
+        .all(|list| issuers.insert(list.issuer().to_vec()))
+    {
+        let fault = "it holds two revocation lists of the same issuer: keep the current one";
+        return Err(FileFault::Unfit(fault.to_owned()));
+    }
+    Ok(lists)
 }

@@ -3,15 +3,12 @@
 //! The refusing end knows the reason ([`Refusal`]). The other end receives only the number of a TLS alert; [`Objection`] explains
 //! what it means for its own certificate or key.
 
-use std::{fmt, io, path::PathBuf, time::Duration};
+use std::{fmt, io, path::PathBuf};
 
-use rustls::{
-    AlertDescription, CertificateError, PeerIncompatible,
-    pki_types::{ServerName, UnixTime},
-};
+use rustls::{AlertDescription, CertificateError, PeerIncompatible};
 use thiserror::Error;
 
-use super::{PublicKey, TrustedError};
+use super::PublicKey;
 
 /// A connection could not be secured.
 #[derive(Debug, Error)]
@@ -68,43 +65,13 @@ pub enum TlsError {
         /// Which.
         peer: End,
     },
-    /// The peer did not finish the handshake in time.
-    #[error("the {peer} did not finish the TLS handshake within {} s", timeout.as_secs_f32())]
-    TimedOut {
-        /// Which.
-        peer: End,
-        /// The timeout.
-        timeout: Duration,
-    },
-    /// The peer sent more than any handshake needs.
-    #[error("the {peer} sent more than {limit} bytes before the end of the TLS handshake")]
-    TooLong {
-        /// Which.
-        peer: End,
-        /// Limit of bytes.
-        limit: usize,
-    },
-    /// The peer closed the connection.
-    #[error("the {peer} closed the connection during the TLS handshake")]
-    Closed {
-        /// Which.
-        peer: End,
-    },
-    /// The connection failed.
-    #[error("the connection to the {peer} failed during the TLS handshake")]
-    Socket {
-        /// The other end.
-        peer: End,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// Any other error of the protocol.
+    /// The handshake failed: the connection was lost, the peer was too slow, or its messages are invalid.
     #[error("the TLS handshake with the {peer} failed")]
     Handshake {
         /// The other end.
         peer: End,
-        /// The library's error.
-        source: rustls::Error,
+        /// Why.
+        source: io::Error,
     },
 }
 
@@ -143,40 +110,28 @@ pub enum FileFault {
     /// It cannot be read or written.
     #[error(transparent)]
     System(#[from] io::Error),
-    /// It does not contain the expected PEM object.
-    #[error("it holds no {what} in PEM format")]
-    NotPem {
-        /// The expected object.
-        what: &'static str,
-    },
-    /// An object in it is malformed.
-    #[error("it holds a malformed {what}")]
-    Malformed {
-        /// The object.
-        what: &'static str,
-        /// The library's error.
-        source: rustls::Error,
-    },
     /// Other users can read the key.
     #[error("other users can read it (mode {mode:04o}, 0600 is needed)")]
     Mode {
         /// Its permissions.
         mode: u32,
     },
-    /// Its content, size or owner does not fit its purpose.
-    #[error("{0}")]
-    Unfit(String),
     /// It lists no key, and no keys are given otherwise.
     #[error("no key is trusted")]
     NobodyTrusted,
-    /// A line is malformed.
-    #[error("line {line}")]
-    Line {
-        /// Number of the line, from 1.
-        line: usize,
-        /// Why not.
-        source: TrustedError,
-    },
+    /// Its content, size or owner does not fit its purpose.
+    #[error("{0}")]
+    Unfit(String),
+}
+
+impl FileFault {
+    pub(super) fn no_pem(what: &str) -> Self {
+        Self::Unfit(format!("it holds no {what} in PEM format"))
+    }
+
+    pub(super) fn malformed(what: &str, error: impl fmt::Display) -> Self {
+        Self::Unfit(format!("it holds a malformed {what}: {error}"))
+    }
 }
 
 /// Why this end refuses its peer.
@@ -184,13 +139,8 @@ pub enum FileFault {
 #[non_exhaustive]
 pub enum Refusal {
     /// The certificate is for another server.
-    #[error("its certificate is not for `{expected}` but for {}", list(.presented))]
-    Name {
-        /// The dialled host, or the configured name.
-        expected: String,
-        /// Names in the certificate; the common name does not count.
-        presented: Vec<String>,
-    },
+    #[error("its certificate cannot be used: {0}")]
+    Name(CertificateError),
     /// No name in the certificate is allowed.
     #[error("no name of its certificate is allowed: {}", list(.names))]
     NotAllowed {
@@ -214,9 +164,6 @@ pub enum Refusal {
     /// The peer has no certificate, or its certificate is not valid here.
     #[error("{0}")]
     Invalid(String),
-    /// Any other fault of a certificate.
-    #[error("its certificate cannot be used")]
-    Certificate(#[source] rustls::Error),
 }
 
 /// Why the peer refuses this end, as far as its alert tells.
@@ -237,12 +184,9 @@ pub enum Objection {
         /// Our key.
         key: PublicKey,
     },
-    /// The peer requires a certificate, or does not accept this end's.
+    /// Any other reason.
     #[error("{0}")]
-    Certificate(String),
-    /// Any other alert.
-    #[error("it sent the TLS alert {0:?}")]
-    Alert(AlertDescription),
+    Other(String),
 }
 
 /// The certificate or key that this end has shown to its peer.
@@ -265,6 +209,12 @@ impl TlsError {
         }
     }
 
+    /// The handshake fails because of `error`.
+    pub(super) fn handshake(peer: End, error: rustls::Error) -> Self {
+        let source = io::Error::new(io::ErrorKind::InvalidData, error);
+        Self::Handshake { peer, source }
+    }
+
     /// Explains a rustls error. `refusal` is the reason of our own verifier, if it has refused the peer.
     pub(super) fn of(
         error: rustls::Error,
@@ -277,7 +227,7 @@ impl TlsError {
         }
         match error {
             rustls::Error::InvalidCertificate(error) => {
-                let reason = Refusal::of(error, peer);
+                let reason = Refusal::of(error);
                 Self::Refused { peer, reason }
             }
             rustls::Error::NoCertificatesPresented => {
@@ -300,57 +250,28 @@ impl TlsError {
                 Self::RefusedByPeer { peer, reason }
             }
             rustls::Error::InvalidMessage(_) => Self::NotTls { peer },
-            source => Self::Handshake { peer, source },
+            error => Self::handshake(peer, error),
         }
     }
 }
 
 impl Refusal {
-    fn of(error: CertificateError, peer: End) -> Self {
+    fn of(error: CertificateError) -> Self {
         use CertificateError as Error;
         let reason = match error {
-            Error::UnknownIssuer => {
-                "its certificate is not signed by the authority in ca-cert.pem".to_owned()
-            }
-            Error::Expired => "its certificate has expired, by the clock of this host".to_owned(),
-            Error::ExpiredContext { time, not_after } => format!(
-                "its certificate expired {} ago, by the clock of this host",
-                span(not_after, time)
-            ),
-            Error::NotValidYet => {
-                "its certificate is not valid yet, by the clock of this host".to_owned()
-            }
-            Error::NotValidYetContext { time, not_before } => format!(
-                "its certificate is not valid for another {}, by the clock of this host",
-                span(time, not_before)
-            ),
-            Error::NotValidForNameContext {
-                expected,
-                presented,
-            } => {
-                let expected = match &expected {
-                    ServerName::IpAddress(address) => std::net::IpAddr::from(*address).to_string(),
-                    name => name.to_str().into_owned(),
-                };
-                return Self::Name {
-                    expected,
-                    presented,
-                };
-            }
-            Error::InvalidPurpose | Error::InvalidPurposeContext { .. } => {
-                format!("its certificate is not for use by a {peer} (extended key usage)")
-            }
-            Error::Revoked => "its certificate has been revoked (ca-crl.pem)".to_owned(),
+            Error::NotValidForNameContext { .. } => return Self::Name(error),
+            Error::UnknownIssuer => "its certificate is not signed by the authority in ca-cert.pem",
+            Error::Revoked => "its certificate has been revoked (ca-crl.pem)",
             Error::ExpiredRevocationList | Error::ExpiredRevocationListContext { .. } => {
-                "the list of revoked certificates of this host has expired (ca-crl.pem)".to_owned()
+                "the list of revoked certificates of this host has expired (ca-crl.pem)"
             }
             Error::UnknownRevocationStatus => {
                 "ca-crl.pem has no list of revoked certificates of the authority that signed its certificate, or of one above"
-                    .to_owned()
             }
-            error => return Self::Certificate(error.into()),
+            // Its period of validity, for example.
+            error => return Self::Invalid(format!("its certificate cannot be used: {error}")),
         };
-        Self::Invalid(reason)
+        Self::Invalid(reason.to_owned())
     }
 }
 
@@ -361,11 +282,12 @@ impl Objection {
             Shown::Key(key) if alert == Alert::AccessDenied => {
                 return Self::UnknownKey { key: *key };
             }
-            Shown::Key(_) => return Self::Alert(alert),
+            Shown::Key(_) => return Self::other(alert),
             Shown::Certificate { path, names } => (path.clone(), names.clone()),
         };
         let file = certificate.display();
-        Self::Certificate(match alert {
+        Self::Other(match alert {
+            Alert::AccessDenied => return Self::NotAllowed { certificate, names },
             Alert::UnknownCA => format!(
                 "it does not trust the authority that signed {file}, or has no current list of the certificates that were revoked"
             ),
@@ -376,27 +298,17 @@ impl Objection {
                 format!("{file} is not for the name that it dialled")
             }
             Alert::UnsupportedCertificate => {
-                format!(
-                    "{file} is not for use by a {} (extended key usage)",
-                    peer.other()
-                )
+                let role = peer.other();
+                format!("{file} is not for use by a {role} (extended key usage)")
             }
             Alert::CertificateRevoked => format!("{file} has been revoked"),
             Alert::CertificateRequired => "it requires a certificate".to_owned(),
-            Alert::AccessDenied => return Self::NotAllowed { certificate, names },
-            alert => return Self::Alert(alert),
+            alert => return Self::other(alert),
         })
     }
-}
 
-/// Time between two instants, in its largest unit.
-fn span(from: UnixTime, to: UnixTime) -> String {
-    let seconds = to.as_secs().saturating_sub(from.as_secs());
-    match seconds {
-        0..120 => format!("{seconds} s"),
-        120..7200 => format!("{} min", seconds / 60),
-        7200..172_800 => format!("{} h", seconds / 3600),
-        _ => format!("{} days", seconds / 86_400),
+    fn other(alert: AlertDescription) -> Self {
+        Self::Other(format!("it sent the TLS alert {alert:?}"))
     }
 }
 

@@ -19,7 +19,7 @@ use super::{
     names,
     record::{HEADER_LEN, MAX_BODY, RecordKey, is_tls_header},
 };
-use crate::{Socket, left, socket::is_transient, timeouts::LINGER};
+use crate::{Socket, is_stall, left, socket::is_transient, timeouts::LINGER};
 
 /// A connection whose ends have authenticated each other.
 pub(crate) struct Secured {
@@ -112,7 +112,7 @@ impl Handshake<'_> {
         let mut confirmation = [0];
         loop {
             match self.connection.reader().read(&mut confirmation) {
-                Ok(0) => return Err(TlsError::Closed { peer }),
+                Ok(0) => return Err(self.closed()),
                 Ok(_) if confirmation == [CONFIRMATION] => return Ok(()),
                 Ok(_) => return Err(self.refuse(TlsError::OtherProtocol { peer })),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.receive()?,
@@ -164,7 +164,7 @@ impl Handshake<'_> {
         while read < buffer.len() {
             self.limit(Timeout::Recv)?;
             match (&mut &*self.socket).read(&mut buffer[read..]) {
-                Ok(0) => return Err(TlsError::Closed { peer: self.peer }),
+                Ok(0) => return Err(self.closed()),
                 Ok(bytes) => read += bytes,
                 Err(error) if is_transient(&error) => {}
                 Err(error) => return Err(self.failed(error)),
@@ -178,7 +178,7 @@ impl Handshake<'_> {
         while self.connection.wants_write() {
             self.limit(Timeout::Send)?;
             match self.connection.write_tls(&mut &*self.socket) {
-                Ok(0) => return Err(TlsError::Closed { peer: self.peer }),
+                Ok(0) => return Err(self.closed()),
                 Ok(_) => {}
                 Err(error) if is_transient(&error) => {}
                 Err(error) => return Err(self.failed(error)),
@@ -205,22 +205,26 @@ impl Handshake<'_> {
         reason
     }
 
-    fn failed(&self, source: io::Error) -> TlsError {
+    fn failed(&self, error: io::Error) -> TlsError {
         let (peer, timeout) = (self.peer, self.timeout);
-        match source.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                TlsError::TimedOut { peer, timeout }
+        let source = match is_stall(&error) {
+            true => {
+                let problem = format!("it did not end within {} s", timeout.as_secs_f32());
+                io::Error::new(io::ErrorKind::TimedOut, problem)
             }
-            io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => TlsError::Closed { peer },
-            _ => TlsError::Socket { peer, source },
-        }
+            false => error,
+        };
+        TlsError::Handshake { peer, source }
+    }
+
+    fn closed(&self) -> TlsError {
+        let problem = "the connection was closed";
+        self.failed(io::Error::new(io::ErrorKind::UnexpectedEof, problem))
     }
 
     fn too_long(&self) -> TlsError {
-        TlsError::TooLong {
-            peer: self.peer,
-            limit: MAX_HANDSHAKE,
-        }
+        let problem = format!("more than {MAX_HANDSHAKE} bytes came before its end");
+        self.failed(io::Error::new(io::ErrorKind::InvalidData, problem))
     }
 }
 

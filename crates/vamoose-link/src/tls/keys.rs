@@ -37,21 +37,8 @@ pub struct PublicKey([u8; 32]);
 
 /// A text is not a public key.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum PublicKeyError {
-    /// The prefix is missing.
-    #[error("a public key begins with `ed25519:`")]
-    Kind,
-    /// The rest is not base64.
-    #[error("a public key is `ed25519:` and 44 characters of base64")]
-    Base64,
-    /// The key is too long or too short.
-    #[error("a public key has 32 bytes, and this one {len}")]
-    Length {
-        /// Number of bytes.
-        len: usize,
-    },
-}
+#[error("a public key is `ed25519:` and 32 bytes in base64")]
+pub struct PublicKeyError;
 
 impl Keys {
     /// Generates a key in `directory`, which is created if it is missing. Returns the public half.
@@ -216,20 +203,15 @@ impl OwnKey {
         check_owner(&metadata)?;
         let text = read_file(file)?;
         let key = PrivatePkcs8KeyDer::from_pem_slice(&text)
-            .map_err(|_| FileFault::NotPem { what: PRIVATE_KEY })?;
+            .map_err(|_| FileFault::no_pem(PRIVATE_KEY))?;
         Self::new(&key)
     }
 
     fn new(key: &PrivatePkcs8KeyDer<'_>) -> Result<Self, FileFault> {
-        let key = any_eddsa_type(key).map_err(|source| FileFault::Malformed {
-            what: PRIVATE_KEY,
-            source,
-        })?;
-        let spki = key
-            .public_key()
-            .ok_or(FileFault::NotPem { what: PRIVATE_KEY })?
-            .into_owned();
-        let public = PublicKey::from_spki(&spki).ok_or(FileFault::NotPem { what: PRIVATE_KEY })?;
+        let key = any_eddsa_type(key).map_err(|error| FileFault::malformed(PRIVATE_KEY, error))?;
+        let none = || FileFault::no_pem(PRIVATE_KEY);
+        let spki = key.public_key().ok_or_else(none)?.into_owned();
+        let public = PublicKey::from_spki(&spki).ok_or_else(none)?;
         let shown = vec![CertificateDer::from(spki.to_vec())];
         let certified = Arc::new(CertifiedKey::new(shown, key));
         Ok(Self { public, certified })
@@ -293,27 +275,6 @@ impl From<PublicKey> for Trusted {
     }
 }
 
-/// A line of `trusted` is malformed.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum TrustedError {
-    /// It does not begin with a key.
-    #[error(transparent)]
-    Key(#[from] PublicKeyError),
-    /// An unknown option: ignoring it could mean to trust the key too far.
-    #[error("`{word}` is not known: behind a key stands hosts=NAME,NAME... or a comment")]
-    Option {
-        /// The option.
-        word: String,
-    },
-    /// The list of hosts has an empty name.
-    #[error("hosts= names no host")]
-    NoHost,
-    /// `hosts=` stands where it would have no effect.
-    #[error("hosts= belongs directly behind the key, once")]
-    Misplaced,
-}
-
 /// Parses a list of keys, one per line. `hosts=` with patterns separated by commas may follow the key, and then a comment. Lines
 /// that are empty or begin with `#` are ignored.
 pub(super) fn parse_trusted(text: &[u8]) -> Result<Vec<Trusted>, FileFault> {
@@ -321,31 +282,34 @@ pub(super) fn parse_trusted(text: &[u8]) -> Result<Vec<Trusted>, FileFault> {
     let lines = text.lines().zip(1..);
     let lines =
         lines.filter(|(line, _)| !matches!(line.trim_start().chars().next(), None | Some('#')));
-    let trusted = lines
-        .map(|(text, line)| parse_line(text).map_err(|source| FileFault::Line { line, source }));
+    let trusted = lines.map(|(text, line)| {
+        parse_line(text).map_err(|error| FileFault::Unfit(format!("line {line}: {error}")))
+    });
     trusted.collect()
 }
 
-fn parse_line(line: &str) -> Result<Trusted, TrustedError> {
+/// Refuses unknown options: to ignore one could mean to trust the key too far.
+fn parse_line(line: &str) -> Result<Trusted, String> {
     let mut words = line.split_whitespace();
-    let key: PublicKey = words.next().unwrap_or_default().parse()?;
+    let key = words.next().unwrap_or_default().parse::<PublicKey>();
+    let key = key.map_err(|error| error.to_string())?;
     let option = words.next();
     // The author did not mean a key for any host.
     if words.any(|word| word.starts_with("hosts=")) {
-        return Err(TrustedError::Misplaced);
+        return Err("hosts= belongs directly behind the key, once".to_owned());
     }
     match option.and_then(|word| Some((word, word.split_once('=')?))) {
         None => Ok(key.into()),
         Some((_, ("hosts", hosts))) => {
             let hosts: Vec<_> = hosts.split(',').map(str::to_owned).collect();
             match hosts.iter().any(String::is_empty) {
-                true => Err(TrustedError::NoHost),
+                true => Err("hosts= names no host".to_owned()),
                 false => Ok(Trusted { key, hosts }),
             }
         }
-        Some((word, _)) => Err(TrustedError::Option {
-            word: word.to_owned(),
-        }),
+        Some((word, _)) => Err(format!(
+            "`{word}` is not known: behind a key stands hosts=NAME,NAME... or a comment"
+        )),
     }
 }
 
@@ -365,9 +329,7 @@ impl TryFrom<&[u8]> for PublicKey {
     type Error = PublicKeyError;
 
     fn try_from(bytes: &[u8]) -> Result<Self, Self::Error> {
-        let len = bytes.len();
-        let bytes = bytes.try_into();
-        bytes.map(Self).map_err(|_| PublicKeyError::Length { len })
+        bytes.try_into().map(Self).map_err(|_| PublicKeyError)
     }
 }
 
@@ -383,8 +345,8 @@ impl FromStr for PublicKey {
     type Err = PublicKeyError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let key = text.strip_prefix(PREFIX).ok_or(PublicKeyError::Kind)?;
-        let bytes = LENIENT.decode(key).map_err(|_| PublicKeyError::Base64)?;
+        let key = text.strip_prefix(PREFIX).ok_or(PublicKeyError)?;
+        let bytes = LENIENT.decode(key).map_err(|_| PublicKeyError)?;
         Self::try_from(&bytes[..])
     }
 }

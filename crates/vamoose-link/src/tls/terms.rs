@@ -109,7 +109,7 @@ impl ClientTerms {
         let connection = self
             .config(host, &refusal)
             .and_then(|config| ClientConnection::new(Arc::new(config), name))
-            .map_err(|error| local(error, End::Server))?;
+            .map_err(|error| TlsError::handshake(End::Server, error))?;
         (self.0).shake_hands(connection.into(), End::Server, socket, timeout, &refusal)
     }
 
@@ -157,7 +157,7 @@ impl ServerTerms {
         let connection = self
             .config(&refusal)
             .and_then(|config| ServerConnection::new(Arc::new(config)))
-            .map_err(|error| local(error, End::Client))?;
+            .map_err(|error| TlsError::handshake(End::Client, error))?;
         (self.0).shake_hands(connection.into(), End::Client, socket, timeout, &refusal)
     }
 
@@ -203,11 +203,6 @@ impl Terms {
             TlsError::of(error, peer, refusal.get().cloned(), &self.shown)
         })
     }
-}
-
-/// The handshake could not begin.
-fn local(source: rustls::Error, peer: End) -> TlsError {
-    TlsError::Handshake { peer, source }
 }
 
 /// TLS 1.3 ciphers, `first` preferred, and post-quantum key exchange where the peer supports it: traffic recorded today contains

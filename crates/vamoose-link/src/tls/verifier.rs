@@ -8,7 +8,10 @@ use std::{
 use rustls::{
     CertificateError, DigitallySignedStruct, DistinguishedName, Error, PeerIncompatible,
     SignatureScheme,
-    client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    client::{
+        WebPkiServerVerifier,
+        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    },
     crypto::{
         WebPkiSupportedAlgorithms, verify_tls13_signature, verify_tls13_signature_with_raw_key,
     },
@@ -16,13 +19,7 @@ use rustls::{
     server::danger::{ClientCertVerified, ClientCertVerifier},
 };
 
-use super::{
-    PublicKey,
-    error::Refusal,
-    keys::Trusted,
-    names,
-    revocation::{Chain, Chains},
-};
+use super::{PublicKey, error::Refusal, keys::Trusted, names};
 
 /// Which peers are accepted.
 pub(super) enum Trust {
@@ -32,6 +29,12 @@ pub(super) enum Trust {
         allow: Option<Vec<String>>,
     },
     Keys(Vec<Trusted>),
+}
+
+/// rustls' verifier of certificates of one role. If there are revocation lists, every authority of a chain needs a current one.
+pub(super) enum Chains {
+    OfServers(Arc<WebPkiServerVerifier>),
+    OfClients(Arc<dyn ClientCertVerifier>),
 }
 
 /// Reason why the verifier refused the peer of one connection, with details that rustls' errors cannot carry.
@@ -47,13 +50,18 @@ pub(super) struct PeerVerifier {
 }
 
 impl PeerVerifier {
-    fn verify(&self, chain: &Chain<'_>) -> Result<(), Error> {
+    /// Verifies the peer by what it has shown; `verify_chain` verifies a certificate's chain.
+    fn verify(
+        &self,
+        shown: &CertificateDer<'_>,
+        verify_chain: impl FnOnce(&Chains) -> Result<(), Error>,
+    ) -> Result<(), Error> {
         match &*self.trust {
             Trust::Certificates { chains, allow } => {
-                chains.verify(chain).map_err(of_chain)?;
-                self.verify_names(chain.end_entity, allow.as_deref())
+                verify_chain(chains).map_err(of_chain)?;
+                self.verify_names(shown, allow.as_deref())
             }
-            Trust::Keys(trusted) => self.verify_key(chain.end_entity, trusted),
+            Trust::Keys(trusted) => self.verify_key(shown, trusted),
         }
     }
 
@@ -122,12 +130,13 @@ impl PeerVerifier {
     }
 }
 
-/// A wrong signature in a chain means that the authority has the name of ours and another key, as after its renewal.
+/// A wrong signature of a certificate or a revocation list means that another authority has the same name, as after a renewal.
 fn of_chain(error: Error) -> Error {
     match error {
         Error::InvalidCertificate(CertificateError::BadSignature) => {
             CertificateError::UnknownIssuer.into()
         }
+        Error::InvalidCertRevocationList(_) => CertificateError::UnknownRevocationStatus.into(),
         error => error,
     }
 }
@@ -151,17 +160,17 @@ impl ServerCertVerifier for PeerVerifier {
         end_entity: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
         server_name: &ServerName<'_>,
-        _: &[u8],
+        ocsp: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        let chain = Chain {
-            end_entity,
-            intermediates,
-            server_name: Some(server_name),
-            now,
-        };
-        self.verify(&chain)
-            .map(|()| ServerCertVerified::assertion())
+        self.verify(end_entity, |chains| match chains {
+            Chains::OfServers(verifier) => verifier
+                .verify_server_cert(end_entity, intermediates, server_name, ocsp, now)
+                .map(drop),
+            // Would accept any name.
+            Chains::OfClients(_) => Err(CertificateError::NotValidForName.into()),
+        })?;
+        Ok(ServerCertVerified::assertion())
     }
 
     fn verify_tls12_signature(
@@ -194,8 +203,11 @@ impl ServerCertVerifier for PeerVerifier {
 impl ClientCertVerifier for PeerVerifier {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         match &*self.trust {
-            Trust::Certificates { chains, .. } => chains.root_hints(),
-            Trust::Keys(_) => &[],
+            Trust::Certificates {
+                chains: Chains::OfClients(verifier),
+                ..
+            } => verifier.root_hint_subjects(),
+            _ => &[],
         }
     }
 
@@ -205,14 +217,13 @@ impl ClientCertVerifier for PeerVerifier {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        let chain = Chain {
-            end_entity,
-            intermediates,
-            server_name: None,
-            now,
-        };
-        self.verify(&chain)
-            .map(|()| ClientCertVerified::assertion())
+        self.verify(end_entity, |chains| match chains {
+            Chains::OfClients(verifier) => verifier
+                .verify_client_cert(end_entity, intermediates, now)
+                .map(drop),
+            Chains::OfServers(_) => Err(CertificateError::InvalidPurpose.into()),
+        })?;
+        Ok(ClientCertVerified::assertion())
     }
 
     fn verify_tls12_signature(

@@ -100,7 +100,7 @@ fn a_peer_that_goes_is_named_as_such() {
     drop(near);
     assert_eq!(
         message(hosts.server_terms().accept(&far, LIMIT)),
-        "the client closed the connection during the TLS handshake"
+        "the TLS handshake with the client failed: the connection was closed"
     );
     let (near, far) = sockets();
     let server = thread::spawn(move || (&mut &far).read(&mut [0; 10]));
@@ -110,7 +110,7 @@ fn a_peer_that_goes_is_named_as_such() {
     server.join().unwrap().unwrap();
     assert_eq!(
         message(connected),
-        "the server closed the connection during the TLS handshake"
+        "the TLS handshake with the server failed: Connection reset by peer (os error 104)"
     );
 }
 
@@ -124,7 +124,7 @@ fn a_peer_that_stalls_has_a_deadline() {
         let accepted = hosts.server_terms().accept(&far, timeout);
         assert_eq!(
             message(accepted),
-            "the client did not finish the TLS handshake within 0.02 s"
+            "the TLS handshake with the client failed: it did not end within 0.02 s"
         );
         let (near, far) = sockets();
         (&mut &far).write_all(sent).unwrap();
@@ -133,7 +133,7 @@ fn a_peer_that_stalls_has_a_deadline() {
             .connect(&near, "host1", timeout);
         assert_eq!(
             message(connected),
-            "the server did not finish the TLS handshake within 0.02 s"
+            "the TLS handshake with the server failed: it did not end within 0.02 s"
         );
     }
 }
@@ -156,7 +156,7 @@ fn a_handshake_has_a_limit_of_bytes() {
     let accepted = hosts.server_terms().accept(&far, LIMIT);
     assert_eq!(
         message(accepted),
-        "the client sent more than 65536 bytes before the end of the TLS handshake"
+        "the TLS handshake with the client failed: more than 65536 bytes came before its end"
     );
     drop(far);
     let stopped: Result<(), std::io::Error> = endless.join().unwrap();

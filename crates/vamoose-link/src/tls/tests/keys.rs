@@ -7,7 +7,7 @@ use tempfile::TempDir;
 
 use super::{meet, message};
 use crate::tls::{
-    Cipher, FileFault, Keys, OneTimeKey, PublicKey, PublicKeyError, Security, TlsError,
+    Cipher, Keys, OneTimeKey, PublicKey, PublicKeyError, Security, TlsError,
     keys::{Trusted, parse_trusted},
 };
 
@@ -351,18 +351,16 @@ fn lists_of_keys() {
     let hosts = ["kvm2", "192.0.2.*"].map(str::to_owned).to_vec();
     let named = Trusted { key, hosts };
     assert_eq!(parse_trusted(list.as_bytes()).unwrap(), [named, key.into()]);
-    for (line, expected) in [
-        (&b"ssh-ed25519 AAAA"[..], PublicKeyError::Kind),
-        (b"ed25519:?", PublicKeyError::Base64),
-        (b"ed25519:\xff", PublicKeyError::Base64),
-        (b"ed25519:AAAA", PublicKeyError::Length { len: 3 }),
-        (b"ed25519:", PublicKeyError::Length { len: 0 }),
+    for line in [
+        &b"ssh-ed25519 AAAA"[..],
+        b"ed25519:?",
+        b"ed25519:\xff",
+        b"ed25519:AAAA",
+        b"ed25519:",
     ] {
         let list = [b"# one line before\n", line].concat();
-        match parse_trusted(&list) {
-            Err(FileFault::Line { line: 2, source }) => assert_eq!(source, expected.into()),
-            other => panic!("{other:?}"),
-        }
+        let fault = parse_trusted(&list).unwrap_err();
+        assert_eq!(fault.to_string(), format!("line 2: {PublicKeyError}"));
     }
     // What narrows a key down and is not understood.
     for (rest, expected) in [
@@ -382,8 +380,7 @@ fn lists_of_keys() {
         ),
     ] {
         let fault = parse_trusted(format!("{text} {rest}").as_bytes()).unwrap_err();
-        let source = std::error::Error::source(&fault).unwrap().to_string();
-        assert_eq!(source, expected);
+        assert_eq!(fault.to_string(), format!("line 1: {expected}"));
     }
 }
 
@@ -421,7 +418,7 @@ fn a_list_may_be_missing_if_keys_are_given() {
     fs::write(Keys::trusted_file(host.directory.path()), "garbage\n").unwrap();
     assert_eq!(
         said(&host.security(&[])),
-        "cannot use DIR/trusted: line 1: a public key begins with `ed25519:`"
+        "cannot use DIR/trusted: line 1: a public key is `ed25519:` and 32 bytes in base64"
     );
     assert_eq!(said(&host.security(&[other.public])), "no error");
 }
