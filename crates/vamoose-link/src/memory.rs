@@ -112,19 +112,8 @@ pub(crate) fn tcp_progress(socket: BorrowedFd<'_>) -> Option<TcpProgress> {
     const RTT: usize = 68;
     const BYTES_ACKED: usize = 120;
     const BUSY_TIME: usize = 168;
-    let mut info = [0_u8; BUSY_TIME + 8];
-    let mut len = libc::socklen_t::try_from(info.len()).ok()?;
-    // SAFETY: The kernel writes at most `len` bytes, the length of `info`, and `len` itself, during the call (3).
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_INFO,
-            info.as_mut_ptr().cast(),
-            &raw mut len,
-        )
-    };
-    let is_complete = result == 0 && usize::try_from(len) == Ok(info.len());
+    let mut info = [0; BUSY_TIME + 8];
+    let len = option(socket, libc::IPPROTO_TCP, libc::TCP_INFO, &mut info).ok()?;
     let number = |at: usize| {
         let bytes = info.get(at..at + 8)?.try_into().ok()?;
         Some(u64::from_ne_bytes(bytes))
@@ -135,24 +124,13 @@ pub(crate) fn tcp_progress(socket: BorrowedFd<'_>) -> Option<TcpProgress> {
         acknowledged: number(BYTES_ACKED)?,
         busy: Duration::from_micros(number(BUSY_TIME)?),
     };
-    is_complete.then_some(progress)
+    (len == info.len()).then_some(progress)
 }
 
-/// Bounds the unsent bytes of a TCP socket, roughly; false if the kernel refuses.
-pub(crate) fn bound_unsent(socket: BorrowedFd<'_>, bytes: u32) -> bool {
-    const LEN: libc::socklen_t = 4;
-    const { assert!(size_of::<u32>() == LEN as usize) };
-    // SAFETY: The option's value is an int of `LEN` bytes, read during the call.
-    let result = unsafe {
-        libc::setsockopt(
-            socket.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_NOTSENT_LOWAT,
-            ptr::from_ref(&bytes).cast(),
-            LEN,
-        )
-    };
-    result == 0
+/// Bounds the unsent bytes of a TCP socket, roughly.
+pub(crate) fn bound_unsent(socket: BorrowedFd<'_>, bytes: u32) -> io::Result<()> {
+    let bytes = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
+    set_option(socket, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, bytes)
 }
 
 /// Populates the memory of `slice` for writing. Where the system cannot provide it (a full file system, no huge page left), this is
@@ -170,11 +148,7 @@ pub fn populate(slice: &VolatileSlice<'_>) -> io::Result<()> {
             libc::MADV_POPULATE_WRITE,
         )
     };
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    done(result)
 }
 
 /// Takes over a descriptor passed by the parent process.
@@ -194,51 +168,54 @@ pub(crate) fn passed(number: RawFd) -> io::Result<OwnedFd> {
 /// User and process at the other end of a unix socket, as of when it connected or began to listen. (Not by rustix, whose
 /// process id must not be 0, as that of a peer in another namespace is.)
 pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<libc::ucred> {
-    let mut credentials = libc::ucred {
-        pid: 0,
-        uid: 0,
-        gid: 0,
-    };
-    const LEN: libc::socklen_t = 12;
-    const { assert!(size_of::<libc::ucred>() == LEN as usize) };
-    let mut len = LEN;
-    // SAFETY: The option's value is a ucred, made of integers; the kernel writes at most `len` bytes, its size, and `len`
-    // itself, during the call.
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERCRED,
-            ptr::from_mut(&mut credentials).cast(),
-            &raw mut len,
-        )
-    };
-    if result == 0 {
-        Ok(credentials)
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    let mut credentials = [0; size_of::<libc::ucred>()];
+    option(
+        socket,
+        libc::SOL_SOCKET,
+        libc::SO_PEERCRED,
+        &mut credentials,
+    )?;
+    read(&credentials).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
 /// Enables MSG_ZEROCOPY on a socket.
 pub(crate) fn allow_zero_copy(socket: BorrowedFd<'_>) -> io::Result<()> {
-    const ON: libc::c_int = 1;
+    set_option(socket, libc::SOL_SOCKET, libc::SO_ZEROCOPY, 1)
+}
+
+/// Sets a socket option whose value is an int.
+fn set_option(
+    socket: BorrowedFd<'_>,
+    level: libc::c_int,
+    name: libc::c_int,
+    value: libc::c_int,
+) -> io::Result<()> {
     const LEN: libc::socklen_t = 4;
-    const { assert!(size_of_val(&ON) == LEN as usize) };
-    // SAFETY: The option's value is an int of `LEN` bytes, read during the call.
-    let result = unsafe {
-        libc::setsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_ZEROCOPY,
-            ptr::from_ref(&ON).cast(),
-            LEN,
-        )
-    };
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
+    const { assert!(size_of::<libc::c_int>() == LEN as usize) };
+    let value = ptr::from_ref(&value).cast();
+    // SAFETY: The value is an int of `LEN` bytes, read during the call.
+    done(unsafe { libc::setsockopt(socket.as_raw_fd(), level, name, value, LEN) })
+}
+
+/// Reads a socket option into `value`. Returns the number of bytes that the kernel has written.
+fn option(
+    socket: BorrowedFd<'_>,
+    level: libc::c_int,
+    name: libc::c_int,
+    value: &mut [u8],
+) -> io::Result<usize> {
+    let mut len = libc::socklen_t::try_from(value.len()).map_err(io::Error::other)?;
+    let value = value.as_mut_ptr().cast();
+    // SAFETY: The kernel writes at most `len` bytes, the length of `value`, and `len` itself, during the call (3).
+    done(unsafe { libc::getsockopt(socket.as_raw_fd(), level, name, value, &raw mut len) })?;
+    usize::try_from(len).map_err(io::Error::other)
+}
+
+/// The result of a system call that returns 0 or -1.
+fn done(result: libc::c_int) -> io::Result<()> {
+    match result {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
     }
 }
 
@@ -459,6 +436,8 @@ unsafe trait Plain: Copy {}
 unsafe impl Plain for libc::cmsghdr {}
 // SAFETY: Made of integers.
 unsafe impl Plain for libc::sock_extended_err {}
+// SAFETY: Made of integers.
+unsafe impl Plain for libc::ucred {}
 
 /// The structure at the start of `bytes`, if they are long enough.
 fn read<T: Plain>(bytes: &[u8]) -> Option<T> {

@@ -6,8 +6,7 @@
 //!  client                                    server
 //!  Session::dial ── Paths ── connection ──>  Sessions (accepts, authenticates, attaches)
 //!     open ───────────────── connection ──>     └─ Introduced: a stream of a session
-//!     └ a thread for each stream that is being dialled again; one for each session that looks after its streams,
-//!       and one for its paths if there are several
+//!     └ a thread for each stream that is being dialled again; one for each session that looks after its streams
 //! ```
 
 mod admission;
@@ -45,8 +44,7 @@ pub use self::{
     resumable::Resumable,
     server::{Introduced, Sessions, SessionsError},
 };
-use self::{dialer::Paths, resumable::ResumableStream};
-use tracing::warn;
+use self::{dialer::Paths, keeper::Keeper, resumable::ResumableStream};
 
 use crate::{
     Address, AddressError, Cipher, PageCaches, Security, Stream,
@@ -376,12 +374,6 @@ impl Shared {
         });
         let watched = Arc::downgrade(&shared);
         thread::Builder::new().spawn(move || look_after(&watched))?;
-        if let Role::Client(paths) = &shared.role
-            && paths.count() > 1
-        {
-            let watched = Arc::downgrade(&shared);
-            thread::Builder::new().spawn(move || keeper::keep(&watched))?;
-        }
         Ok(shared)
     }
 
@@ -458,20 +450,25 @@ const FEW_STREAMS: usize = 16;
 
 /// Watches the streams of a session until the session is gone.
 fn look_after(session: &Weak<Shared>) {
+    let mut keeper = Keeper::new();
     loop {
         thread::sleep(LOOK);
         let Some(session) = session.upgrade() else {
             return;
         };
-        for stream in session.streams() {
+        let streams = session.streams();
+        for stream in &streams {
             stream.look_after();
-            if matches!(session.role, Role::Client(_)) && stream.wants_replacement() {
-                let worn = stream.clone();
-                if let Err(error) = thread::Builder::new().spawn(move || dialer::replace(&worn)) {
-                    warn!("stream {}: no thread: {error}", stream.number);
-                    stream.replaced();
-                }
-            }
+        }
+        let Role::Client(paths) = &session.role else {
+            continue;
+        };
+        for stream in streams.iter().filter(|stream| stream.is_worn()) {
+            dialer::replace(stream, paths.order(stream.number));
+        }
+        let holds = session.holds_paths.load(Ordering::Acquire);
+        if let Some((stream, path)) = keeper.watch(&streams, &paths.usable(), holds) {
+            dialer::replace(stream, vec![path]);
         }
     }
 }

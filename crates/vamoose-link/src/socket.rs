@@ -11,8 +11,8 @@ use std::{
             net::{UnixListener, UnixStream},
         },
     },
-    path::{Path, PathBuf},
-    sync::Mutex,
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 
@@ -31,7 +31,7 @@ use tracing::{debug, warn};
 use vm_memory::VolatileSlice;
 
 use crate::{
-    Address, Peers,
+    Address, Peers, left,
     memory::{self, Left},
     peer::{Peer, peer_of},
     timeouts, wait_until,
@@ -265,6 +265,14 @@ impl Socket {
         Ok(())
     }
 
+    /// Lets the next read or write return by `deadline`. Fails if the deadline has passed.
+    pub(crate) fn limit(&self, deadline: Instant) -> io::Result<()> {
+        match left(deadline) {
+            Duration::ZERO => Err(io::ErrorKind::TimedOut.into()),
+            left => self.set_patience(left.max(Duration::from_millis(1))),
+        }
+    }
+
     /// Sets the stall timeout: how long a read or write waits for the peer.
     ///
     /// # Errors
@@ -384,7 +392,7 @@ pub struct Listener {
 #[derive(Debug)]
 enum Kind {
     Tcp(TcpListener),
-    Unix(UnixListener, PathBuf),
+    Unix(UnixListener),
 }
 
 impl Listener {
@@ -411,8 +419,9 @@ impl Listener {
     ) -> Result<Self, SocketError> {
         let listening = match address {
             Address::Tcp { host, port } => listen_tcp(host, *port),
-            Address::Unix(path) => listen_unix(path, &peers)
-                .map(|listener| (Kind::Unix(listener, path.clone()), address.clone())),
+            Address::Unix(path) => {
+                listen_unix(path, &peers).map(|listener| (Kind::Unix(listener), address.clone()))
+            }
         };
         let (kind, address) =
             listening.map_err(|source| SocketError::of("listen on", address, source))?;
@@ -482,11 +491,12 @@ impl Listener {
     fn accept(&self) -> io::Result<Socket> {
         Ok(match &self.kind {
             Kind::Tcp(listener) => Socket::Tcp(listener.accept()?.0),
-            Kind::Unix(listener, _) => Socket::Unix(listener.accept()?.0),
+            Kind::Unix(listener) => Socket::Unix(listener.accept()?.0),
         })
     }
 
     fn is_welcome(&self, stream: &Socket) -> bool {
+        static HAS_WARNED: AtomicBool = AtomicBool::new(false);
         if self.peers.is_anyone() {
             return true;
         }
@@ -496,25 +506,19 @@ impl Listener {
             Ok(Peer::Uid(uid)) => warn!("turning away user {uid} on {address}"),
             // Usually a connection that has been closed already.
             Ok(peer) => debug!("turning away a connection on {address}: {peer:?}"),
-            Err(error) if is_time_to_warn() => {
-                warn!("turning away a connection on {address}: cannot tell whose it is: {error}");
+            Err(error) => {
+                let problem = format!(
+                    "turning away a connection on {address}: cannot tell whose it is: {error}"
+                );
+                // The kernel is the reason, so one warning is enough.
+                match HAS_WARNED.swap(true, Ordering::Relaxed) {
+                    true => debug!("{problem}"),
+                    false => warn!("{problem}"),
+                }
             }
-            Err(error) => debug!("turning away a connection on {address}: {error}"),
         }
         false
     }
-}
-
-/// Whether the last warning about a kernel that does not report connection owners is a while ago.
-fn is_time_to_warn() -> bool {
-    const PAUSE: Duration = Duration::from_secs(60);
-    static LAST: Mutex<Option<Instant>> = Mutex::new(None);
-    let mut last = crate::lock(&LAST);
-    let is_time = last.is_none_or(|last| last.elapsed() >= PAUSE);
-    if is_time {
-        *last = Some(Instant::now());
-    }
-    is_time
 }
 
 /// Whether accept(2) reports an error of the waiting connection rather than of the listener, so that others may follow.
@@ -539,14 +543,14 @@ impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.kind {
             Kind::Tcp(listener) => listener.as_fd(),
-            Kind::Unix(listener, _) => listener.as_fd(),
+            Kind::Unix(listener) => listener.as_fd(),
         }
     }
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Kind::Unix(_, path) = &self.kind {
+        if let Address::Unix(path) = &self.address {
             // The file may have been removed already.
             let _ = fs::remove_file(path);
         }

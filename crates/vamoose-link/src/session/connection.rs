@@ -21,7 +21,6 @@ use vamoose_session::{
 use crate::{
     Socket,
     backlog::Backlog,
-    left,
     memory::{self, Left},
     socket::is_transient,
     timeouts::LOOK,
@@ -32,6 +31,8 @@ use crate::{
 /// State shared by both directions.
 #[derive(Debug)]
 pub(crate) struct Connection {
+    /// Number of the connection, by which its stream's state knows it.
+    pub(crate) id: ConnectionId,
     socket: Arc<Socket>,
     /// Number of the client's path; 0 at the server.
     pub(crate) path: usize,
@@ -48,12 +49,8 @@ pub(crate) struct Connection {
 /// A connection in the session's handshake.
 pub(crate) struct NewConnection {
     socket: Arc<Socket>,
-    tls: Option<(Sealer, Opener)>,
-    /// Channel binding of the handshake.
-    pub(crate) binding: Binding,
-    /// The authenticated peer.
-    pub(crate) peer: Option<String>,
-    pub(crate) cipher: Option<&'static str>,
+    /// `None` without TLS.
+    secured: Option<Secured>,
     deadline: Instant,
 }
 
@@ -94,11 +91,11 @@ impl Connection {
         self.socket.stop_reading();
     }
 
-    /// State of the connection, for the stream that knows it as `connection`.
-    pub(crate) fn seen(&self, connection: ConnectionId) -> Seen {
+    /// State of the connection, for its stream.
+    pub(crate) fn seen(&self) -> Seen {
         let silent_for = self.passed_since(&self.heard);
         Seen {
-            connection,
+            connection: self.id,
             silent_for,
             idle_for: self.passed_since(&self.sent),
             has_unread: silent_for > SILENCE && self.is_readable(Duration::ZERO),
@@ -142,44 +139,47 @@ impl NewConnection {
         secured: Option<Secured>,
         deadline: Instant,
     ) -> Self {
-        let (tls, binding, peer, cipher) = match secured {
-            None => (None, [0; 32], None, None),
-            Some(it) => (
-                Some((it.sealer, it.opener)),
-                it.binding,
-                Some(it.peer),
-                Some(it.cipher),
-            ),
-        };
         Self {
             socket: socket.into(),
-            tls,
-            binding,
-            peer,
-            cipher,
+            secured,
             deadline,
         }
     }
 
+    /// Channel binding of the TLS handshake; zeros without TLS.
+    pub(crate) fn binding(&self) -> Binding {
+        self.secured.as_ref().map_or([0; 32], |it| it.binding)
+    }
+
+    /// The authenticated peer.
+    pub(crate) fn peer(&self) -> Option<&str> {
+        self.secured.as_ref().map(|it| &*it.peer)
+    }
+
+    /// The cipher of the connection.
+    pub(crate) fn cipher(&self) -> Option<&'static str> {
+        self.secured.as_ref().map(|it| it.cipher)
+    }
+
     pub(crate) fn send(&mut self, message: &[u8]) -> io::Result<()> {
-        self.limit()?;
+        self.socket.limit(self.deadline)?;
         let mut stalled = |_| Err(io::ErrorKind::TimedOut.into());
-        match &mut self.tls {
+        match &mut self.secured {
             None => self
                 .socket
                 .write_all(&mut [IoSlice::new(message)], &mut stalled),
-            Some((sealer, _)) => sealer.send(&self.socket, &[message], &mut stalled),
+            Some(it) => it.sealer.send(&self.socket, &[message], &mut stalled),
         }
     }
 
     pub(crate) fn read_exactly(&mut self, message: &mut [u8]) -> io::Result<()> {
         let mut filled = 0;
         while filled < message.len() {
-            self.limit()?;
+            self.socket.limit(self.deadline)?;
             let rest = &mut message[filled..];
-            let read = match &mut self.tls {
+            let read = match &mut self.secured {
                 None => (&*self.socket).read(rest),
-                Some((_, opener)) => opener.read(&self.socket, rest),
+                Some(it) => it.opener.read(&self.socket, rest),
             };
             match read {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
@@ -192,10 +192,15 @@ impl NewConnection {
         Ok(())
     }
 
-    /// The two directions, for a stream. Reads and writes return after [`LOOK`] at the latest, so that silence is noticed.
-    pub(crate) fn split(self, path: usize, name: String) -> io::Result<(Receiver, Sender)> {
-        self.socket.set_patience(LOOK)?;
+    /// Ends the handshake. From now on, reads and writes return after [`LOOK`] at the latest, so that silence is noticed.
+    pub(crate) fn end_handshake(&self) -> io::Result<()> {
+        self.socket.set_patience(LOOK)
+    }
+
+    /// The two directions, for a stream.
+    pub(crate) fn split(self, id: ConnectionId, path: usize, name: String) -> (Receiver, Sender) {
         let connection = Arc::new(Connection {
+            id,
             socket: self.socket,
             path,
             name,
@@ -204,7 +209,8 @@ impl NewConnection {
             sent: AtomicU64::new(0),
             is_worn: AtomicBool::new(false),
         });
-        let (sealer, opener) = self.tls.unzip();
+        let tls = self.secured.map(|it| (it.sealer, it.opener));
+        let (sealer, opener) = tls.unzip();
         let receiver = Receiver {
             connection: connection.clone(),
             opener,
@@ -217,15 +223,7 @@ impl NewConnection {
             sealer,
             backlog: Backlog::new(),
         };
-        Ok((receiver, sender))
-    }
-
-    /// Limits the next system call to the deadline.
-    fn limit(&self) -> io::Result<()> {
-        match left(self.deadline) {
-            Duration::ZERO => Err(io::ErrorKind::TimedOut.into()),
-            left => self.socket.set_patience(left.max(Duration::from_millis(1))),
-        }
+        (receiver, sender)
     }
 }
 

@@ -11,7 +11,7 @@ use std::{
 };
 
 use thiserror::Error;
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 use vamoose_session::{
     handshake::{
         ATTACH_LEN, Answer, Attach, HELLO_LEN, HandshakeError, Hello, Intent, Refusal, Secret,
@@ -223,12 +223,8 @@ impl Paths {
         shunned.iter().map(usable).collect()
     }
 
-    pub(crate) fn count(&self) -> usize {
-        self.list.len()
-    }
-
     /// All paths in the order in which a stream tries them: its own first, recently failed ones last.
-    fn order(&self, stream: u32) -> Vec<usize> {
+    pub(crate) fn order(&self, stream: u32) -> Vec<usize> {
         let count = self.list.len();
         let own = keeper::own_path(stream, count);
         let mut order: Vec<_> = (0..count).map(|at| (own + at) % count).collect();
@@ -257,8 +253,9 @@ pub(crate) fn begin(
         match Greeted::new(&paths, path, timeout) {
             Ok(greeted) => {
                 let secret = greeted.transcript.secret();
-                let peer = (greeted.peer(), greeted.connection.peer.clone());
-                let cipher = greeted.connection.cipher;
+                let identity = greeted.connection.peer().map(str::to_owned);
+                let peer = (greeted.peer(), identity);
+                let cipher = greeted.connection.cipher();
                 let role = (Role::Client(Box::new(paths)), greeted.page_cache);
                 let session =
                     Shared::new(secret, config, peer, cipher, role).map_err(DialError::System)?;
@@ -331,7 +328,23 @@ fn give_up(stream: &ResumableStream) {
     }
 }
 
-/// Replaces the connection of a stream by one over this path. If the path does not lead to the peer, nothing changes.
+/// Begins to replace a working connection by one over the first of these paths that leads to the peer.
+pub(super) fn replace(stream: &Arc<ResumableStream>, paths: Vec<usize>) {
+    if !stream.claim_replacement() {
+        return;
+    }
+    let replaced = stream.clone();
+    let thread = thread::Builder::new().spawn(move || {
+        paths.into_iter().any(|path| move_to(&replaced, path));
+        replaced.replaced();
+    });
+    if let Err(error) = thread {
+        warn!("stream {}: no thread: {error}", stream.number);
+        stream.replaced();
+    }
+}
+
+/// Moves a stream to this path. If the path does not lead to the peer, nothing changes.
 pub(super) fn move_to(stream: &Arc<ResumableStream>, path: usize) -> bool {
     let session = stream.session();
     let Role::Client(paths) = &session.role else {
@@ -356,15 +369,6 @@ pub(super) fn move_to(stream: &Arc<ResumableStream>, path: usize) -> bool {
         resume(stream);
     }
     true
-}
-
-/// Replaces the connection of a stream whose keys are nearly used up, over any path.
-pub(super) fn replace(stream: &Arc<ResumableStream>) {
-    if let Role::Client(paths) = &stream.session().role {
-        let mut order = paths.order(stream.number).into_iter();
-        order.any(|path| move_to(stream, path));
-    }
-    stream.replaced();
 }
 
 /// Tries all paths repeatedly for as long as the stream may be without a connection.
@@ -451,7 +455,7 @@ impl Greeted {
             address: address.clone(),
             source,
         })?;
-        let transcript = Transcript::new(&hello, &answer, connection.binding);
+        let transcript = Transcript::new(&hello, &answer, connection.binding());
         Ok(Self {
             connection,
             transcript,
@@ -465,7 +469,7 @@ impl Greeted {
 
     fn peer(&self) -> String {
         let address = self.address.to_string();
-        match &self.connection.peer {
+        match self.connection.peer() {
             Some(name) => format!("{name} at {address}"),
             None => address,
         }
@@ -523,11 +527,11 @@ impl Greeted {
                 address: address.clone(),
                 source,
             })?;
-        let split = self.connection.split(self.path, address.to_string());
-        let (receiver, sender) = split.map_err(failed)?;
         info!("stream {}: carried by {address}", stream.number);
-        attaching.go_on(receiver, sender);
-        Ok(())
+        let name = address.to_string();
+        attaching
+            .go_on(self.connection, self.path, name)
+            .map_err(failed)
     }
 }
 

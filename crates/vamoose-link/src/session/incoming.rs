@@ -6,10 +6,7 @@
 
 use std::{io, sync::Arc, time::Duration};
 
-use vamoose_session::{
-    frame::{HEADER_LEN, Header},
-    stream::ConnectionId,
-};
+use vamoose_session::frame::{HEADER_LEN, Header};
 
 use super::connection::{Connection, Receiver};
 use crate::memory::Left;
@@ -18,7 +15,7 @@ use crate::memory::Left;
 #[derive(Default)]
 pub(crate) struct Incoming {
     /// `None` while there is no connection.
-    receiver: Option<(ConnectionId, Receiver)>,
+    receiver: Option<Receiver>,
     /// The beginning of the next header.
     header: Vec<u8>,
     /// Payload of an intact frame, to be read from `at` on.
@@ -60,9 +57,8 @@ impl Incoming {
     }
 
     /// The current connection.
-    pub(crate) fn connection(&self) -> Option<(ConnectionId, Arc<Connection>)> {
-        let (id, receiver) = self.receiver.as_ref()?;
-        Some((*id, receiver.connection().clone()))
+    pub(crate) fn connection(&self) -> Option<Arc<Connection>> {
+        Some(self.receiver.as_ref()?.connection().clone())
     }
 
     /// Verified bytes that wait for a reader.
@@ -71,16 +67,15 @@ impl Incoming {
     }
 
     /// Replaces the connection. A partial frame is discarded.
-    pub(crate) fn replace(&mut self, receiver: Option<(ConnectionId, Receiver)>) {
+    pub(crate) fn replace(&mut self, receiver: Option<Receiver>) {
         self.receiver = receiver;
         self.header.clear();
     }
 
     /// Waits up to `timeout` for received bytes, without reading them.
     pub(crate) fn has_bytes(&self, timeout: Duration) -> bool {
-        self.receiver
-            .as_ref()
-            .is_some_and(|(_, receiver)| receiver.has_bytes(timeout))
+        let receiver = self.receiver.as_ref();
+        receiver.is_some_and(|receiver| receiver.has_bytes(timeout))
     }
 
     /// Delivers verified bytes.
@@ -111,7 +106,7 @@ impl Incoming {
         &mut self,
         stalled: &mut dyn FnMut() -> Result<(), Failure>,
     ) -> Result<[u8; HEADER_LEN], Failure> {
-        let (_, receiver) = self.receiver.as_mut().ok_or(Failure::Absent)?;
+        let receiver = self.receiver.as_mut().ok_or(Failure::Absent)?;
         while self.header.len() < HEADER_LEN {
             let mut piece = [0; HEADER_LEN];
             let wanted = HEADER_LEN - self.header.len();
@@ -131,7 +126,7 @@ impl Incoming {
         target: &mut Target<'_, '_>,
         stalled: &mut dyn FnMut() -> Result<(), Failure>,
     ) -> Result<Unjudged, Failure> {
-        let (_, receiver) = self.receiver.as_mut().ok_or(Failure::Absent)?;
+        let receiver = self.receiver.as_mut().ok_or(Failure::Absent)?;
         let is_checked = header.check.is_some();
         let mut sum = 0;
         let is_direct = match target {

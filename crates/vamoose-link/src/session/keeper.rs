@@ -7,62 +7,13 @@
 //! A stream's own path follows from its number, so that streams are spread evenly at first. The throughput of a path is measured
 //! by the acknowledged bytes of busy streams.
 
-use std::{
-    collections::HashMap,
-    sync::{Weak, atomic::Ordering},
-    thread,
-    time::Instant,
-};
+use std::{collections::HashMap, sync::Arc, time::Instant};
 
-use super::{Role, Shared, dialer};
-use crate::timeouts::{COMPARE, LOOK, STAY};
+use super::resumable::ResumableStream;
+use crate::timeouts::{COMPARE, STAY};
 
-/// Distributes the streams of a session until it ends.
-pub(super) fn keep(session: &Weak<Shared>) {
-    let mut keeper = Keeper::new();
-    loop {
-        thread::sleep(LOOK);
-        let Some(session) = session.upgrade() else {
-            return;
-        };
-        let Role::Client(paths) = &session.role else {
-            return;
-        };
-        let streams = session.streams();
-        let carried: Vec<_> = streams
-            .iter()
-            .filter_map(|stream| {
-                Some(Carriage {
-                    stream: stream.number,
-                    path: stream.path()?,
-                    delivered: stream.delivered(),
-                })
-            })
-            .collect();
-        if session.holds_paths.load(Ordering::Acquire) {
-            keeper.since = None;
-            continue;
-        }
-        let Some((number, path)) = keeper.next_move(Instant::now(), &carried, &paths.usable())
-        else {
-            continue;
-        };
-        if let Some(stream) = streams.iter().find(|stream| stream.number == number) {
-            dialer::move_to(stream, path);
-        }
-    }
-}
-
-/// Position of a stream.
-#[derive(Clone, Copy, Debug)]
-struct Carriage {
-    stream: u32,
-    path: usize,
-    /// Bytes that the peer has acknowledged since the stream began.
-    delivered: u64,
-}
-
-struct Keeper {
+/// Distributes the streams of a session over its paths.
+pub(super) struct Keeper {
     /// Start of the current interval, and the delivered bytes of each stream at that time.
     since: Option<Instant>,
     before: HashMap<u32, u64>,
@@ -80,7 +31,7 @@ const BETTER: f64 = 1.25;
 const USELESS: f64 = 8.0;
 
 impl Keeper {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self {
             since: None,
             before: HashMap::new(),
@@ -88,11 +39,36 @@ impl Keeper {
         }
     }
 
+    /// Call regularly. Returns a stream that should be moved, and its new path. `usable` says for each path whether it works. While
+    /// a guest is paused, working streams are `held`.
+    pub(super) fn watch<'a>(
+        &mut self,
+        streams: &'a [Arc<ResumableStream>],
+        usable: &[bool],
+        held: bool,
+    ) -> Option<(&'a Arc<ResumableStream>, usize)> {
+        if held {
+            self.since = None;
+            return None;
+        }
+        let positions = streams.iter().filter_map(|stream| {
+            Some(Position {
+                stream: stream.number,
+                path: stream.path()?,
+                delivered: stream.delivered(),
+            })
+        });
+        let positions: Vec<_> = positions.collect();
+        let (number, path) = self.next_move(Instant::now(), &positions, usable)?;
+        let stream = streams.iter().find(|stream| stream.number == number)?;
+        Some((stream, path))
+    }
+
     /// The stream to be moved, and its new path.
     fn next_move(
         &mut self,
         now: Instant,
-        streams: &[Carriage],
+        streams: &[Position],
         usable: &[bool],
     ) -> Option<(u32, usize)> {
         self.moved
@@ -132,8 +108,17 @@ impl Keeper {
     }
 }
 
+/// Position of a stream.
+#[derive(Clone, Copy, Debug)]
+struct Position {
+    stream: u32,
+    path: usize,
+    /// Bytes that the peer has acknowledged since the stream began.
+    delivered: u64,
+}
+
 /// The stream that would gain the most on another path, if the gain is large enough.
-fn faster(gained: &[(Carriage, u64)], usable: &[bool]) -> Option<(u32, usize)> {
+fn faster(gained: &[(Position, u64)], usable: &[bool]) -> Option<(u32, usize)> {
     let mut paths = vec![(0_u64, 0_u32); usable.len()];
     for (it, bytes) in gained {
         let (sum, streams) = paths.get_mut(it.path)?;
@@ -167,20 +152,23 @@ pub(super) fn own_path(stream: u32, paths: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use std::{io::Write as _, time::Duration};
+    use std::{io::Write as _, thread, time::Duration};
 
     use super::*;
-    use crate::{Address, Listener, Security, Session, SessionConfig, Sessions};
+    use crate::{
+        Address, Listener, Security, Session, SessionConfig, Sessions, session::dialer,
+        timeouts::LOOK,
+    };
 
     const LIMIT: Duration = Duration::from_secs(60);
 
     const MB: u64 = 1 << 20;
 
     /// Streams by the paths that carry them, each with what it has delivered, in megabytes.
-    fn streams(list: &[(usize, u64)]) -> Vec<Carriage> {
+    fn streams(list: &[(usize, u64)]) -> Vec<Position> {
         (0..)
             .zip(list)
-            .map(|(stream, (path, megabytes))| Carriage {
+            .map(|(stream, (path, megabytes))| Position {
                 stream,
                 path: *path,
                 delivered: megabytes * MB,
@@ -194,7 +182,7 @@ mod tests {
         let (begin, list) = (Instant::now(), streams(list));
         let none: Vec<_> = list
             .iter()
-            .map(|it| Carriage {
+            .map(|it| Position {
                 delivered: 0,
                 ..*it
             })

@@ -24,15 +24,15 @@ use std::{
 
 use tracing::{debug, info, warn};
 use vamoose_session::{
-    frame::MAX_LEN,
-    stream::{Came, ConnectionId, Link, Seen, StreamError, StreamState, Timeouts},
+    frame::{HEADER_LEN, MAX_LEN},
+    stream::{Came, ConnectionId, Link, Progress, Seen, StreamError, StreamState, Timeouts},
     window::{AcknowledgeError, Buffer, PushError, Sums},
 };
 use vm_memory::VolatileSlice;
 
 use super::{
     Shared as Session,
-    connection::{Connection, Receiver, Sender},
+    connection::{Connection, NewConnection, Sender},
     incoming::{Failure, Incoming, Target},
 };
 use crate::{chain, left, lock, memory::Left, timeouts::LOOK, try_lock};
@@ -48,12 +48,12 @@ pub(crate) struct ResumableStream {
     attaching: Mutex<()>,
     incoming: Mutex<Incoming>,
     /// `None` while there is no connection.
-    outgoing: Mutex<Option<(ConnectionId, Sender)>>,
+    outgoing: Mutex<Option<Sender>>,
     core: Mutex<Core>,
     changed: Condvar,
     /// The server has passed the stream on to its user, or is about to.
     is_introduced: AtomicBool,
-    /// A worn connection is being replaced.
+    /// A working connection is being replaced.
     is_replacing: AtomicBool,
 }
 
@@ -61,7 +61,7 @@ pub(crate) struct ResumableStream {
 struct Core {
     state: StreamState,
     /// The current connection.
-    connection: Option<(ConnectionId, Arc<Connection>)>,
+    connection: Option<Arc<Connection>>,
     /// Number of threads waiting for the peer.
     waiting: usize,
     /// How often a reader has released the incoming half.
@@ -214,7 +214,7 @@ impl ResumableStream {
             match (result, carrier) {
                 (Ok(read), _) => return Ok(read),
                 (Err(Failure::Stalled), _) => return Err(io::ErrorKind::WouldBlock.into()),
-                (Err(Failure::Connection(error)), Some((id, _))) => self.lost(id, &error),
+                (Err(Failure::Connection(error)), Some(carrier)) => self.lost(carrier.id, &error),
                 (Err(_), _) => {}
             }
         }
@@ -241,13 +241,13 @@ impl ResumableStream {
                 lock(&self.core).state.on_idle();
                 self.acknowledge();
             }
-            let (id, connection) = incoming.connection().ok_or(Failure::Absent)?;
+            let connection = incoming.connection().ok_or(Failure::Absent)?;
             let mut stalled = || {
-                if connection.seen(id).is_silent() {
+                if connection.seen().is_silent() {
                     return Err(Failure::Connection(io::ErrorKind::TimedOut.into()));
                 }
                 // A Unix socket cannot be closed for reads without the peer's notice.
-                if !lock(&self.core).state.is_carried_by(id) {
+                if !lock(&self.core).state.is_carried_by(connection.id) {
                     return Err(Failure::Absent);
                 }
                 // In the middle of a frame the connection's timeouts decide.
@@ -268,14 +268,14 @@ impl ResumableStream {
             }
             if let Some(header) = announced {
                 let unjudged = incoming.read_data(&header, target, &mut stalled)?;
-                if self.on_data(id, &connection, unjudged.sum) {
+                if self.on_data(&connection, unjudged.sum) {
                     return Ok(incoming.accept(&header, &unjudged, target));
                 }
                 incoming.discard();
                 return Err(Failure::Absent);
             }
             let header = incoming.read_header(&mut stalled)?;
-            match self.on_header(id, &connection, &header) {
+            match self.on_header(&connection, &header) {
                 Came::Data(_) | Came::Acknowledgement => {}
                 Came::End => return Ok(0),
                 Came::Nothing => return Err(Failure::Absent),
@@ -283,15 +283,11 @@ impl ResumableStream {
         }
     }
 
-    fn on_header(
-        self: &Arc<Self>,
-        id: ConnectionId,
-        connection: &Connection,
-        header: &[u8; vamoose_session::frame::HEADER_LEN],
-    ) -> Came {
+    fn on_header(self: &Arc<Self>, connection: &Connection, header: &[u8; HEADER_LEN]) -> Came {
         let mut core = lock(&self.core);
         let before = core.state.acknowledged();
-        let came = (core.state).on_header(id, header, &connection.name, Instant::now());
+        let (id, name) = (connection.id, &connection.name);
+        let came = core.state.on_header(id, header, name, Instant::now());
         let delivered = core.state.acknowledged().saturating_sub(before);
         let is_due = core.state.wants_to_acknowledge();
         self.carry_out(core);
@@ -304,9 +300,10 @@ impl ResumableStream {
         came
     }
 
-    fn on_data(self: &Arc<Self>, id: ConnectionId, connection: &Connection, sum: u32) -> bool {
+    fn on_data(self: &Arc<Self>, connection: &Connection, sum: u32) -> bool {
         let mut core = lock(&self.core);
-        let is_right = (core.state).on_data(id, sum, &connection.name, Instant::now());
+        let (id, name) = (connection.id, &connection.name);
+        let is_right = core.state.on_data(id, sum, name, Instant::now());
         let is_due = core.state.wants_to_acknowledge();
         self.carry_out(core);
         if is_due {
@@ -347,11 +344,11 @@ impl ResumableStream {
     }
 
     fn collect_from(self: &Arc<Self>, incoming: &mut Incoming, timeout: Duration) -> bool {
-        let Some((id, connection)) = incoming.connection() else {
+        let Some(connection) = incoming.connection() else {
             return false;
         };
         let mut wait = timeout;
-        loop {
+        for _ in 0..COLLECTED_AT_ONCE {
             let core = lock(&self.core);
             let (announced, has_ended) = (core.state.announced(), core.state.has_peer_ended());
             let is_dropped = core.state.is_abandoned();
@@ -376,24 +373,25 @@ impl ResumableStream {
                     let mut target = Target::Own(&mut nowhere);
                     let read = incoming.read_data(&header, &mut target, &mut stalled);
                     read.map(|unjudged| {
-                        let is_right = self.on_data(id, &connection, unjudged.sum);
+                        let is_right = self.on_data(&connection, unjudged.sum);
                         incoming.discard();
                         is_right
                     })
                 }
                 None => incoming
                     .read_header(&mut stalled)
-                    .map(|header| self.on_header(id, &connection, &header) != Came::Nothing),
+                    .map(|header| self.on_header(&connection, &header) != Came::Nothing),
             };
             match result {
                 Ok(true) => {}
                 Ok(false) | Err(Failure::Stalled | Failure::Absent) => return true,
                 Err(Failure::Connection(error)) => {
-                    self.lost(id, &error);
+                    self.lost(connection.id, &error);
                     return true;
                 }
             }
         }
+        true
     }
 
     // Writing.
@@ -534,18 +532,14 @@ impl ResumableStream {
         self.acknowledge();
     }
 
-    fn send_on(self: &Arc<Self>, outgoing: &mut Option<(ConnectionId, Sender)>) {
-        while let Some((id, sender)) = outgoing {
-            let mut core = lock(&self.core);
-            let Some(transmit) = core.state.poll_transmit(*id) else {
+    fn send_on(self: &Arc<Self>, outgoing: &mut Option<Sender>) {
+        while let Some(sender) = outgoing {
+            let id = sender.connection().id;
+            let Some(transmit) = lock(&self.core).state.poll_transmit(id) else {
                 return;
             };
-            drop(core);
-            let (id, connection) = (*id, sender.connection().clone());
-            let mut progress = None;
-            let result = sender.send(&transmit, &mut |_| {
-                self.blocked(id, &connection, &mut progress)
-            });
+            let (connection, mut progress) = (sender.connection().clone(), None);
+            let result = sender.send(&transmit, &mut |_| self.blocked(&connection, &mut progress));
             (lock(&self.core).state).on_transmitted(transmit, result.is_ok());
             if let Err(error) = result {
                 // Nothing may follow a partial frame.
@@ -558,20 +552,19 @@ impl ResumableStream {
     /// Called when the kernel has not taken everything for a while. An error ends the send.
     fn blocked(
         self: &Arc<Self>,
-        id: ConnectionId,
         connection: &Connection,
-        progress: &mut Option<vamoose_session::stream::Progress>,
+        progress: &mut Option<Progress>,
     ) -> io::Result<()> {
         self.collect(Duration::ZERO);
         let now = Instant::now();
         let mut core = lock(&self.core);
-        if !core.state.is_carried_by(id) {
+        if !core.state.is_carried_by(connection.id) {
             return Err(io::ErrorKind::NotConnected.into());
         }
         let progress = progress.get_or_insert_with(|| core.state.progress(now));
         let is_stalled = core.state.is_stalled(progress, now);
         self.carry_out(core);
-        match is_stalled || connection.seen(id).is_silent() {
+        match is_stalled || connection.seen().is_silent() {
             true => Err(io::ErrorKind::TimedOut.into()),
             false => Ok(()),
         }
@@ -583,13 +576,11 @@ impl ResumableStream {
             let Some(mut outgoing) = try_lock(&self.outgoing) else {
                 return;
             };
-            let Some((id, sender)) = &mut *outgoing else {
+            let Some(sender) = outgoing.as_mut().filter(|it| it.connection().is_writable()) else {
                 return;
             };
-            if !sender.connection().is_writable() {
-                return;
-            }
-            let Some(transmit) = lock(&self.core).state.poll_acknowledgement(*id) else {
+            let id = sender.connection().id;
+            let Some(transmit) = lock(&self.core).state.poll_acknowledgement(id) else {
                 return;
             };
             let result = sender.send(&transmit, &mut |_| Err(io::ErrorKind::TimedOut.into()));
@@ -597,7 +588,7 @@ impl ResumableStream {
             if let Err(error) = result {
                 // Nothing may follow a partial frame. A reader finds the peer's reason, if there is one.
                 sender.connection().shut_down();
-                lock(&self.core).broken = Some((*id, error));
+                lock(&self.core).broken = Some((id, error));
                 *outgoing = None;
                 return;
             }
@@ -634,7 +625,7 @@ impl ResumableStream {
         }
         let number = self.number;
         match (&link, &gone) {
-            (Some(Link::Down { cause }), Some((_, connection))) => {
+            (Some(Link::Down { cause }), Some(connection)) => {
                 let name = &connection.name;
                 match effects.corrupt {
                     true => warn!("{name}: {cause}; asking for it again"),
@@ -644,9 +635,9 @@ impl ResumableStream {
             (Some(Link::Closed(reason)), _) => debug!("stream {number}: {reason}"),
             _ => {}
         }
-        if let Some((id, connection)) = &gone {
+        if let Some(connection) = &gone {
             if effects.abort {
-                self.abort(*id);
+                self.abort(connection.id);
             }
             connection.shut_down();
             if effects.reconnect {
@@ -673,7 +664,7 @@ impl ResumableStream {
         let Some(mut outgoing) = try_lock(&self.outgoing) else {
             return;
         };
-        let Some((_, sender)) = outgoing.as_mut().filter(|(current, _)| *current == id) else {
+        let Some(sender) = outgoing.as_mut().filter(|it| it.connection().id == id) else {
             return;
         };
         let header = lock(&self.core).state.abort();
@@ -734,15 +725,15 @@ impl ResumableStream {
     /// Periodic work: heartbeats, acknowledgements that no reader collects, silence, the end of dropped streams.
     pub(crate) fn look_after(self: &Arc<Self>) {
         let carrier = lock(&self.core).connection.clone();
-        let seen = carrier.as_ref().map(|(id, connection)| Seen {
+        let seen = carrier.as_ref().map(|connection| Seen {
             has_unread: !self.collect(Duration::ZERO) && connection.is_readable(Duration::ZERO),
-            ..connection.seen(*id)
+            ..connection.seen()
         });
         let broken = lock(&self.core).broken.take();
         if let Some((id, error)) = broken {
             self.lost(id, &error);
         }
-        let trip = carrier.and_then(|(_, connection)| connection.round_trip());
+        let trip = carrier.and_then(|connection| connection.round_trip());
         self.update(|state| {
             let now = Instant::now();
             state.on_timeout(now, seen);
@@ -774,8 +765,7 @@ impl ResumableStream {
 
     /// The connection that carries the stream.
     fn connection(&self) -> Option<Arc<Connection>> {
-        let core = lock(&self.core);
-        Some(core.connection.as_ref()?.1.clone())
+        lock(&self.core).connection.clone()
     }
 
     /// Name of the current connection, for messages.
@@ -826,11 +816,15 @@ impl ResumableStream {
         !self.is_introduced.swap(true, Ordering::AcqRel)
     }
 
-    /// Claims the replacement of a worn connection. If true, the caller must replace it and then call
+    /// Whether the current connection must be replaced soon, because its keys are nearly used up.
+    pub(crate) fn is_worn(&self) -> bool {
+        self.connection().is_some_and(|it| it.is_worn())
+    }
+
+    /// Claims the replacement of a working connection. If true, the caller must replace it and then call
     /// [`replaced`](Self::replaced).
-    pub(crate) fn wants_replacement(&self) -> bool {
-        let is_worn = self.connection().is_some_and(|it| it.is_worn());
-        is_worn && !self.is_replacing.swap(true, Ordering::AcqRel)
+    pub(crate) fn claim_replacement(&self) -> bool {
+        !self.is_replacing.swap(true, Ordering::AcqRel)
     }
 
     pub(crate) fn replaced(&self) {
@@ -878,7 +872,7 @@ impl ResumableStream {
         let connection = core.connection.take();
         drop(core);
         self.changed.notify_all();
-        connection.map(|(_, connection)| connection)
+        connection
     }
 }
 
@@ -960,6 +954,9 @@ impl Patience {
 /// Unacknowledged bytes from which a writer collects acknowledgements.
 const COLLECT: usize = 256 << 10;
 
+/// Limit for the frames that a thread reads which only collects acknowledgements: it has other work.
+const COLLECTED_AT_ONCE: usize = 256;
+
 /// Limit up to which head and tail are copied into one frame.
 const SMALL: usize = 64 << 10;
 
@@ -993,21 +990,20 @@ impl Attaching<'_> {
         self.stream.update(|state| state.accepts(peer_has))
     }
 
-    /// Continues over a new connection and sends again what the peer does not have.
-    pub(crate) fn go_on(mut self, receiver: Receiver, sender: Sender) {
+    /// Continues over a new connection, on the client's path `path`, and sends again what the peer does not have.
+    pub(crate) fn go_on(mut self, new: NewConnection, path: usize, name: String) -> io::Result<()> {
+        new.end_handshake()?;
         let stream = self.stream;
-        let connection = sender.connection().clone();
         let mut incoming = stream.incoming(true);
         let mut outgoing = lock(&stream.outgoing);
         let mut core = lock(&stream.core);
         let Some(id) = core.state.on_connection() else {
-            drop(core);
-            connection.shut_down();
-            return;
+            return Ok(());
         };
-        incoming.replace(Some((id, receiver)));
-        *outgoing = Some((id, sender));
-        core.connection = Some((id, connection));
+        let (receiver, sender) = new.split(id, path, name);
+        core.connection = Some(sender.connection().clone());
+        incoming.replace(Some(receiver));
+        *outgoing = Some(sender);
         stream.carry_out(core);
         // Readers go on meanwhile: two ends that both resend must not wait for each other.
         drop(incoming);
@@ -1017,6 +1013,7 @@ impl Attaching<'_> {
         stream.send_on(&mut outgoing);
         drop(outgoing);
         stream.acknowledge();
+        Ok(())
     }
 }
 
@@ -1084,7 +1081,7 @@ mod tests {
                 let stream = resumable(&near);
                 let first = stream.connection().unwrap();
                 let mut outgoing = lock(&stream.outgoing);
-                outgoing.as_mut().unwrap().1.limit_records(RECORDS);
+                outgoing.as_mut().unwrap().limit_records(RECORDS);
                 drop(outgoing);
                 let write = |records: u64| {
                     for _ in 0..records {
@@ -1197,15 +1194,15 @@ mod tests {
         let stream = resumable(&near);
         wait_until(|| {
             let mut incoming = stream.incoming(true);
-            let (id, connection) = incoming.connection().unwrap();
+            let connection = incoming.connection().unwrap();
             let header = incoming.read_header(&mut || Ok(())).unwrap();
             !matches!(
-                stream.on_header(id, &connection, &header),
+                stream.on_header(&connection, &header),
                 Came::Acknowledgement
             )
         });
         let mut outgoing = lock(&stream.outgoing);
-        outgoing.as_mut().unwrap().1.finish().unwrap();
+        outgoing.as_mut().unwrap().finish().unwrap();
         drop(outgoing);
         let before = session.reconnects();
         wait_until(|| session.reconnects() > before);

@@ -303,12 +303,12 @@ impl Server {
         let answer = Answer::to(&hello, nonce()?).with_page_cache(mebibytes(&share));
         connection.send(&answer.encode())?;
         answer.accepted()?;
-        let transcript = Transcript::new(&hello, &answer, connection.binding);
+        let transcript = Transcript::new(&hello, &answer, connection.binding());
         let mut bytes = [0; ATTACH_LEN];
         connection.read_exactly(&mut bytes)?;
         let attach = Attach::decode(&bytes)?;
-        let peer = connection.peer.clone().unwrap_or_else(|| shown(address));
-        let peer = (&*peer, connection.cipher);
+        let peer = (connection.peer()).map_or_else(|| shown(address), str::to_owned);
+        let peer = (&*peer, connection.cipher());
         let found = self.find(&attach, &bytes, &transcript, peer, share);
         let stream = match found {
             Ok(found) => found,
@@ -329,13 +329,12 @@ impl Server {
         let welcome = Welcome { outcome }.encode(&transcript, &bytes, Some(&session.secret));
         connection.send(&welcome)?;
         let name = format!("a connection of {}", session.peer);
-        let (receiver, sender) = connection.split(0, name)?;
+        attaching.go_on(connection, 0, name)?;
         // The connection that opened the stream may have been lost before its client was welcomed.
         let is_new = stream.claim_introduction();
         if !is_new {
             session.reconnects.fetch_add(1, Ordering::Relaxed);
         }
-        attaching.go_on(receiver, sender);
         Ok(is_new.then_some(stream))
     }
 

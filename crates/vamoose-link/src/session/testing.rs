@@ -63,11 +63,12 @@ impl Receiving {
     pub fn attach(&mut self, socket: Socket) -> io::Result<()> {
         let no_handshake = Instant::now() + Duration::from_secs(1);
         let connection = NewConnection::new(socket, None, no_handshake);
-        let (receiver, _) = connection.split(0, String::new())?;
+        connection.end_handshake()?;
         self.state.begin_attach(Instant::now());
         let id = self.state.on_connection();
         self.state.end_attach();
-        self.incoming.replace(id.map(|id| (id, receiver)));
+        let receiver = id.map(|id| connection.split(id, 0, String::new()).0);
+        self.incoming.replace(receiver);
         Ok(())
     }
 
@@ -87,9 +88,10 @@ impl Receiving {
         if !self.incoming.waiting().is_empty() {
             return Ok(Came::Bytes(self.incoming.deliver(&mut target)));
         }
-        let Some((id, _)) = self.incoming.connection() else {
+        let Some(connection) = self.incoming.connection() else {
             return Err("no connection".to_owned());
         };
+        let id = connection.id;
         let mut stalled = || Ok(());
         if let Some(header) = self.state.announced() {
             let unjudged = self.incoming.read_data(&header, &mut target, &mut stalled);

@@ -10,7 +10,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::net::sockopt::{self, Timeout};
 use rustls::{CipherSuite, Connection, ExtractedSecrets, pki_types::CertificateDer};
 
 use super::{
@@ -19,7 +18,7 @@ use super::{
     names,
     record::{HEADER_LEN, MAX_BODY, RecordKey, is_tls_header},
 };
-use crate::{Socket, is_stall, left, socket::is_transient, timeouts::LINGER};
+use crate::{Socket, is_stall, socket::is_transient, timeouts::LINGER};
 
 /// A connection whose ends have authenticated each other.
 pub(crate) struct Secured {
@@ -162,7 +161,7 @@ impl Handshake<'_> {
     fn read_exact(&mut self, buffer: &mut [u8]) -> Result<(), TlsError> {
         let mut read = 0;
         while read < buffer.len() {
-            self.limit(Timeout::Recv)?;
+            self.limit()?;
             match (&mut &*self.socket).read(&mut buffer[read..]) {
                 Ok(0) => return Err(self.closed()),
                 Ok(bytes) => read += bytes,
@@ -176,7 +175,7 @@ impl Handshake<'_> {
     /// Sends everything rustls has queued.
     fn send(&mut self) -> Result<(), TlsError> {
         while self.connection.wants_write() {
-            self.limit(Timeout::Send)?;
+            self.limit()?;
             match self.connection.write_tls(&mut &*self.socket) {
                 Ok(0) => return Err(self.closed()),
                 Ok(_) => {}
@@ -188,14 +187,9 @@ impl Handshake<'_> {
     }
 
     /// Limits the next read or write to the deadline.
-    fn limit(&self, which: Timeout) -> Result<(), TlsError> {
-        let rest = left(self.deadline);
-        if rest.is_zero() {
-            return Err(self.failed(io::ErrorKind::TimedOut.into()));
-        }
-        let rest = rest.max(Duration::from_millis(1));
-        sockopt::set_socket_timeout(self.socket, which, Some(rest))
-            .map_err(|error| self.failed(error.into()))
+    fn limit(&self) -> Result<(), TlsError> {
+        let limited = self.socket.limit(self.deadline);
+        limited.map_err(|error| self.failed(error))
     }
 
     /// Gives the refused peer time to read why.

@@ -3,25 +3,22 @@
 //! ```text
 //! head ──────────────────── a record of its own, if much follows: the peer reads it apart, too
 //! pieces of 8 KiB and more ─ sealed from where they are into the batch: no copy
-//! smaller ones, and guest memory ─ copied into the batch until a record is full, sealed there
+//! smaller ones ───────────── copied into the batch until a record is full, sealed there
 //! batch of 8 records ─> write(2)
 //! ```
-//!
-//! Guest memory may change while it is read. It is therefore copied, once, before it is sealed: a cipher that
-//! read it twice would authenticate other bytes than it encrypts.
 //!
 //! A key seals at most [`MAX_RECORDS`], which are 128 GiB: then [`Sealer::send`] fails. A session replaces the connection
 //! before that ([`Sealer::is_worn`]), so that a change of keys within a connection is not needed.
 
 use std::{
     fmt,
-    io::{self, Write as _},
+    io::{self, IoSlice},
 };
 
 use super::record::{
     ALERT, CLOSE_NOTIFY, DATA, HEADER_LEN, MAX_CONTENT, RecordKey, TAG_LEN, authenticated, header,
 };
-use crate::{Socket, is_stall};
+use crate::Socket;
 
 /// The sending direction of a connection.
 pub(crate) struct Sealer {
@@ -137,26 +134,16 @@ impl Sealer {
                 bytes = rest;
             } else {
                 self.room(out, 1)?;
-                let free = self.free();
+                let start = self.sealed + HEADER_LEN;
+                let free = &mut self.batch[start..][..MAX_CONTENT][self.open..];
                 let (content, rest) = bytes.split_at(bytes.len().min(free.len()));
                 free[..content.len()].copy_from_slice(content);
-                self.fill(content.len())?;
+                self.open += content.len();
+                if self.open == MAX_CONTENT {
+                    self.close_record(DATA)?;
+                }
                 bytes = rest;
             }
-        }
-        Ok(())
-    }
-
-    /// Free bytes of the record that is being filled.
-    fn free(&mut self) -> &mut [u8] {
-        let start = self.sealed + HEADER_LEN;
-        &mut self.batch[start..][..MAX_CONTENT][self.open..]
-    }
-
-    fn fill(&mut self, bytes: usize) -> io::Result<()> {
-        self.open += bytes;
-        if self.open == MAX_CONTENT {
-            self.close_record(DATA)?;
         }
         Ok(())
     }
@@ -229,24 +216,9 @@ impl Sealer {
 
     /// Writes all records.
     fn write(&mut self, out: &mut Out<'_>) -> io::Result<()> {
-        let mut left = &self.batch[..self.sealed];
-        while !left.is_empty() {
-            match (&mut &*out.socket).write(left) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(bytes) => {
-                    left = &left[bytes..];
-                    if !left.is_empty() {
-                        (out.stalled)(bytes)?;
-                    }
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // A timeout of the peer's host has ended the connection; `stalled` decides about its process only.
-                Err(error) if is_stall(&error) && error.kind() != io::ErrorKind::TimedOut => {
-                    (out.stalled)(0)?;
-                }
-                Err(error) => return Err(error),
-            }
-        }
+        let sealed = &self.batch[..self.sealed];
+        out.socket
+            .write_all(&mut [IoSlice::new(sealed)], out.stalled)?;
         self.sealed = 0;
         Ok(())
     }
