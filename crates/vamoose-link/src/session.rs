@@ -47,7 +47,7 @@ pub use self::{
 use self::{dialer::Paths, keeper::Keeper, resumable::ResumableStream};
 
 use crate::{
-    Address, AddressError, Cipher, PageCaches, Security, Stream,
+    Address, AddressError, Cipher, End, PageCaches, Security, Stream, TlsError,
     delta::Share,
     lock,
     timeouts::{self, LOOK},
@@ -90,6 +90,17 @@ impl SessionConfig {
             window: 64 << 20,
             page_cache: 256 << 20,
             page_caches: PageCaches::default(),
+        }
+    }
+
+    /// Checks whether this `end` can use its certificates or keys.
+    ///
+    /// # Errors
+    /// When it cannot.
+    pub fn check(&self, end: End) -> Result<(), TlsError> {
+        match end {
+            End::Client => self.security.client_terms(self.cipher).map(drop),
+            End::Server => self.security.server_terms(self.cipher).map(drop),
         }
     }
 }
@@ -174,8 +185,8 @@ pub(crate) struct Shared {
     /// Authenticated identity of the peer.
     identity: Option<String>,
     cipher: Option<&'static str>,
-    /// The server's memory for versions of pages, at the client; `None` where it takes no differences to them.
-    offered: Option<usize>,
+    /// The server's memory for versions of pages, at the client.
+    offered: usize,
     streams: Mutex<HashMap<u32, Arc<ResumableStream>>>,
     /// Number of streams: writers need it for every packet.
     count: AtomicUsize,
@@ -215,15 +226,6 @@ impl Session {
         dialer::begin(paths, config)
     }
 
-    /// Checks whether the configured certificates or keys can be used.
-    ///
-    /// # Errors
-    /// When certificates or keys cannot be used.
-    pub fn check(config: &SessionConfig) -> Result<(), DialError> {
-        let terms = config.security.client_terms(config.cipher);
-        terms.map(|_| ()).map_err(DialError::Security)
-    }
-
     /// The session of a stream.
     pub(crate) fn of(stream: &Resumable) -> Self {
         Self(stream.stream().session().clone())
@@ -257,11 +259,12 @@ impl Session {
         self.0.config.check
     }
 
-    /// The memory for versions of pages that both ends have, at the client; `None` where the server takes no differences to
-    /// pages, or their checksums are missing.
+    /// The memory for versions of pages that both ends have; `None` at the server, which sends no differences to them, and without
+    /// checksums.
     pub fn page_cache(&self) -> Option<usize> {
-        let both = self.0.config.page_cache.min(self.0.offered?);
-        self.0.config.check.then_some(both)
+        let is_sender = matches!(self.0.role, Role::Client(_));
+        let both = self.0.config.page_cache.min(self.0.offered);
+        (is_sender && self.0.config.check).then_some(both)
     }
 
     /// The memory for versions of pages that are received.
@@ -353,7 +356,7 @@ impl Shared {
         config: SessionConfig,
         (peer, identity): (String, Option<String>),
         cipher: Option<&'static str>,
-        (role, offered): (Role, Option<usize>),
+        (role, offered): (Role, usize),
     ) -> io::Result<Arc<Self>> {
         let shared = Arc::new(Self {
             secret,

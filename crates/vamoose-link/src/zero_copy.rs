@@ -153,17 +153,18 @@ impl ZeroCopy {
         pages: &[VolatileSlice<'_>],
         stats: &Stats,
     ) -> Result<(), WriteError> {
+        let copy = |left: &mut Left<'_>, flags| {
+            let sent = kernel.send(left, flags);
+            left.advance(sent.map_err(|error| failed(kernel, error))?);
+            Ok::<_, WriteError>(())
+        };
         let mut left = Left::new(header, &[]);
         while left.bytes() > 0 {
-            left.advance(
-                kernel
-                    .send(&left, How::More)
-                    .map_err(|error| failed(kernel, error))?,
-            );
+            copy(&mut left, libc::MSG_MORE)?;
         }
         let mut left = Left::new(&[], pages);
         while left.bytes() > 0 {
-            match kernel.send(&left, How::ZeroCopy) {
+            match kernel.send(&left, libc::MSG_ZEROCOPY) {
                 Ok(bytes) => {
                     left.advance(bytes);
                     self.outstanding += 1;
@@ -172,16 +173,12 @@ impl ZeroCopy {
                     // So that the kernel does not run out of memory for notifications.
                     self.read_notifications(kernel, stats)?;
                 }
-                Err(error) if is_no_buffers(&error) => {
+                Err(error) if Errno::from_io_error(&error) == Some(Errno::NOBUFS) => {
                     if self.outstanding > 0 {
                         self.wait_for_some(kernel, stats)?;
                     } else {
                         // The limit does not allow a single pinned send.
-                        left.advance(
-                            kernel
-                                .send(&left, How::Copy)
-                                .map_err(|error| failed(kernel, error))?,
-                        );
+                        copy(&mut left, 0)?;
                         self.sends.all += 1;
                         stats.add_zero_copy_send();
                         self.add_copied(1, stats);
@@ -210,16 +207,11 @@ impl ZeroCopy {
         let before = self.outstanding;
         self.read_notifications(kernel, stats)?;
         while self.outstanding == before {
-            match kernel.wait().map_err(|error| failed(kernel, error))? {
-                Wait::Notified => self.read_notifications(kernel, stats)?,
-                Wait::TimedOut => {
-                    let seconds = kernel.stall_timeout().as_secs();
-                    return Err(WriteError::Held {
-                        sends: before,
-                        seconds,
-                    });
-                }
+            if !kernel.wait().map_err(|error| failed(kernel, error))? {
+                let (sends, seconds) = (before, kernel.stall_timeout().as_secs());
+                return Err(WriteError::Held { sends, seconds });
             }
+            self.read_notifications(kernel, stats)?;
         }
         Ok(())
     }
@@ -261,14 +253,14 @@ const TOO_MANY: &str = "the kernel has reported more zero-copy sends than there 
 
 /// The kernel's operations on one socket. Tests replace them.
 pub(crate) trait Kernel {
-    /// Sends as much of `left` as one call takes, at least a byte.
-    fn send(&self, left: &Left<'_>, how: How) -> io::Result<usize>;
+    /// Sends as much of `left` as one call takes, at least a byte. `flags` are those of sendmsg(2).
+    fn send(&self, left: &Left<'_>, flags: libc::c_int) -> io::Result<usize>;
 
     /// Takes a message from the error queue and passes its notifications to `each`; false when the queue is empty.
     fn notifications(&self, each: &mut dyn FnMut(Notification)) -> io::Result<bool>;
 
-    /// Waits for a message in the error queue, for the stall timeout at most. A broken or shut-down connection is an error.
-    fn wait(&self) -> io::Result<Wait>;
+    /// Waits for a message in the error queue; false after the stall timeout. A broken or shut-down connection is an error.
+    fn wait(&self) -> io::Result<bool>;
 
     fn stall_timeout(&self) -> Duration;
 }
@@ -277,31 +269,8 @@ fn failed(kernel: &impl Kernel, error: io::Error) -> WriteError {
     WriteError::of(error, kernel.stall_timeout())
 }
 
-/// How to send.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum How {
-    /// A copy, with more to come at once.
-    More,
-    /// A copy.
-    Copy,
-    /// Without a copy.
-    ZeroCopy,
-}
-
-/// The result of a wait.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wait {
-    Notified,
-    TimedOut,
-}
-
 impl Kernel for Socket {
-    fn send(&self, left: &Left<'_>, how: How) -> io::Result<usize> {
-        let flags = match how {
-            How::More => libc::MSG_MORE,
-            How::Copy => 0,
-            How::ZeroCopy => libc::MSG_ZEROCOPY,
-        };
+    fn send(&self, left: &Left<'_>, flags: libc::c_int) -> io::Result<usize> {
         match uninterrupted(|| memory::send(self.as_fd(), left, flags))? {
             0 => Err(io::ErrorKind::WriteZero.into()),
             bytes => Ok(bytes),
@@ -312,18 +281,18 @@ impl Kernel for Socket {
         uninterrupted(|| memory::read_error_queue(self.as_fd(), each))
     }
 
-    fn wait(&self) -> io::Result<Wait> {
+    fn wait(&self) -> io::Result<bool> {
         let timeout = sockopt::socket_timeout(self, sockopt::Timeout::Send)?;
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         // Errors (notifications count as errors) and hang-ups are reported without being requested.
         let mut socket = [PollFd::new(self, PollFlags::empty())];
         if !wait_until(&mut socket, deadline)? {
-            return Ok(Wait::TimedOut);
+            return Ok(false);
         }
         if socket[0].revents().contains(PollFlags::ERR) {
             // The socket's own errors are not in the queue.
             sockopt::socket_error(self)??;
-            return Ok(Wait::Notified);
+            return Ok(true);
         }
         Err(io::ErrorKind::ConnectionAborted.into())
     }
@@ -338,10 +307,6 @@ impl Notification {
     fn sends(self) -> u64 {
         u64::from(self.last.wrapping_sub(self.first)) + 1
     }
-}
-
-fn is_no_buffers(error: &io::Error) -> bool {
-    error.raw_os_error() == Some(Errno::NOBUFS.raw_os_error())
 }
 
 /// Fewer pages are copied.
@@ -381,7 +346,7 @@ mod tests {
     /// An answer of the kernel; each is given once, in order.
     enum Event {
         /// A send takes at most this many bytes.
-        Takes(How, usize),
+        Takes(libc::c_int, usize),
         /// A send finds no lockable memory.
         NoBuffers,
         /// The error queue has one message with these; it is empty unless this comes next.
@@ -410,14 +375,14 @@ mod tests {
             Duration::from_secs(7)
         }
 
-        fn send(&self, left: &Left<'_>, how: How) -> io::Result<usize> {
+        fn send(&self, left: &Left<'_>, flags: libc::c_int) -> io::Result<usize> {
             match self.next() {
                 Takes(expected, bytes) => {
-                    assert_eq!(how, expected);
+                    assert_eq!(flags, expected);
                     Ok(bytes.min(left.bytes()))
                 }
                 NoBuffers => {
-                    assert_eq!(how, How::ZeroCopy);
+                    assert_eq!(flags, ZERO_COPY);
                     Err(Errno::NOBUFS.into())
                 }
                 _ => panic!("a send was not expected"),
@@ -434,10 +399,10 @@ mod tests {
             Ok(true)
         }
 
-        fn wait(&self) -> io::Result<Wait> {
+        fn wait(&self) -> io::Result<bool> {
             match self.next() {
-                Wakes => Ok(Wait::Notified),
-                TimesOut => Ok(Wait::TimedOut),
+                Wakes => Ok(true),
+                TimesOut => Ok(false),
                 HangsUp => Err(io::ErrorKind::ConnectionAborted.into()),
                 _ => panic!("a wait was not expected"),
             }
@@ -445,6 +410,11 @@ mod tests {
     }
 
     const ALL: usize = usize::MAX;
+
+    /// Flags of a send with more to come at once, of one without a copy, and of a copy.
+    const MORE: libc::c_int = libc::MSG_MORE;
+    const ZERO_COPY: libc::c_int = libc::MSG_ZEROCOPY;
+    const COPY: libc::c_int = 0;
 
     const fn done(first: u32, last: u32) -> Notification {
         Notification {
@@ -490,7 +460,7 @@ mod tests {
 
     /// A packet sent whole.
     fn whole() -> [Event; 2] {
-        [Takes(How::More, ALL), Takes(How::ZeroCopy, ALL)]
+        [Takes(MORE, ALL), Takes(ZERO_COPY, ALL)]
     }
 
     #[test]
@@ -499,11 +469,11 @@ mod tests {
             1,
             true,
             [
-                Takes(How::More, 2),
-                Takes(How::More, ALL),
-                Takes(How::ZeroCopy, 5000),
-                Takes(How::ZeroCopy, 1),
-                Takes(How::ZeroCopy, ALL),
+                Takes(MORE, 2),
+                Takes(MORE, ALL),
+                Takes(ZERO_COPY, 5000),
+                Takes(ZERO_COPY, 1),
+                Takes(ZERO_COPY, ALL),
                 Wakes,
                 Notifies(vec![done(0, 0)]),
                 Wakes,
@@ -572,11 +542,11 @@ mod tests {
     #[test]
     fn without_lockable_memory_waits_for_earlier_sends() {
         let second = [
-            Takes(How::More, ALL),
+            Takes(MORE, ALL),
             NoBuffers,
             Wakes,
             Notifies(vec![done(0, 0)]),
-            Takes(How::ZeroCopy, ALL),
+            Takes(ZERO_COPY, ALL),
             Notifies(vec![done(1, 1)]),
         ];
         let (result, counted) = play(2, true, whole().into_iter().chain(second));
@@ -586,7 +556,7 @@ mod tests {
 
     #[test]
     fn without_any_lockable_memory_pages_are_copied() {
-        let packet = || [Takes(How::More, ALL), NoBuffers, Takes(How::Copy, ALL)];
+        let packet = || [Takes(MORE, ALL), NoBuffers, Takes(COPY, ALL)];
         let events = (0..3).flat_map(|_| packet());
         let (result, counted) = play(3, true, events);
         result.unwrap();

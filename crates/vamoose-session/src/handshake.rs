@@ -20,13 +20,8 @@ use thiserror::Error;
 
 use crate::fields::{put, take};
 
-/// The version that this program speaks, and the lowest that it understands.
-pub const VERSION: u16 = 2;
-const LOWEST: u16 = 1;
-
-/// From this version on packets may hold differences to pages that were sent before, and the server says how much memory
-/// it has for them.
-pub const DIFFERENCES: u16 = 2;
+/// The version that this program speaks.
+pub const VERSION: u16 = 1;
 
 /// Length of [`Hello`] and [`Answer`].
 pub const HELLO_LEN: usize = 48;
@@ -145,7 +140,7 @@ impl Hello {
     /// The message of this program.
     pub fn new(nonce: Nonce) -> Self {
         Self {
-            lowest: LOWEST,
+            lowest: VERSION,
             highest: VERSION,
             nonce,
         }
@@ -183,12 +178,11 @@ impl Hello {
 }
 
 impl Answer {
-    /// Chooses the highest version that both speak.
+    /// Chooses a version that both speak.
     pub fn to(hello: &Hello, nonce: Nonce) -> Self {
-        let common = hello.highest.min(VERSION);
-        match common >= hello.lowest.max(LOWEST) {
+        match (hello.lowest..=hello.highest).contains(&VERSION) {
             true => Self {
-                outcome: Ok(common),
+                outcome: Ok(VERSION),
                 nonce,
                 page_cache: 0,
             },
@@ -196,11 +190,11 @@ impl Answer {
         }
     }
 
-    /// The same from a server that keeps versions of pages in so many MiB, where the version has differences.
+    /// Adds the memory for versions of pages, in MiB, unless the answer is a refusal.
     pub fn with_page_cache(self, page_cache: u16) -> Self {
         match self.outcome {
-            Ok(DIFFERENCES..) => Self { page_cache, ..self },
-            _ => self,
+            Ok(_) => Self { page_cache, ..self },
+            Err(_) => self,
         }
     }
 
@@ -237,14 +231,12 @@ impl Answer {
             return Err(HandshakeError::Magic);
         }
         let version = u16::from_be_bytes(take(bytes, 8..10));
-        if version < DIFFERENCES {
-            zero(&bytes[10..12])?;
-        }
         let page_cache = u16::from_be_bytes(take(bytes, 10..12));
         let nonce = take(bytes, 16..48);
         let outcome = match (version, u32::from_be_bytes(take(bytes, 12..16))) {
-            (LOWEST..=VERSION, 0) => Ok(version),
+            (VERSION, 0) => Ok(version),
             (0, code @ 1..) => {
+                zero(&bytes[10..12])?;
                 zero(&nonce)?;
                 Err(Refusal::of(code))
             }
@@ -257,9 +249,9 @@ impl Answer {
         })
     }
 
-    /// The server's memory for versions of pages, in MiB; `None` where the version has no differences.
-    pub fn page_cache(&self) -> Option<u16> {
-        matches!(self.outcome, Ok(DIFFERENCES..)).then_some(self.page_cache)
+    /// The server's memory for versions of pages, in MiB.
+    pub fn page_cache(&self) -> u16 {
+        self.page_cache
     }
 
     /// The version to speak.

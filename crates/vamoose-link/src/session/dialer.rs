@@ -62,8 +62,8 @@ pub enum DialError {
         #[source]
         source: AcknowledgeError,
     },
-    #[error(transparent)]
-    Security(TlsError),
+    #[error("cannot set up TLS")]
+    Security(#[source] TlsError),
     #[error("cannot speak with {address}")]
     Tls {
         address: Address,
@@ -420,8 +420,8 @@ struct Greeted {
     transcript: Transcript,
     address: Address,
     path: usize,
-    /// The server's memory for versions of pages, if it takes differences to them.
-    page_cache: Option<usize>,
+    /// The server's memory for versions of pages.
+    page_cache: usize,
 }
 
 impl Greeted {
@@ -461,9 +461,7 @@ impl Greeted {
             transcript,
             address,
             path: number,
-            page_cache: answer
-                .page_cache()
-                .map(|mebibytes| usize::from(mebibytes) << 20),
+            page_cache: usize::from(answer.page_cache()) << 20,
         })
     }
 

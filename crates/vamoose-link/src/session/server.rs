@@ -148,15 +148,6 @@ impl Sessions {
         })
     }
 
-    /// Checks whether the configured certificates or keys can be used.
-    ///
-    /// # Errors
-    /// When certificates or keys cannot be used.
-    pub fn check(config: &SessionConfig) -> Result<(), SessionsError> {
-        config.security.server_terms(config.cipher)?;
-        Ok(())
-    }
-
     /// The addresses of the listeners.
     pub fn addresses(&self) -> impl Iterator<Item = &Address> {
         self.server.addresses.iter()
@@ -220,7 +211,7 @@ impl Drop for Sessions {
 #[derive(Debug, Error)]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum SessionsError {
-    #[error(transparent)]
+    #[error("cannot set up TLS")]
     Security(#[from] TlsError),
     #[error("the system refused a thread or a file descriptor")]
     System(#[from] io::Error),
@@ -424,7 +415,7 @@ impl Server {
             config,
             (peer.to_owned(), identity),
             cipher,
-            (Role::Server(share), None),
+            (Role::Server(share), 0),
         );
         // The system has no thread for the session.
         let session = session.map_err(|_| Refusal::Busy)?;

@@ -18,7 +18,7 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::{error, info, warn};
-use vamoose_link::{Address, PageCaches, Session, SessionConfig, Sessions};
+use vamoose_link::{Address, End, PageCaches, SessionConfig};
 use vamoose_relay::{Gateway, GatewayConfig};
 
 use self::config::{File, GatewaySettings};
@@ -64,10 +64,11 @@ impl Options {
         let mut settings = settings.with_context(|| self.config.display().to_string())?;
         settings.metrics = self.metrics.metrics.clone().or(settings.metrics);
         let config = &settings.config;
-        Sessions::check(&config.sessions)?;
+        config.sessions.check(End::Server)?;
         for peer in config.dialled() {
             let name = &peer.name;
-            Session::check(&peer.remote.config).with_context(|| format!("peer {name}"))?;
+            let usable = peer.remote.config.check(End::Client);
+            usable.with_context(|| format!("peer {name}"))?;
         }
         if config.peers.is_empty() {
             warn!("no peers are configured: connections from all hosts are refused");
