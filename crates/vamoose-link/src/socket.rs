@@ -149,21 +149,6 @@ impl Socket {
         {}
     }
 
-    /// Reads until `buffer` is full, or the peer has closed the connection. Returns the bytes read.
-    ///
-    /// # Errors
-    /// The system's; `WouldBlock` when nothing came for the stall timeout.
-    pub fn read_full(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        let mut read = 0;
-        while read < buffer.len() {
-            match uninterrupted(|| (&mut &*self).read(&mut buffer[read..]))? {
-                0 => break,
-                bytes => read += bytes,
-            }
-        }
-        Ok(read)
-    }
-
     /// Reads available bytes: at least one, or 0 if the peer has closed the connection. `None` if nothing arrives by
     /// `deadline`.
     ///
@@ -213,21 +198,11 @@ impl Socket {
         Ok(())
     }
 
-    /// Reads straight into guest memory until `pages` are full, or the peer has closed the connection.
-    /// Returns the bytes read.
-    ///
-    /// # Errors
-    /// As [`Socket::read_full`].
-    pub fn receive_memory(&self, pages: &[VolatileSlice<'_>]) -> io::Result<usize> {
-        let mut left = Left::new(&[], pages);
-        let wanted = left.bytes();
-        while left.bytes() > 0 {
-            match uninterrupted(|| memory::receive(self.as_fd(), &left))? {
-                0 => break,
-                bytes => left.advance(bytes),
-            }
-        }
-        Ok(wanted - left.bytes())
+    /// Reads available bytes straight into guest memory: at least one, or 0 if the peer has closed the connection.
+    pub(crate) fn receive_memory(&self, left: &mut Left<'_>) -> io::Result<usize> {
+        let bytes = uninterrupted(|| memory::receive(self.as_fd(), left))?;
+        left.advance(bytes);
+        Ok(bytes)
     }
 
     /// Writes all of `slices`. `stalled` is called with the number of bytes taken whenever the kernel has not taken everything

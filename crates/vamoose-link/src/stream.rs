@@ -9,7 +9,7 @@ use std::{
 
 use vm_memory::VolatileSlice;
 
-use crate::{Resumable, Session, Socket, StreamError};
+use crate::{Resumable, Session, Socket, StreamError, memory::Left, socket::uninterrupted};
 
 /// Bytes in both directions. Reads and writes go through a shared reference, so that one thread may read while
 /// another writes and a third one ends the stream.
@@ -67,10 +67,14 @@ impl Stream {
     /// # Errors
     /// The system's; see [`is_stall`](crate::is_stall) for a peer that sent nothing for the stall timeout.
     pub fn read_full(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Self::Socket(socket) => socket.read_full(buffer),
-            Self::Resumable(stream) => stream.stream().read_full(buffer),
+        let mut filled = 0;
+        while filled < buffer.len() {
+            match uninterrupted(|| (&mut &*self).read(&mut buffer[filled..]))? {
+                0 => break,
+                read => filled += read,
+            }
         }
+        Ok(filled)
     }
 
     /// Reads available bytes: at least one, or 0 if the peer has ended the stream. `None` if nothing arrives by `deadline`.
@@ -160,10 +164,18 @@ impl Stream {
     /// # Errors
     /// As [`Stream::read_full`].
     pub fn receive_memory(&self, pages: &[VolatileSlice<'_>]) -> io::Result<usize> {
-        match self {
-            Self::Socket(socket) => socket.receive_memory(pages),
-            Self::Resumable(stream) => stream.stream().receive_memory(pages),
+        let mut left = Left::new(&[], pages);
+        let wanted = left.bytes();
+        while left.bytes() > 0 {
+            let read = match self {
+                Self::Socket(socket) => socket.receive_memory(&mut left)?,
+                Self::Resumable(stream) => stream.stream().receive_memory(&mut left)?,
+            };
+            if read == 0 {
+                break;
+            }
         }
+        Ok(wanted - left.bytes())
     }
 
     /// Sets the stall timeout: how long a read or write waits for the peer.

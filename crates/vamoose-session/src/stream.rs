@@ -152,7 +152,6 @@ pub enum Came {
 /// Frames to be sent on a connection; [`StreamState::on_transmitted`] takes them back.
 #[derive(Debug)]
 pub struct Transmit {
-    connection: ConnectionId,
     loan: Loan,
     received: u64,
     waited: u8,
@@ -701,7 +700,7 @@ impl StreamState {
             return None;
         }
         match self.window.lend() {
-            Some(loan) => Some(self.transmit(connection, loan)),
+            Some(loan) => Some(self.transmit(loan)),
             None => self.poll_acknowledgement(connection),
         }
     }
@@ -709,7 +708,7 @@ impl StreamState {
     /// An acknowledgement that is due. It may go between any two frames.
     pub fn poll_acknowledgement(&mut self, connection: ConnectionId) -> Option<Transmit> {
         let is_due = self.incoming.wants_tell && self.is_carried_by(connection);
-        is_due.then(|| self.transmit(connection, Loan::default()))
+        is_due.then(|| self.transmit(Loan::default()))
     }
 
     /// Whether [`poll_acknowledgement`](Self::poll_acknowledgement) has something to send.
@@ -717,10 +716,9 @@ impl StreamState {
         self.incoming.wants_tell && matches!(self.link, Link::Up(_))
     }
 
-    fn transmit(&mut self, connection: ConnectionId, loan: Loan) -> Transmit {
+    fn transmit(&mut self, loan: Loan) -> Transmit {
         self.incoming.wants_tell = false;
         Transmit {
-            connection,
             loan,
             received: self.incoming.received,
             waited: self.waited,
@@ -743,11 +741,6 @@ impl StreamState {
 }
 
 impl Transmit {
-    /// The connection that they are for.
-    pub fn connection(&self) -> ConnectionId {
-        self.connection
-    }
-
     /// The frames: headers, and the bytes behind them. One at least, two at most.
     pub fn frames(&self) -> impl Iterator<Item = ([u8; HEADER_LEN], &[u8])> {
         let frames = self.loan.frames();

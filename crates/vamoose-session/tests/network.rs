@@ -158,7 +158,7 @@ struct Connection {
 struct End {
     state: StreamState,
     current: Option<(usize, ConnectionId)>,
-    lent: Option<Transmit>,
+    lent: Option<(ConnectionId, Transmit)>,
     holds: bool,
     written: usize,
     read: usize,
@@ -350,9 +350,9 @@ impl Network {
         let stream = &mut self.streams[at];
         let near = &mut stream.ends[end];
         if !near.holds
-            && let Some(lent) = near.lent.take()
+            && let Some((id, lent)) = near.lent.take()
         {
-            let is_sent = near.state.is_carried_by(lent.connection());
+            let is_sent = near.state.is_carried_by(id);
             near.state.on_transmitted(lent, is_sent);
         }
         while near.lent.is_none()
@@ -385,7 +385,7 @@ impl Network {
             }
             connection.sent[end] = now;
             match near.holds {
-                true => near.lent = Some(transmit),
+                true => near.lent = Some((id, transmit)),
                 false => near.state.on_transmitted(transmit, true),
             }
         }
@@ -669,7 +669,7 @@ impl Connection {
 impl End {
     /// A connection takes another one's place only when no thread sends on the old one.
     fn give_back(&mut self) {
-        if let Some(lent) = self.lent.take() {
+        if let Some((_, lent)) = self.lent.take() {
             self.state.on_transmitted(lent, false);
         }
     }

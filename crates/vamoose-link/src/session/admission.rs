@@ -56,9 +56,11 @@ struct Place<T> {
 
 /// Progress of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum State {
+pub(crate) enum State {
+    /// It has sent nothing.
     Silent,
     HasSpoken,
+    /// Its peer is authenticated.
     IsKnown,
 }
 
@@ -117,16 +119,6 @@ impl<T> Admission<T> {
         };
         self.places.insert(number, place);
         Some(Admitted { number, evicted })
-    }
-
-    /// The connection has sent something.
-    pub(crate) fn has_spoken(&mut self, number: u64) {
-        self.advance(number, State::HasSpoken);
-    }
-
-    /// The connection's peer is authenticated: it keeps its place.
-    pub(crate) fn is_known(&mut self, number: u64) {
-        self.advance(number, State::IsKnown);
     }
 
     /// Whether no connection is evicted before others have left.
@@ -200,7 +192,8 @@ impl<T> Admission<T> {
         Some(place.kept)
     }
 
-    fn advance(&mut self, number: u64, state: State) {
+    /// The connection has made progress. One whose peer is authenticated keeps its place.
+    pub(crate) fn advance(&mut self, number: u64, state: State) {
         let Some(place) = self.places.get_mut(&number) else {
             return;
         };
@@ -246,7 +239,7 @@ mod tests {
             let admitted = places.admit(host(*from), *sent != '-', began, |sent| *sent);
             assert_eq!(admitted.unwrap().number, number);
             if *sent == '!' {
-                places.is_known(number);
+                places.advance(number, State::IsKnown);
             }
         }
         places
@@ -380,8 +373,8 @@ mod tests {
             let number = (!alive.is_empty()).then(|| random.usize(..alive.len()));
             match (random.u8(..8), number) {
                 (0, Some(at)) => places.leave(alive.swap_remove(at)),
-                (1, Some(at)) => places.has_spoken(alive[at]),
-                (2, Some(at)) if random.u8(..8) == 0 => places.is_known(alive[at]),
+                (1, Some(at)) => places.advance(alive[at], State::HasSpoken),
+                (2, Some(at)) if random.u8(..8) == 0 => places.advance(alive[at], State::IsKnown),
                 _ => {
                     let from = match random.bool() {
                         true => host(random.u8(..4)),

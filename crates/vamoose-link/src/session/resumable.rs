@@ -154,31 +154,9 @@ impl ResumableStream {
         }
     }
 
-    /// Reads until `out` is full or the stream ends.
-    pub(crate) fn read_full(self: &Arc<Self>, out: &mut [u8]) -> io::Result<usize> {
-        let mut filled = 0;
-        while filled < out.len() {
-            match self.read(&mut out[filled..])? {
-                0 => break,
-                read => filled += read,
-            }
-        }
-        Ok(filled)
-    }
-
-    /// Reads into the guest's memory until `pages` are full or the stream ends.
-    pub(crate) fn receive_memory(
-        self: &Arc<Self>,
-        pages: &[VolatileSlice<'_>],
-    ) -> io::Result<usize> {
-        let mut left = Left::new(&[], pages);
-        let wanted = left.bytes();
-        while left.bytes() > 0 {
-            if self.receive(&mut Target::Guest(&mut left), Patience::Stall(None))? == 0 {
-                break;
-            }
-        }
-        Ok(wanted - left.bytes())
+    /// As [`read`](Self::read), into guest memory.
+    pub(crate) fn receive_memory(self: &Arc<Self>, left: &mut Left<'_>) -> io::Result<usize> {
+        self.receive(&mut Target::Guest(left), Patience::Stall(None))
     }
 
     /// Checksum of the pages in the frame read last.

@@ -35,7 +35,7 @@ use vamoose_session::{
 
 use super::{
     Role, Session, SessionConfig, Shared,
-    admission::{Admission, network},
+    admission::{Admission, State, network},
     connection::NewConnection,
     dialer::nonce,
     resumable::{Old, Resumable, ResumableStream},
@@ -273,7 +273,7 @@ impl Server {
         let deadline = Instant::now() + HANDSHAKE;
         let address = socket.peer_ip();
         wait_for_client(&socket, deadline)?;
-        stranger.has_spoken();
+        stranger.advance(State::HasSpoken);
         self.pace.keep(&socket)?;
         let terms = self.terms()?;
         let secured = terms.map(|terms| terms.accept(&socket, left(deadline)));
@@ -283,7 +283,7 @@ impl Server {
             }
         })?;
         if secured.is_some() {
-            stranger.is_known();
+            stranger.advance(State::IsKnown);
         }
         let mut connection = NewConnection::new(socket, secured, deadline);
         let mut bytes = [0; HELLO_LEN];
@@ -305,7 +305,7 @@ impl Server {
             Ok(found) => found,
             Err(refusal) => return Err(refuse(connection, &transcript, &bytes, refusal)),
         };
-        stranger.is_known();
+        stranger.advance(State::IsKnown);
         let session = stream.session().clone();
         let attaching = stream.attach(Old::IsLost);
         let fits = match &attaching {
@@ -539,12 +539,8 @@ impl Stranger {
         Some(Self { server, number })
     }
 
-    fn has_spoken(&self) {
-        lock(&self.server.strangers).has_spoken(self.number);
-    }
-
-    fn is_known(&self) {
-        lock(&self.server.strangers).is_known(self.number);
+    fn advance(&self, state: State) {
+        lock(&self.server.strangers).advance(self.number, state);
     }
 
     fn is_evicted(&self) -> bool {

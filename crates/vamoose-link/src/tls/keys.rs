@@ -13,10 +13,7 @@ use std::{
     sync::Arc,
 };
 
-use aws_lc_rs::{
-    pkcs8::Document,
-    signature::{Ed25519KeyPair, KeyPair as _},
-};
+use aws_lc_rs::{pkcs8::Document, signature::Ed25519KeyPair};
 use base64::{
     Engine as _, alphabet,
     engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig, general_purpose::STANDARD},
@@ -103,9 +100,7 @@ impl OneTimeKey {
     /// # Errors
     /// When the system has no random numbers.
     pub fn generate() -> io::Result<Self> {
-        let pair = generate()?;
-        let der = PrivatePkcs8KeyDer::from(pair.as_ref().to_vec());
-        let own = OwnKey::new(&der).map_err(|fault| io::Error::other(fault.to_string()))?;
+        let (_, own) = generate()?;
         Ok(Self(Arc::new(own)))
     }
 
@@ -133,21 +128,21 @@ impl fmt::Debug for OneTimeKey {
     }
 }
 
-/// As PKCS#8.
-fn generate() -> io::Result<Document> {
+/// A new key, as PKCS#8 and ready for use.
+fn generate() -> io::Result<(Document, OwnKey)> {
     let pair = Ed25519KeyPair::generate()
         .map_err(|_| io::Error::other("the system has no random numbers"))?;
-    pair.to_pkcs8v1()
-        .map_err(|_| io::Error::other("the key cannot be encoded"))
+    let der = pair
+        .to_pkcs8v1()
+        .map_err(|_| io::Error::other("the key cannot be encoded"))?;
+    let own = OwnKey::new(&PrivatePkcs8KeyDer::from(der.as_ref()));
+    let own = own.map_err(|fault| io::Error::other(fault.to_string()))?;
+    Ok((der, own))
 }
 
 /// Writes the key atomically: a key cut short by a full disk would look like an existing one.
 fn write_key(directory: &Path, path: &Path) -> io::Result<PublicKey> {
-    let der = generate()?;
-    let pair = Ed25519KeyPair::from_pkcs8(der.as_ref())
-        .map_err(|error| io::Error::other(error.to_string()))?;
-    let public = PublicKey::try_from(pair.public_key().as_ref())
-        .map_err(|error| io::Error::other(error.to_string()))?;
+    let (der, own) = generate()?;
     DirBuilder::new()
         .recursive(true)
         .mode(0o700)
@@ -165,21 +160,13 @@ fn write_key(directory: &Path, path: &Path) -> io::Result<PublicKey> {
         // Not renamed: that would replace a key that is there.
         .and_then(|()| fs::hard_link(&unfinished, path));
     let removed = fs::remove_file(&unfinished);
-    written.and(removed).map(|()| public)
+    written.and(removed).map(|()| own.public)
 }
 
+/// The PEM form of an Ed25519 key, whose 48 bytes are one line of base64.
 fn pem(der: &[u8]) -> String {
     let text = STANDARD.encode(der);
-    let mut lines = "-----BEGIN PRIVATE KEY-----\n".to_owned();
-    let mut rest = text.as_str();
-    while !rest.is_empty() {
-        let (line, after) = rest.split_at(rest.len().min(64));
-        lines.push_str(line);
-        lines.push('\n');
-        rest = after;
-    }
-    lines.push_str("-----END PRIVATE KEY-----\n");
-    lines
+    format!("-----BEGIN PRIVATE KEY-----\n{text}\n-----END PRIVATE KEY-----\n")
 }
 
 /// The key of this end.

@@ -270,6 +270,9 @@ fn a_key_is_made_once_and_for_its_owner_only() {
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o7777;
     assert_eq!(mode(&directory), 0o700);
     assert_eq!(mode(&directory.join("key")), 0o600);
+    // RFC 7468: lines of base64 have at most 64 characters.
+    let pem = fs::read_to_string(directory.join("key")).unwrap();
+    assert!(pem.lines().all(|line| line.len() <= 64), "{pem}");
     let again = Keys::generate(&directory).map(|_| ());
     assert!(message(again).ends_with("File exists (os error 17)"));
     assert_eq!(Keys::public_key(&directory).unwrap(), public);
