@@ -1,7 +1,7 @@
 //! Connects to an address: looks its name up and tries its addresses in turn, all within one deadline.
 
 use std::{
-    fmt, io,
+    io,
     net::{IpAddr, SocketAddr, ToSocketAddrs as _},
     os::fd::OwnedFd,
     path::Path,
@@ -29,7 +29,6 @@ pub fn dial(address: &Address, timeout: Duration) -> Result<Socket, SocketError>
 }
 
 /// An address to dial repeatedly. Its name is looked up once.
-#[derive(Debug)]
 pub(crate) struct Destination {
     address: Address,
     lookup: Arc<Lookup>,
@@ -161,12 +160,6 @@ impl Lookup {
         if let State::Known(addresses) = &mut *lock(&self.state) {
             addresses.sort_by_key(|it| *it != address);
         }
-    }
-}
-
-impl fmt::Debug for Lookup {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Lookup")
     }
 }
 

@@ -183,12 +183,7 @@ impl ChannelWriter {
         self.header.clear();
         header.write(self.sender.layout, &mut self.header);
         self.sender.send(&self.header, Payload::Borrowed(payload))?;
-        let (normal, zero) = (header.normal_offsets().len(), header.zero_offsets().len());
-        let page_bytes = normal * self.sender.layout.page_size();
-        self.sender.stats.add_packet(normal, zero, page_bytes);
-        if normal > 0 {
-            self.sender.stats.add_method(header.method);
-        }
+        self.sender.count(header);
         Ok(())
     }
 
@@ -366,14 +361,7 @@ impl ChannelWriter {
             adaptive.begin_send();
         }
         self.sender.send(&self.header, payload)?;
-        self.sender.stats.add_packet(
-            header.normal_offsets().len(),
-            header.zero_offsets().len(),
-            page_bytes,
-        );
-        if page_bytes > 0 {
-            self.sender.stats.add_method(header.method);
-        }
+        self.sender.count(header);
         if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
             adaptive.end_send(page_bytes, || self.sender.channel.stream.peer_wait());
         }
@@ -503,6 +491,16 @@ impl Sender {
             pacer.wait_for(header.len() + payload.len());
         }
         self.send_now(header, payload)
+    }
+
+    /// Counts a packet of pages that was sent.
+    fn count(&self, header: &RamHeader) {
+        let (normal, zero) = (header.normal_offsets().len(), header.zero_offsets().len());
+        let page_bytes = normal * self.layout.page_size();
+        self.stats.add_packet(normal, zero, page_bytes);
+        if normal > 0 {
+            self.stats.add_method(header.method);
+        }
     }
 
     fn send_now(&self, header: &[u8], payload: Payload<'_>) -> Result<(), WriteError> {

@@ -55,7 +55,6 @@ pub(crate) struct NewConnection {
 }
 
 /// The direction to the peer.
-#[derive(Debug)]
 pub(crate) struct Sender {
     connection: Arc<Connection>,
     sealer: Option<Sealer>,

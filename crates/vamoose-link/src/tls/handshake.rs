@@ -5,7 +5,6 @@
 //! a moment: closing a socket with unread bytes would destroy the alert.
 
 use std::{
-    fmt,
     io::{self, Read as _, Write},
     time::{Duration, Instant},
 };
@@ -253,13 +252,4 @@ fn peer_name(shown: &CertificateDer<'_>) -> String {
     }
     let name = names::of(shown).into_iter().next();
     name.unwrap_or_else(|| "a certificate without a name".to_owned())
-}
-
-impl fmt::Debug for Secured {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Secured")
-            .field("peer", &self.peer)
-            .field("cipher", &self.cipher)
-            .finish_non_exhaustive()
-    }
 }

@@ -10,7 +10,6 @@
 //! [`Sealer`](super::Sealer) needs none.
 
 use std::{
-    fmt,
     io::{self, Read as _},
     ops::Range,
 };
@@ -249,12 +248,4 @@ impl Opener {
 
 fn malformed(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("the peer sent {what}"))
-}
-
-impl fmt::Debug for Opener {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Opener")
-            .field("records", &self.key.sequence())
-            .finish_non_exhaustive()
-    }
 }

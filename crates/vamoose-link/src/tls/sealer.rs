@@ -10,10 +10,7 @@
 //! A key seals at most [`MAX_RECORDS`], which are 128 GiB: then [`Sealer::send`] fails. A session replaces the connection
 //! before that ([`Sealer::is_worn`]), so that a change of keys within a connection is not needed.
 
-use std::{
-    fmt,
-    io::{self, IoSlice},
-};
+use std::io::{self, IoSlice};
 
 use super::record::{
     ALERT, CLOSE_NOTIFY, DATA, HEADER_LEN, MAX_CONTENT, RecordKey, TAG_LEN, authenticated, header,
@@ -246,12 +243,4 @@ fn split(record: &mut [u8], content: usize) -> (&mut [u8], &mut [u8], &mut [u8])
 /// Error for wrong lengths, which cannot occur.
 fn sealing() -> io::Error {
     io::Error::other("a record could not be sealed")
-}
-
-impl fmt::Debug for Sealer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Sealer")
-            .field("records", &self.key.sequence())
-            .finish_non_exhaustive()
-    }
 }

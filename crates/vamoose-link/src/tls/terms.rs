@@ -1,6 +1,6 @@
 //! Certificates or keys of one end, as read once for a session, and the connections made with them.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use rustls::{
     ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection,
@@ -25,11 +25,9 @@ use super::{
 use crate::Socket;
 
 /// Terms of a client.
-#[derive(Debug)]
 pub(crate) struct ClientTerms(pub(super) Terms);
 
 /// Terms of a server.
-#[derive(Debug)]
 pub(crate) struct ServerTerms(pub(super) Terms);
 
 /// An end's own certificate or key, and the rules for accepting its peer.
@@ -235,13 +233,5 @@ impl Cipher {
             Self::Aes256Gcm => suite::TLS13_AES_256_GCM_SHA384,
             Self::Chacha20Poly1305 => suite::TLS13_CHACHA20_POLY1305_SHA256,
         }
-    }
-}
-
-impl fmt::Debug for Terms {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Terms")
-            .field("shown", &self.shown)
-            .finish_non_exhaustive()
     }
 }
