@@ -11,7 +11,7 @@ use std::{
 use libfuzzer_sys::fuzz_target;
 use vamoose_session::{
     frame::HEADER_LEN,
-    stream::{Came, ConnectionId, Link, StreamError, StreamState, Timeouts, Transmit},
+    stream::{FrameEvent, ConnectionId, Link, StreamError, StreamState, Timeouts, Transmit},
     window::{Buffer, Sums},
 };
 
@@ -183,8 +183,8 @@ impl End {
             self.partial.drain(..HEADER_LEN);
             match self.state.on_header(connection, &header, "a path", now) {
                 // A right peer sends no other header that is of no use.
-                Came::Nothing => assert!(!self.state.is_closed() || self.is_corrupt()),
-                Came::Data(_) | Came::Acknowledgement | Came::End => {}
+                FrameEvent::Nothing => assert!(!self.state.is_closed() || self.is_corrupt()),
+                FrameEvent::Data(_) | FrameEvent::Acknowledgement | FrameEvent::End => {}
             }
         }
     }

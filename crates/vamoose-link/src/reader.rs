@@ -337,7 +337,7 @@ impl ChannelReader {
         self.stats.add_changed_packet();
         Err(ReadError::Changed {
             packet: PacketName::of(header),
-            path: self.stream.carrier(),
+            path: self.stream.connection_name(),
             found,
             sent,
         })

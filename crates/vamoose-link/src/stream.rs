@@ -139,10 +139,10 @@ impl Stream {
     }
 
     /// Name of the connection, for messages.
-    pub(crate) fn carrier(&self) -> String {
+    pub(crate) fn connection_name(&self) -> String {
         match self {
             Self::Socket(_) => "a connection".to_owned(),
-            Self::Resumable(stream) => stream.stream().carrier(),
+            Self::Resumable(stream) => stream.stream().connection_name(),
         }
     }
 

@@ -13,7 +13,7 @@ use std::{
 
 use vamoose_session::{
     frame::HEADER_LEN,
-    stream::{Came, ConnectionId, StreamState, Timeouts},
+    stream::{ConnectionId, FrameEvent, StreamState, Timeouts},
     window::Sums,
 };
 
@@ -102,7 +102,7 @@ fn receive(
     received: &mut Vec<u8>,
     now: Instant,
 ) {
-    if let Came::Data(_) = end.on_header(connection, &header, "memory", now)
+    if let FrameEvent::Data(_) = end.on_header(connection, &header, "memory", now)
         && end.on_data(connection, crc32c::crc32c(&payload), "memory", now)
     {
         received.extend(payload);

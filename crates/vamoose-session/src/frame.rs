@@ -1,22 +1,22 @@
-//! What a connection of a session carries behind its handshake: frames.
+//! Frames: the units of a session's connection after its handshake.
 //!
 //! ```text
 //!  0  kind     u8    Data, Acknowledge, End, Abort
-//!  1  flags    u8    bit 0: `check` is there, bit 1: `pages` is there
-//!  2  waited   u8    share of its time that the reader of the other direction waits for the network: 1 none, 255 all, 0 unknown
+//!  1  flags    u8    bit 0: `check` is present, bit 1: `pages` is present
+//!  2  waited   u8    share of its time that the sender's reader waits for the network: 1 none, 255 all, 0 unknown
 //!  3  0        u8
-//!  4  length   u32   bytes behind this header: of Data 1 to 1 MiB, of others 0
-//!  8  offset   u64   of the first of these bytes in the stream; of End: the stream's length
-//! 16  received u64   bytes of the other direction that the sender of the frame has
-//! 24  pages    u32   CRC-32C of the guest's pages that these bytes encode
-//! 28  check    u32   CRC-32C of these bytes
+//!  4  length   u32   length of the payload: 1 to 1 MiB for Data, 0 for the others
+//!  8  offset   u64   offset of the payload in the stream; for End, the stream's length
+//! 16  received u64   bytes that the sender of the frame has received in the other direction
+//! 24  pages    u32   CRC-32C of the guest's pages that the payload encodes
+//! 28  check    u32   CRC-32C of the payload
 //! 32  0        u32
-//! 36  header   u32   CRC-32C of the 36 bytes before
+//! 36  header   u32   CRC-32C of the preceding 36 bytes
 //! ```
 //!
-//! Numbers are big-endian. What is 0 must be. A frame goes from one offset to the next without a gap; `End` counts as one
-//! byte, so that it is acknowledged like others. `Acknowledge` tells no more than `received`, which every frame does: it is
-//! the heartbeat of a connection that has nothing to send.
+//! Numbers are big-endian. Fields listed as 0 must be 0. Frames follow each other without a gap. `End` counts as one byte, so that
+//! it is acknowledged like data. `Acknowledge` carries only `received`, as every frame does: it is the heartbeat of a connection
+//! that has nothing to send.
 
 use std::ops::Range;
 
@@ -27,63 +27,63 @@ use crate::fields::{put, take};
 /// Length of a frame's header.
 pub const HEADER_LEN: usize = 40;
 
-/// The most bytes in one frame.
+/// Limit of a frame's payload.
 pub const MAX_LEN: usize = 1 << 20;
 
 /// The header of one frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What the frame is for.
+    /// Kind of the frame.
     pub kind: Kind,
-    /// Bytes behind the header.
+    /// Length of the payload.
     pub len: usize,
-    /// Of the first of these bytes.
+    /// Offset of the payload in the stream.
     pub offset: u64,
-    /// How much the sender has received.
+    /// Offset up to which the sender has received the other direction.
     pub received: u64,
     /// Share of its time that the sender's reader waits for the network: 1 none, 255 all, 0 unknown.
     pub waited: u8,
-    /// CRC-32C of the bytes, if they are checked.
+    /// CRC-32C of the payload, if payloads are checked.
     pub check: Option<u32>,
-    /// CRC-32C of the pages that the bytes encode, if they do.
+    /// CRC-32C of the pages that the payload encodes, if it encodes pages.
     pub pages: Option<u32>,
 }
 
-/// What a frame is for.
+/// Kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Bytes of the stream.
     Data,
-    /// Nothing but how much was received.
+    /// Acknowledges received bytes, and nothing else.
     Acknowledge,
-    /// The stream ends here, in this direction.
+    /// End of the stream in this direction.
     End,
-    /// The sender has given the stream up, in both directions.
+    /// The sender has given up the stream, in both directions.
     Abort,
 }
 
-/// A header that no correct sender sends, or that was changed on its way.
+/// A header that no correct sender sends, or that was changed in transit.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum FrameError {
     #[error(
-        "a frame's header was changed on its way: its checksum is {found:#010x}, not {expected:#010x}"
+        "a frame's header was changed in transit: its checksum is {found:#010x}, not {expected:#010x}"
     )]
     Header { found: u32, expected: u32 },
     #[error("no frame is of kind {0}")]
     Kind(u8),
-    #[error("a frame has the unknown flags {0:#04x}")]
+    #[error("a frame has unknown flags: {0:#04x}")]
     Flags(u8),
     #[error("bytes of a frame's header that must be 0 are not")]
     Reserved,
-    #[error("a frame of {0} bytes")]
+    #[error("a frame has a payload of {0} bytes")]
     Length(usize),
-    #[error("a frame ends behind the last offset")]
+    #[error("a frame ends after the last offset")]
     Offset,
 }
 
 impl Header {
-    /// A frame without bytes.
+    /// Header of a frame without payload.
     pub fn empty(kind: Kind, offset: u64, received: u64) -> Self {
         Self {
             kind,
@@ -96,7 +96,7 @@ impl Header {
         }
     }
 
-    /// The bytes of this header. Its length must be of its kind: 1 to [`MAX_LEN`] for data, else 0.
+    /// Encodes the header. The payload of data must have 1 to [`MAX_LEN`] bytes; other frames have none.
     pub fn encode(&self) -> [u8; HEADER_LEN] {
         let kind = match self.kind {
             Kind::Data => 1,
@@ -124,10 +124,10 @@ impl Header {
         bytes
     }
 
-    /// Reads a header.
+    /// Decodes a header.
     ///
     /// # Errors
-    /// [`FrameError::Header`] when its checksum does not fit, any other when a correct peer does not send it.
+    /// [`FrameError::Header`] when its checksum is wrong, any other when no correct peer sends it.
     pub fn decode(bytes: &[u8; HEADER_LEN]) -> Result<Self, FrameError> {
         let expected = crc32c::crc32c(&bytes[..HEADER_CRC.start]);
         let found = u32::from_be_bytes(take(bytes, HEADER_CRC));
@@ -181,12 +181,12 @@ impl Header {
         }
     }
 
-    /// The offset behind the frame.
+    /// Offset of the next frame.
     pub fn end(&self) -> u64 {
         self.offset.saturating_add(self.span())
     }
 
-    /// What the frame counts in its stream.
+    /// Length of the frame in its stream.
     fn span(&self) -> u64 {
         match self.kind {
             Kind::Data => self.len as u64,

@@ -1,19 +1,19 @@
-//! How a connection becomes one of a session: four messages of fixed length, in TLS or not.
+//! The handshake that makes a connection part of a session: four messages of fixed length, with or without TLS.
 //!
 //! ```text
 //! client                                              server
 //!   Hello:   lowest and highest version, nonce ──────>
 //!            <────── Answer: version or refusal, nonce, memory for versions of pages
-//!   Attach:  session, stream, what it has, proof ────>
-//!            <────── Welcome: what it has, proof; or refusal
+//!   Attach:  session, stream, bytes received, proof ─>
+//!            <────── Welcome: bytes received, proof; or refusal
 //! ```
 //!
-//! The connection that begins a session makes its secret: HMAC-SHA-256 with the key that TLS exports for it (RFC 5705,
-//! zeros without TLS) of both nonces. Its id is derived from the secret. Each connection proves that its ends know
-//! the secret by HMACs of all messages so far and of its own exported key: neither can be used on another connection,
-//! and a version that was changed on its way is noticed. The id goes over the network, the secret never does.
+//! The secret of a session is derived from its first connection: HMAC-SHA-256 of both nonces, with the key that TLS exports for the
+//! connection (RFC 5705; zeros without TLS). The session's id is derived from the secret. On each connection, both ends prove that
+//! they know the secret by HMACs of all earlier messages and of the connection's own exported key. A proof is therefore useless on
+//! another connection, and a version that was changed in transit is noticed. The id is sent over the network, the secret never.
 //!
-//! Without TLS the secret keeps out who has not seen the first connection, and nobody else.
+//! Without TLS, the secret only keeps out an attacker who has not seen the first connection.
 
 use aws_lc_rs::{constant_time, hmac};
 use thiserror::Error;
@@ -28,13 +28,13 @@ pub const HELLO_LEN: usize = 48;
 /// Length of [`Attach`] and [`Welcome`].
 pub const ATTACH_LEN: usize = 64;
 
-/// A number that nobody can foresee, used once.
+/// An unpredictable number, used once.
 pub type Nonce = [u8; 32];
 
-/// A key that only both ends of one connection have; zeros without TLS.
+/// A key known only to the two ends of one connection; zeros without TLS.
 pub type Binding = [u8; 32];
 
-/// What names a session on the network.
+/// Identifies a session on the network.
 pub type SessionId = [u8; 16];
 
 /// The client's first message.
@@ -45,7 +45,7 @@ pub struct Hello {
     nonce: Nonce,
 }
 
-/// The server's answer to it.
+/// The server's answer to [`Hello`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Answer {
     outcome: Result<u16, Refusal>,
@@ -53,58 +53,58 @@ pub struct Answer {
     page_cache: u16,
 }
 
-/// What the client wants the connection to be.
+/// The client's request to attach the connection to a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Attach {
-    /// The session that the stream belongs to.
+    /// Session of the stream.
     pub target: Target,
-    /// Of the session's streams, counted from 0.
+    /// Number of the stream in its session, from 0.
     pub stream: u32,
-    /// What the connection is for.
+    /// Purpose of the connection.
     pub intent: Intent,
-    /// What the client has received of this stream.
+    /// Offset up to which the client has received the stream.
     pub received: u64,
 }
 
-/// Which session a connection belongs to.
+/// Session of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// A new one.
+    /// A new session.
     New,
-    /// One that exists.
+    /// An existing session.
     Known(SessionId),
 }
 
-/// What a connection is for.
+/// Purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Intent {
-    /// It opens a stream.
+    /// Opens a stream.
     Open,
-    /// It carries a stream on.
+    /// Resumes a stream.
     Resume,
-    /// It says that the client has given the stream up.
+    /// Reports that the client has given up the stream.
     Abort,
 }
 
-/// The server's answer to that: what it has received of the stream.
+/// The server's answer to [`Attach`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Welcome {
-    /// What the server has received, or why it refuses.
+    /// Offset up to which the server has received the stream, or why it refuses.
     pub outcome: Result<u64, Refusal>,
 }
 
-/// Why a server takes a connection no further.
+/// Why a server refuses a connection.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the messages say it")]
 #[non_exhaustive]
 pub enum Refusal {
-    #[error("it speaks no version of the protocol that we do: one of the two programs is too old")]
+    #[error(
+        "it speaks no version of the protocol that this end speaks: one of the two programs is too old"
+    )]
     Version,
     #[error("it has too many connections")]
     Busy,
-    #[error(
-        "it does not know the session, or not any more: it was restarted, or has waited too long"
-    )]
+    #[error("it does not know the session: it was restarted, or has waited too long")]
     UnknownSession,
     #[error("the connection does not prove that it belongs to the session")]
     Proof,
@@ -114,19 +114,17 @@ pub enum Refusal {
     Insecure,
     #[error("the connection is authenticated as another peer than the session")]
     OtherPeer,
-    #[error("what we have received and what it has sent do not fit")]
+    #[error("the received offset is not one that it has sent")]
     Offset,
-    #[error("it refuses for a reason that this version does not know")]
+    #[error("its reason is unknown to this version")]
     Other,
 }
 
-/// Bytes that are no message of this handshake.
+/// A handshake that failed.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum HandshakeError {
-    #[error(
-        "the peer is no Vamoose, or one that uses TLS where this end does not, or an older one"
-    )]
+    #[error("the peer is not Vamoose, or it uses TLS and this end does not")]
     Magic,
     #[error("the peer's handshake is malformed: {0}")]
     Malformed(&'static str),
@@ -137,7 +135,7 @@ pub enum HandshakeError {
 }
 
 impl Hello {
-    /// The message of this program.
+    /// The message of this version.
     pub fn new(nonce: Nonce) -> Self {
         Self {
             lowest: VERSION,
@@ -146,7 +144,7 @@ impl Hello {
         }
     }
 
-    /// The message's bytes.
+    /// Encodes the message.
     pub fn encode(&self) -> [u8; HELLO_LEN] {
         let mut bytes = [0; HELLO_LEN];
         bytes[..8].copy_from_slice(MAGIC);
@@ -156,10 +154,10 @@ impl Hello {
         bytes
     }
 
-    /// Reads the message.
+    /// Decodes the message.
     ///
     /// # Errors
-    /// When a correct client does not send it.
+    /// When no correct client sends these bytes.
     pub fn decode(bytes: &[u8; HELLO_LEN]) -> Result<Self, HandshakeError> {
         if bytes[..8] != *MAGIC {
             return Err(HandshakeError::Magic);
@@ -198,7 +196,7 @@ impl Answer {
         }
     }
 
-    /// An answer that takes the connection no further.
+    /// An answer that refuses the connection.
     pub fn refuse(refusal: Refusal) -> Self {
         Self {
             outcome: Err(refusal),
@@ -207,7 +205,7 @@ impl Answer {
         }
     }
 
-    /// The message's bytes.
+    /// Encodes the message.
     pub fn encode(&self) -> [u8; HELLO_LEN] {
         let (version, status) = match self.outcome {
             Ok(version) => (version, 0),
@@ -222,10 +220,10 @@ impl Answer {
         bytes
     }
 
-    /// Reads the message.
+    /// Decodes the message.
     ///
     /// # Errors
-    /// When a correct server does not send it.
+    /// When no correct server sends these bytes.
     pub fn decode(bytes: &[u8; HELLO_LEN]) -> Result<Self, HandshakeError> {
         if bytes[..8] != *MAGIC {
             return Err(HandshakeError::Magic);
@@ -263,19 +261,19 @@ impl Answer {
     }
 }
 
-/// What both ends of a connection know of it after the first two messages.
+/// The first two messages of a connection, and its channel binding.
 pub struct Transcript {
     hello: [u8; HELLO_LEN],
     answer: [u8; HELLO_LEN],
     binding: Binding,
 }
 
-/// What the members of a session share.
+/// The secret shared by the two ends of a session.
 #[derive(Clone)]
 pub struct Secret(hmac::Key);
 
 impl Transcript {
-    /// Of a connection on which these two messages went.
+    /// Transcript of a connection with these two messages.
     pub fn new(hello: &Hello, answer: &Answer, binding: Binding) -> Self {
         Self {
             hello: hello.encode(),
@@ -284,7 +282,7 @@ impl Transcript {
         }
     }
 
-    /// The secret of a session that this connection begins.
+    /// Secret of the session that this connection begins.
     pub fn secret(&self) -> Secret {
         let key = hmac::Key::new(hmac::HMAC_SHA256, &self.binding);
         let secret = sign(&key, &[b"vamoose session", &self.hello, &self.answer]);
@@ -299,14 +297,14 @@ impl Transcript {
 }
 
 impl Secret {
-    /// What the session is called on the network.
+    /// Id of the session.
     pub fn id(&self) -> SessionId {
         take(sign(&self.0, &[b"vamoose id"]).as_ref(), 0..16)
     }
 }
 
 impl Attach {
-    /// The message's bytes, with the proof.
+    /// Encodes the message, with the proof.
     pub fn encode(&self, transcript: &Transcript, secret: &Secret) -> [u8; ATTACH_LEN] {
         let mut bytes = [0; ATTACH_LEN];
         if let Target::Known(id) = self.target {
@@ -324,10 +322,10 @@ impl Attach {
         bytes
     }
 
-    /// Reads what is asked for, before it is proved: the session's secret has to be found first.
+    /// Decodes the message without verifying the proof: the session's secret must be looked up first.
     ///
     /// # Errors
-    /// When a correct client does not send it.
+    /// When no correct client sends these bytes.
     pub fn decode(bytes: &[u8; ATTACH_LEN]) -> Result<Self, HandshakeError> {
         zero(&bytes[21..24])?;
         let target = match take(bytes, 0..16) {
@@ -352,7 +350,7 @@ impl Attach {
         Ok(attach)
     }
 
-    /// Whether the sender of these bytes knows the secret.
+    /// Verifies that the sender of the message knows the secret.
     pub fn is_proved(bytes: &[u8; ATTACH_LEN], transcript: &Transcript, secret: &Secret) -> bool {
         let proof = transcript.proof(secret, b"attach", &[&bytes[..32]]);
         constant_time::verify_slices_are_equal(proof.as_ref(), &bytes[32..]).is_ok()
@@ -360,7 +358,7 @@ impl Attach {
 }
 
 impl Welcome {
-    /// A refusal is not proved: who is refused may not know the secret.
+    /// Encodes the message. A refusal has no proof, as the refused client may not know the secret.
     pub fn encode(
         &self,
         transcript: &Transcript,
@@ -379,10 +377,10 @@ impl Welcome {
         bytes
     }
 
-    /// What the server has received.
+    /// Decodes the message: the offset up to which the server has received the stream.
     ///
     /// # Errors
-    /// When it refuses, or does not prove that it knows the secret.
+    /// When the server refuses, or does not prove that it knows the secret.
     pub fn decode(
         bytes: &[u8; ATTACH_LEN],
         transcript: &Transcript,
@@ -413,7 +411,6 @@ impl Refusal {
 
     fn code(self) -> u32 {
         let all = Self::ALL.iter().position(|known| *known == self);
-        // One byte is enough for them.
         all.and_then(|at| u32::try_from(at + 1).ok())
             .unwrap_or(u32::MAX)
     }
@@ -423,7 +420,7 @@ impl Refusal {
         Self::ALL.get(at).copied().unwrap_or(Self::Other)
     }
 
-    /// In the order of their codes, which begin at 1.
+    /// In the order of the codes, which begin at 1.
     const ALL: [Self; 8] = [
         Self::Version,
         Self::Busy,
@@ -438,7 +435,7 @@ impl Refusal {
 
 const MAGIC: &[u8; 8] = b"VAMOOSE\x01";
 
-/// In the place of a session's id; that none has this one is as sure as that no two have the same.
+/// Sent instead of an id for a new session. No session has this id: that is as unlikely as two sessions with one id.
 const NEW: SessionId = [0; 16];
 
 fn sign(key: &hmac::Key, parts: &[&[u8]]) -> hmac::Tag {

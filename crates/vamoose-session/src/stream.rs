@@ -4,7 +4,7 @@
 //! ```text
 //!            events                                                      effects
 //!  on_header, on_data        ┌──────────────────────────────┐
-//!  ────────────────────────> │ received ── told             │ poll_transmit: frames lent, or an acknowledgement
+//!  ────────────────────────> │ received ── acknowledged     │ poll_transmit: frames lent, or an acknowledgement
 //!  write_packet, finish      │ window: acknowledged .. next │ ──────────────────────────────────────────────────>
 //!  ────────────────────────> │ link: Up ─> Down ─> Closed   │ take_effects: disconnect, reconnect, ended, changed
 //!  on_connection, _lost,     │        ^──────┘              │ ──────────────────────────────────────────────────>
@@ -50,10 +50,10 @@ pub const SILENCE: Duration = Duration::from_secs(4);
 pub const OPENING: Duration = Duration::from_secs(10);
 
 /// Received bytes after which they are acknowledged.
-pub const TELL_EVERY: u64 = 256 << 10;
+pub const ACKNOWLEDGE_EVERY: u64 = 256 << 10;
 
 /// Received bytes after which they are acknowledged if nothing more has come: the peer's window may be full.
-pub const TELL_IDLE: u64 = 4 << 10;
+pub const ACKNOWLEDGE_IDLE: u64 = 4 << 10;
 
 /// Timeouts chosen by the caller.
 #[derive(Clone, Copy, Debug)]
@@ -98,8 +98,8 @@ struct Incoming {
     /// Offset up to which everything has arrived intact.
     received: u64,
     /// Offset up to which the peer has been sent an acknowledgement.
-    told: u64,
-    wants_tell: bool,
+    acknowledged: u64,
+    acknowledgement_due: bool,
     /// Data frame whose header has arrived and whose payload has not.
     announced: Option<Header>,
     has_ended: bool,
@@ -138,7 +138,7 @@ pub struct Effects {
 
 /// Meaning of a received header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Came {
+pub enum FrameEvent {
     /// A payload follows: read it, and then call [`StreamState::on_data`].
     Data(Header),
     /// The peer acknowledges what it has received.
@@ -220,7 +220,7 @@ pub enum Violation {
     Frame(FrameError),
     #[error("a frame at offset {found} where {expected} comes next")]
     Gap { found: u64, expected: u64 },
-    #[error("data behind the end of the stream")]
+    #[error("data after the end of the stream")]
     BehindEnd,
 }
 
@@ -232,13 +232,13 @@ impl StreamState {
             window: Window::new(first),
             incoming: Incoming {
                 received: first,
-                told: first,
-                wants_tell: false,
+                acknowledged: first,
+                acknowledgement_due: false,
                 announced: None,
                 has_ended: false,
             },
             link: Link::Down {
-                cause: "it was never there".into(),
+                cause: "there was none yet".into(),
             },
             last_connection: ConnectionId(0),
             troubled: Some(now),
@@ -334,10 +334,10 @@ impl StreamState {
         self.link = Link::Up(self.last_connection);
         self.was_up = true;
         self.incoming.announced = None;
-        // The handshake has said it.
-        self.incoming.told = self.incoming.received;
-        // Where nothing is sent again, too, the peer sees that the connection works.
-        self.incoming.wants_tell = true;
+        // The handshake has told the peer.
+        self.incoming.acknowledged = self.incoming.received;
+        // Even if nothing is sent again, the peer sees that the connection works.
+        self.incoming.acknowledgement_due = true;
         self.window.rewind();
         self.effects.changed = true;
         Some(self.last_connection)
@@ -425,7 +425,7 @@ impl StreamState {
             let cause = format!("nothing came for {} s", SILENCE.as_secs());
             return self.on_connection_lost(seen.connection, &cause, now);
         }
-        self.incoming.wants_tell |= seen.idle_for >= HEARTBEAT;
+        self.incoming.acknowledgement_due |= seen.idle_for >= HEARTBEAT;
         if self.is_abandoned && self.is_done() {
             self.close(StreamError::ShutDown);
         }
@@ -443,23 +443,25 @@ impl StreamState {
         self.incoming.has_ended
     }
 
-    /// The header of data whose bytes have not been read: nothing behind it can be seen before.
+    /// Header of a data frame whose payload has not been read. Later frames cannot be read before the payload.
     pub fn announced(&self) -> Option<Header> {
         self.incoming.announced
     }
 
-    /// Whether [`on_idle`](Self::on_idle) would tell the peer something: only then it is worth a look.
-    pub fn tells_if_idle(&self) -> bool {
-        self.untold() >= TELL_IDLE
+    /// Whether [`on_idle`](Self::on_idle) would cause an acknowledgement.
+    pub fn acknowledges_if_idle(&self) -> bool {
+        self.unacknowledged_received() >= ACKNOWLEDGE_IDLE
     }
 
-    /// Nothing more has come for now.
+    /// Reports that no more bytes have arrived for now.
     pub fn on_idle(&mut self) {
-        self.incoming.wants_tell |= self.tells_if_idle();
+        self.incoming.acknowledgement_due |= self.acknowledges_if_idle();
     }
 
-    fn untold(&self) -> u64 {
-        self.incoming.received.saturating_sub(self.incoming.told)
+    fn unacknowledged_received(&self) -> u64 {
+        self.incoming
+            .received
+            .saturating_sub(self.incoming.acknowledged)
     }
 
     /// Reports a received header. `path` names the connection in messages.
@@ -469,9 +471,9 @@ impl StreamState {
         bytes: &[u8; HEADER_LEN],
         path: &str,
         now: Instant,
-    ) -> Came {
+    ) -> FrameEvent {
         if !self.is_carried_by(connection) {
-            return Came::Nothing;
+            return FrameEvent::Nothing;
         }
         let header = match Header::decode(bytes) {
             Ok(header) => header,
@@ -492,7 +494,7 @@ impl StreamState {
             }
             Kind::Abort => {
                 self.close(StreamError::Aborted);
-                return Came::Nothing;
+                return FrameEvent::Nothing;
             }
             Kind::Data | Kind::End | Kind::Acknowledge => {}
         }
@@ -500,20 +502,20 @@ impl StreamState {
         self.peer_waited = header.waited;
         if let Err(error) = self.acknowledge(header.received) {
             self.close(StreamError::Acknowledge(error));
-            return Came::Nothing;
+            return FrameEvent::Nothing;
         }
         match header.kind {
             Kind::Data => {
                 self.incoming.announced = Some(header);
-                Came::Data(header)
+                FrameEvent::Data(header)
             }
             Kind::End => {
                 self.incoming.has_ended = true;
                 self.incoming.received = header.end();
-                self.incoming.wants_tell = true;
-                Came::End
+                self.incoming.acknowledgement_due = true;
+                FrameEvent::End
             }
-            Kind::Acknowledge | Kind::Abort => Came::Acknowledgement,
+            Kind::Acknowledge | Kind::Abort => FrameEvent::Acknowledgement,
         }
     }
 
@@ -545,13 +547,13 @@ impl StreamState {
             return false;
         }
         self.incoming.received = header.end();
-        self.incoming.wants_tell |= self.untold() >= TELL_EVERY;
+        self.incoming.acknowledgement_due |= self.unacknowledged_received() >= ACKNOWLEDGE_EVERY;
         true
     }
 
-    fn violated(&mut self, violation: Violation) -> Came {
+    fn violated(&mut self, violation: Violation) -> FrameEvent {
         self.close(StreamError::Violation(violation));
-        Came::Nothing
+        FrameEvent::Nothing
     }
 
     fn corrupt(
@@ -560,7 +562,7 @@ impl StreamState {
         corruption: Corruption,
         path: &str,
         now: Instant,
-    ) -> Came {
+    ) -> FrameEvent {
         self.effects.corrupt = true;
         // The offset of a peer that only acknowledges does not change; acknowledgements tell its frames apart.
         let acknowledged = match corruption {
@@ -574,7 +576,7 @@ impl StreamState {
         } else {
             self.on_connection_lost(connection, &corruption.to_string(), now);
         }
-        Came::Nothing
+        FrameEvent::Nothing
     }
 
     // Sending.
@@ -707,17 +709,17 @@ impl StreamState {
 
     /// An acknowledgement that is due. It may go between any two frames.
     pub fn poll_acknowledgement(&mut self, connection: ConnectionId) -> Option<Transmit> {
-        let is_due = self.incoming.wants_tell && self.is_carried_by(connection);
+        let is_due = self.incoming.acknowledgement_due && self.is_carried_by(connection);
         is_due.then(|| self.transmit(Loan::default()))
     }
 
     /// Whether [`poll_acknowledgement`](Self::poll_acknowledgement) has something to send.
     pub fn wants_to_acknowledge(&self) -> bool {
-        self.incoming.wants_tell && matches!(self.link, Link::Up(_))
+        self.incoming.acknowledgement_due && matches!(self.link, Link::Up(_))
     }
 
     fn transmit(&mut self, loan: Loan) -> Transmit {
-        self.incoming.wants_tell = false;
+        self.incoming.acknowledgement_due = false;
         Transmit {
             loan,
             received: self.incoming.received,
@@ -730,7 +732,7 @@ impl StreamState {
     pub fn on_transmitted(&mut self, transmit: Transmit, is_sent: bool) {
         self.window.give_back(transmit.loan);
         if is_sent {
-            self.incoming.told = self.incoming.told.max(transmit.received);
+            self.incoming.acknowledged = self.incoming.acknowledged.max(transmit.received);
         }
     }
 

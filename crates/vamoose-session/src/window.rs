@@ -6,15 +6,15 @@ use thiserror::Error;
 
 use crate::frame::{Header, Kind, MAX_LEN};
 
-/// A buffer of a packet's size or larger. It goes from a writer into the window and comes back acknowledged, so that
-/// what is kept need not be copied.
+/// A buffer for a packet's payload. A writer gives it to the window and gets it back once it is acknowledged, so that the payload
+/// need not be copied.
 pub type Buffer = Box<[u8]>;
 
 /// Frames from the first that is not acknowledged to the last that was written.
 #[derive(Debug)]
 pub struct Window {
     frames: VecDeque<Frame>,
-    /// Offset of the first frame: the peer has everything before it.
+    /// Offset of the first frame: the peer has received everything before it.
     acknowledged: u64,
     /// Offset of the first frame that has not been lent for the current connection.
     unsent: u64,
@@ -22,20 +22,20 @@ pub struct Window {
     next: u64,
     /// Whether the stream has ended.
     has_ended: bool,
-    /// Buffers for the next packets, the one used last on top: its bytes may still be in a cache.
+    /// Buffers for the next packets. The one used last comes first: its bytes may still be in a cache.
     free: Vec<Buffer>,
-    /// Buffers for the next copies, and their capacity in all: [`MAX_SPARE`] at most.
+    /// Buffers for the next copies, and their total capacity: at most [`MAX_SPARE`].
     spare: Vec<Vec<u8>>,
     spare_bytes: usize,
 }
 
-/// Acknowledged copies whose buffers are used again.
+/// Limit for the capacity of buffers that are kept for reuse.
 const MAX_SPARE: usize = 4 << 20;
 
 /// One frame that can be sent again.
 #[derive(Debug)]
 pub struct Frame {
-    /// Its header; `received` is what it was when the frame was written, 0.
+    /// Its header. `received` is 0: it is filled in when the frame is sent.
     pub header: Header,
     bytes: Bytes,
 }
@@ -50,15 +50,14 @@ enum Bytes {
     Lent,
 }
 
-/// Frames on their way to the system, so that nothing is locked while they are sent. They go back by
-/// [`Window::give_back`].
+/// Frames that are being sent, without a lock. [`Window::give_back`] takes them back.
 #[derive(Debug, Default)]
 pub struct Loan {
     frames: [Option<Frame>; 2],
 }
 
 impl Loan {
-    /// The frames, in their order.
+    /// The frames, in order.
     pub fn frames(&self) -> impl Iterator<Item = &Frame> {
         self.frames.iter().flatten()
     }
@@ -79,7 +78,7 @@ pub enum PushError {
 /// A peer acknowledges bytes that it cannot have.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error(
-    "the peer acknowledges byte {received}, which is no end of a frame between {acknowledged} and {next}"
+    "the peer acknowledges byte {received}, which is not the end of a frame between {acknowledged} and {next}"
 )]
 pub struct AcknowledgeError {
     received: u64,
@@ -102,7 +101,7 @@ impl Window {
         }
     }
 
-    /// Bytes that are not acknowledged; the stream's end counts as one.
+    /// Number of unacknowledged bytes; the stream's end counts as one.
     pub fn unacknowledged(&self) -> usize {
         // A window is never larger than memory.
         usize::try_from(self.next - self.acknowledged).unwrap_or(usize::MAX)
@@ -113,7 +112,7 @@ impl Window {
         self.frames.is_empty()
     }
 
-    /// Where the next frame will begin.
+    /// Offset of the next frame.
     pub fn next(&self) -> u64 {
         self.next
     }
@@ -123,12 +122,12 @@ impl Window {
         self.has_ended
     }
 
-    /// All before this offset has been acknowledged.
+    /// Offset up to which everything has been acknowledged.
     pub fn acknowledged(&self) -> u64 {
         self.acknowledged
     }
 
-    /// Where the first frame begins that has not been lent for the current connection.
+    /// Offset of the first frame that has not been lent for the current connection.
     pub fn unsent(&self) -> u64 {
         self.unsent
     }
@@ -190,10 +189,10 @@ impl Window {
         self.frames.iter()
     }
 
-    /// Adds a frame with a copy of `bytes`, of which there are 1 to [`MAX_LEN`].
+    /// Adds a frame with a copy of `bytes`, at least 1 and at most [`MAX_LEN`].
     ///
     /// # Errors
-    /// When there are not, or the stream has been ended; nothing was added.
+    /// When the length is wrong, or the stream has been ended; nothing is added then.
     pub fn push_copy(&mut self, bytes: &[u8], sums: Sums) -> Result<(), PushError> {
         let header = self.header(Kind::Data, bytes.len())?;
         let mut copy = self.spare.pop().unwrap_or_default();
@@ -204,10 +203,10 @@ impl Window {
         Ok(())
     }
 
-    /// Adds a frame with the first `len` bytes of `buffer`, and leaves another buffer of the same size there.
+    /// Adds a frame with the first `len` bytes of `buffer`, and replaces `buffer` by another one of the same size.
     ///
     /// # Errors
-    /// As [`Window::push_copy`]; `buffer` is what it was.
+    /// As [`Window::push_copy`]; `buffer` is unchanged then.
     pub fn push_buffer(
         &mut self,
         buffer: &mut Buffer,
@@ -220,7 +219,7 @@ impl Window {
         let header = self.header(Kind::Data, len)?;
         let free = match self.free.pop() {
             Some(free) if free.len() == buffer.len() => free,
-            // The first ones, or of another layout.
+            // No buffer has come back yet, or it is of another layout.
             _ => vec![0; buffer.len()].into(),
         };
         let full = mem::replace(buffer, free);
@@ -273,7 +272,7 @@ impl Window {
         }
         let mut header = Header::empty(kind, self.next, 0);
         header.len = len;
-        // Room for the end is left.
+        // One more byte, for the end.
         match self.next.checked_add(len as u64 + 1) {
             Some(_) => Ok(header),
             None => Err(PushError::TooLong),
@@ -289,14 +288,14 @@ impl Window {
 /// Checksums of a frame.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sums {
-    /// Of its bytes.
+    /// Checksum of its payload.
     pub check: Option<u32>,
-    /// Of the pages that it encodes.
+    /// Checksum of the pages that it encodes.
     pub pages: Option<u32>,
 }
 
 impl Sums {
-    /// Of bytes that are no pages, if they are to be checked at all.
+    /// Checksum of bytes that are not pages, if payloads are checked.
     pub fn of(bytes: &[u8], is_checked: bool) -> Self {
         Self {
             check: is_checked.then(|| crc32c::crc32c(bytes)),
@@ -314,7 +313,7 @@ impl Sums {
 }
 
 impl Frame {
-    /// The bytes behind the header.
+    /// The payload.
     pub fn bytes(&self) -> &[u8] {
         match &self.bytes {
             Bytes::Copy(bytes) => bytes,

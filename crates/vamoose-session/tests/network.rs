@@ -26,7 +26,7 @@ use std::{
 use vamoose_session::{
     frame::HEADER_LEN,
     stream::{
-        Bounds, Came, ConnectionId, Link, Seen, StreamError, StreamState, Timeouts, Transmit,
+        Bounds, ConnectionId, FrameEvent, Link, Seen, StreamError, StreamState, Timeouts, Transmit,
     },
     window::{Buffer, Sums},
 };
@@ -530,7 +530,7 @@ impl Network {
                 ensure!(is_next, "a header where bytes are expected");
                 let came = near.state.on_header(id, &header, "a path", now);
                 ensure!(
-                    came != Came::End || near.read == stream.ends[1 - end].written,
+                    came != FrameEvent::End || near.read == stream.ends[1 - end].written,
                     "the end before all bytes"
                 );
             }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use vamoose_session::{
     frame::{HEADER_LEN, Header, Kind},
-    stream::{Bounds, Came, ConnectionId, StreamError, StreamState, Timeouts},
+    stream::{Bounds, ConnectionId, FrameEvent, StreamError, StreamState, Timeouts},
     window::Sums,
 };
 
@@ -27,7 +27,7 @@ fn up(now: Instant) -> (StreamState, ConnectionId) {
 fn acknowledge(state: &mut StreamState, connection: ConnectionId, received: u64, now: Instant) {
     let header = Header::empty(Kind::Acknowledge, 0, received).encode();
     let came = state.on_header(connection, &header, "a path", now);
-    assert_eq!(came, Came::Acknowledgement);
+    assert_eq!(came, FrameEvent::Acknowledgement);
 }
 
 /// All frames that are to be sent: so many.
@@ -136,7 +136,7 @@ fn told_after(kibibytes: u64, is_idle: bool) -> Vec<u64> {
             ..Header::empty(Kind::Data, at << 10, 0)
         };
         let came = state.on_header(connection, &header.encode(), "a path", now);
-        assert_eq!(came, Came::Data(header));
+        assert_eq!(came, FrameEvent::Data(header));
         assert!(state.on_data(connection, 0, "a path", now));
         if is_idle {
             state.on_idle();

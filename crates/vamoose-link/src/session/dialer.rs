@@ -25,7 +25,7 @@ use super::{
     Path, PathStatus, Role, Session, SessionConfig, Shared,
     connection::NewConnection,
     keeper,
-    resumable::{Old, Resumable, ResumableStream},
+    resumable::{OldConnection, Resumable, ResumableStream},
 };
 use crate::{
     Address, SocketError, Stream, TlsError, chain,
@@ -260,7 +260,7 @@ pub(crate) fn begin(
                 let session =
                     Shared::new(secret, config, peer, cipher, role).map_err(DialError::System)?;
                 let stream = session.add(0);
-                greeted.attach(&stream, Intent::Open, Target::New, Old::IsLost)?;
+                greeted.attach(&stream, Intent::Open, Target::New, OldConnection::Lost)?;
                 session.next.store(1, Ordering::Relaxed);
                 return Ok((Session(session), Stream::Resumable(Resumable::new(stream))));
             }
@@ -363,7 +363,7 @@ pub(super) fn move_to(stream: &Arc<ResumableStream>, path: usize) -> bool {
         return false;
     }
     let target = Target::Known(session.id());
-    if let Err(error) = greeted.attach(stream, Intent::Resume, target, Old::Works) {
+    if let Err(error) = greeted.attach(stream, Intent::Resume, target, OldConnection::Working) {
         debug!("stream {}: {}", stream.number, chain(&error));
         paths.failed(path);
         resume(stream);
@@ -389,7 +389,7 @@ fn connect(stream: &Arc<ResumableStream>, intent: Intent) -> Result<(), DialErro
             }
             let target = Target::Known(session.id());
             let attached = Greeted::new(paths, path, ATTEMPT)
-                .and_then(|greeted| greeted.attach(stream, intent, target, Old::IsLost));
+                .and_then(|greeted| greeted.attach(stream, intent, target, OldConnection::Lost));
             match attached {
                 Ok(()) => return Ok(()),
                 Err(error) if error.refusal().is_some_and(|refusal| !refusal.may_pass()) => {
@@ -495,7 +495,7 @@ impl Greeted {
         stream: &Arc<ResumableStream>,
         intent: Intent,
         target: Target,
-        old: Old,
+        old: OldConnection,
     ) -> Result<(), DialError> {
         let address = self.address;
         let secret: &Secret = &stream.session().secret;

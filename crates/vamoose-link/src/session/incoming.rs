@@ -33,7 +33,7 @@ pub(crate) enum Target<'a, 'b> {
 }
 
 /// A received payload whose checksum has not been verified.
-pub(crate) struct Unjudged {
+pub(crate) struct Unverified {
     pub(crate) sum: u32,
     /// Whether they are in the reader's buffer already.
     is_direct: bool,
@@ -125,7 +125,7 @@ impl Incoming {
         header: &Header,
         target: &mut Target<'_, '_>,
         stalled: &mut dyn FnMut() -> Result<(), Failure>,
-    ) -> Result<Unjudged, Failure> {
+    ) -> Result<Unverified, Failure> {
         let receiver = self.receiver.as_mut().ok_or(Failure::Absent)?;
         let is_checked = header.check.is_some();
         let mut sum = 0;
@@ -168,18 +168,18 @@ impl Incoming {
                 false
             }
         };
-        Ok(Unjudged { sum, is_direct })
+        Ok(Unverified { sum, is_direct })
     }
 
     /// Delivers a verified payload.
     pub(crate) fn accept(
         &mut self,
         header: &Header,
-        unjudged: &Unjudged,
+        unverified: &Unverified,
         target: &mut Target<'_, '_>,
     ) -> usize {
         self.pages = header.pages;
-        if !unjudged.is_direct {
+        if !unverified.is_direct {
             return self.deliver(target);
         }
         if let Target::Guest(left) = target {

@@ -25,7 +25,7 @@ use std::{
 use tracing::{debug, info, warn};
 use vamoose_session::{
     frame::{HEADER_LEN, MAX_LEN},
-    stream::{Came, ConnectionId, Link, Progress, Seen, StreamError, StreamState, Timeouts},
+    stream::{ConnectionId, FrameEvent, Link, Progress, Seen, StreamError, StreamState, Timeouts},
     window::{AcknowledgeError, Buffer, PushError, Sums},
 };
 use vm_memory::VolatileSlice;
@@ -176,7 +176,7 @@ impl ResumableStream {
         patience: Patience,
     ) -> io::Result<usize> {
         loop {
-            if !self.wait_up(patience)? {
+            if !self.wait_until_readable(patience)? {
                 return Err(io::ErrorKind::WouldBlock.into());
             }
             let patience = match patience {
@@ -186,13 +186,15 @@ impl ResumableStream {
                 until => until,
             };
             let mut incoming = self.incoming(true);
-            let carrier = incoming.connection();
+            let connection = incoming.connection();
             let result = self.receive_from(&mut incoming, target, patience);
             drop(incoming);
-            match (result, carrier) {
+            match (result, connection) {
                 (Ok(read), _) => return Ok(read),
                 (Err(Failure::Stalled), _) => return Err(io::ErrorKind::WouldBlock.into()),
-                (Err(Failure::Connection(error)), Some(carrier)) => self.lost(carrier.id, &error),
+                (Err(Failure::Connection(error)), Some(connection)) => {
+                    self.lost(connection.id, &error)
+                }
                 (Err(_), _) => {}
             }
         }
@@ -210,12 +212,12 @@ impl ResumableStream {
             }
             let core = lock(&self.core);
             let (has_ended, announced) = (core.state.has_peer_ended(), core.state.announced());
-            let tells_if_idle = announced.is_none() && core.state.tells_if_idle();
+            let acknowledges_if_idle = announced.is_none() && core.state.acknowledges_if_idle();
             drop(core);
             if has_ended {
                 return Ok(0);
             }
-            if tells_if_idle && !incoming.has_bytes(Duration::ZERO) {
+            if acknowledges_if_idle && !incoming.has_bytes(Duration::ZERO) {
                 lock(&self.core).state.on_idle();
                 self.acknowledge();
             }
@@ -245,23 +247,27 @@ impl ResumableStream {
                 continue;
             }
             if let Some(header) = announced {
-                let unjudged = incoming.read_data(&header, target, &mut stalled)?;
-                if self.on_data(&connection, unjudged.sum) {
-                    return Ok(incoming.accept(&header, &unjudged, target));
+                let unverified = incoming.read_data(&header, target, &mut stalled)?;
+                if self.on_data(&connection, unverified.sum) {
+                    return Ok(incoming.accept(&header, &unverified, target));
                 }
                 incoming.discard();
                 return Err(Failure::Absent);
             }
             let header = incoming.read_header(&mut stalled)?;
             match self.on_header(&connection, &header) {
-                Came::Data(_) | Came::Acknowledgement => {}
-                Came::End => return Ok(0),
-                Came::Nothing => return Err(Failure::Absent),
+                FrameEvent::Data(_) | FrameEvent::Acknowledgement => {}
+                FrameEvent::End => return Ok(0),
+                FrameEvent::Nothing => return Err(Failure::Absent),
             }
         }
     }
 
-    fn on_header(self: &Arc<Self>, connection: &Connection, header: &[u8; HEADER_LEN]) -> Came {
+    fn on_header(
+        self: &Arc<Self>,
+        connection: &Connection,
+        header: &[u8; HEADER_LEN],
+    ) -> FrameEvent {
         let mut core = lock(&self.core);
         let before = core.state.acknowledged();
         let (id, name) = (connection.id, &connection.name);
@@ -350,15 +356,15 @@ impl ResumableStream {
                     let mut nowhere = [0; 4096];
                     let mut target = Target::Own(&mut nowhere);
                     let read = incoming.read_data(&header, &mut target, &mut stalled);
-                    read.map(|unjudged| {
-                        let is_right = self.on_data(&connection, unjudged.sum);
+                    read.map(|unverified| {
+                        let is_right = self.on_data(&connection, unverified.sum);
                         incoming.discard();
                         is_right
                     })
                 }
                 None => incoming
                     .read_header(&mut stalled)
-                    .map(|header| self.on_header(&connection, &header) != Came::Nothing),
+                    .map(|header| self.on_header(&connection, &header) != FrameEvent::Nothing),
             };
             match result {
                 Ok(true) => {}
@@ -656,7 +662,7 @@ impl ResumableStream {
 
     /// Waits until there is something to read from: a connection, or what came before the peer's end. False when `patience` has
     /// ended before.
-    fn wait_up(self: &Arc<Self>, patience: Patience) -> io::Result<bool> {
+    fn wait_until_readable(self: &Arc<Self>, patience: Patience) -> io::Result<bool> {
         let mut core = lock(&self.core);
         loop {
             match core.state.link() {
@@ -702,8 +708,8 @@ impl ResumableStream {
 
     /// Periodic work: heartbeats, acknowledgements that no reader collects, silence, the end of dropped streams.
     pub(crate) fn look_after(self: &Arc<Self>) {
-        let carrier = lock(&self.core).connection.clone();
-        let seen = carrier.as_ref().map(|connection| Seen {
+        let connection = lock(&self.core).connection.clone();
+        let seen = connection.as_ref().map(|connection| Seen {
             has_unread: !self.collect(Duration::ZERO) && connection.is_readable(Duration::ZERO),
             ..connection.seen()
         });
@@ -711,7 +717,7 @@ impl ResumableStream {
         if let Some((id, error)) = broken {
             self.lost(id, &error);
         }
-        let trip = carrier.and_then(|connection| connection.round_trip());
+        let trip = connection.and_then(|connection| connection.round_trip());
         self.update(|state| {
             let now = Instant::now();
             state.on_timeout(now, seen);
@@ -747,7 +753,7 @@ impl ResumableStream {
     }
 
     /// Name of the current connection, for messages.
-    pub(crate) fn carrier(&self) -> String {
+    pub(crate) fn connection_name(&self) -> String {
         self.connection()
             .map_or_else(|| self.session.peer.clone(), |it| it.name.clone())
     }
@@ -812,7 +818,7 @@ impl ResumableStream {
     /// Begins to replace the current connection, if there is one. From here on nothing more is received on it, so that the offset
     /// told to the peer stays true. A lost connection is ended now; a working one when its successor is attached, as its end would
     /// look like a failure to the peer. `None` if the stream has ended.
-    pub(crate) fn attach(self: &Arc<Self>, old: Old) -> Option<Attaching<'_>> {
+    pub(crate) fn attach(self: &Arc<Self>, old: OldConnection) -> Option<Attaching<'_>> {
         // Before `attaching` is locked: a thread that still resends on the old connection would hold the lock until the
         // connection is found silent. The state changes before the connection ends, so that its end is no loss.
         let mut core = lock(&self.core);
@@ -856,18 +862,18 @@ impl ResumableStream {
 
 /// Whether a connection that is being replaced still works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Old {
+pub(crate) enum OldConnection {
     /// Lost, or so it seems to the peer.
-    IsLost,
+    Lost,
     /// Works until its successor is attached.
-    Works,
+    Working,
 }
 
-impl Old {
+impl OldConnection {
     fn end(self, connection: &Connection) {
         match self {
-            Self::IsLost => connection.shut_down(),
-            Self::Works => connection.stop_reading(),
+            Self::Lost => connection.shut_down(),
+            Self::Working => connection.stop_reading(),
         }
     }
 }
@@ -1176,7 +1182,7 @@ mod tests {
             let header = incoming.read_header(&mut || Ok(())).unwrap();
             !matches!(
                 stream.on_header(&connection, &header),
-                Came::Acknowledgement
+                FrameEvent::Acknowledgement
             )
         });
         let mut outgoing = lock(&stream.outgoing);

@@ -24,7 +24,7 @@ use rustix::{
     net::{RecvFlags, recv},
 };
 use thiserror::Error;
-use tracing::{debug, info, warn};
+use tracing::{debug, warn};
 use vamoose_session::{
     handshake::{
         ATTACH_LEN, Answer, Attach, HELLO_LEN, HandshakeError, Hello, Intent, Refusal, SessionId,
@@ -38,7 +38,7 @@ use super::{
     admission::{Admission, State, network},
     connection::NewConnection,
     dialer::nonce,
-    resumable::{Old, Resumable, ResumableStream},
+    resumable::{OldConnection, Resumable, ResumableStream},
 };
 use crate::{
     Address, Listener, PollQueue, Security, Socket, Stream, TlsError, chain,
@@ -255,7 +255,7 @@ impl Server {
                 Ok(Some(opened)) => server.introduce(opened),
                 Ok(None) => {}
                 Err(_) if is_evicted => {
-                    server.warn(&"its place went to another connection", address)
+                    server.warn(&"another connection has taken its place", address)
                 }
                 Err(error) => server.warn(&chain(&error), address),
             }
@@ -307,7 +307,7 @@ impl Server {
         };
         stranger.advance(State::IsKnown);
         let session = stream.session().clone();
-        let attaching = stream.attach(Old::IsLost);
+        let attaching = stream.attach(OldConnection::Lost);
         let fits = match &attaching {
             None => Err(Refusal::Ended),
             Some(it) => it.accepts(attach.received).map_err(|_| Refusal::Offset),
@@ -495,7 +495,6 @@ fn refuse(
     let outcome = Err(refusal);
     // The client may have gone already.
     let _ = connection.send(&Welcome { outcome }.encode(transcript, attach, None));
-    info!("refused: {refusal}");
     TurnedAway::Refused(refusal)
 }
 
@@ -586,13 +585,13 @@ impl Pace {
 /// Why a connection was refused.
 #[derive(Debug, Error)]
 enum TurnedAway {
-    #[error("it broke off")]
+    #[error("the connection broke")]
     Io(#[from] io::Error),
     #[error(transparent)]
     Tls(#[from] TlsError),
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
-    #[error("it was told: {0}")]
+    #[error("refused: {0}")]
     Refused(Refusal),
 }
 

@@ -94,12 +94,12 @@ impl Receiving {
         let id = connection.id;
         let mut stalled = || Ok(());
         if let Some(header) = self.state.announced() {
-            let unjudged = self.incoming.read_data(&header, &mut target, &mut stalled);
-            let unjudged = unjudged.map_err(describe)?;
-            if self.state.on_data(id, unjudged.sum, "", Instant::now()) {
+            let unverified = self.incoming.read_data(&header, &mut target, &mut stalled);
+            let unverified = unverified.map_err(describe)?;
+            if self.state.on_data(id, unverified.sum, "", Instant::now()) {
                 return Ok(Came::Bytes(self.incoming.accept(
                     &header,
-                    &unjudged,
+                    &unverified,
                     &mut target,
                 )));
             }
@@ -108,9 +108,9 @@ impl Receiving {
         }
         let header = self.incoming.read_header(&mut stalled).map_err(describe)?;
         match self.state.on_header(id, &header, "", Instant::now()) {
-            stream::Came::Data(_) | stream::Came::Acknowledgement => Ok(Came::Header),
-            stream::Came::End => Ok(Came::End),
-            stream::Came::Nothing => match self.state.link() {
+            stream::FrameEvent::Data(_) | stream::FrameEvent::Acknowledgement => Ok(Came::Header),
+            stream::FrameEvent::End => Ok(Came::End),
+            stream::FrameEvent::Nothing => match self.state.link() {
                 Link::Closed(StreamError::Aborted) => Ok(Came::Abort),
                 link => Err(format!("{link:?}")),
             },

@@ -18,7 +18,9 @@ use rustls::{
 };
 use webpki::{BorrowedCertRevocationList, CertRevocationList};
 
-use super::{Certificates, End, FileFault, TlsError, keys::read_file, names, verifier::Chains};
+use super::{
+    Certificates, End, FileFault, TlsError, keys::read_file, names, verifier::ChainVerifier,
+};
 
 const AUTHORITY: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
@@ -64,19 +66,19 @@ impl Certificates {
         &self,
         peer: End,
         provider: &Arc<CryptoProvider>,
-    ) -> Result<Chains, TlsError> {
+    ) -> Result<ChainVerifier, TlsError> {
         let (roots, lists) = (self.roots()?, self.revoked()?);
         let built = match peer {
             End::Server => WebPkiServerVerifier::builder_with_provider(roots, provider.clone())
                 .with_crls(lists)
                 .enforce_revocation_expiration()
                 .build()
-                .map(Chains::OfServers),
+                .map(ChainVerifier::OfServers),
             End::Client => WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
                 .with_crls(lists)
                 .enforce_revocation_expiration()
                 .build()
-                .map(Chains::OfClients),
+                .map(ChainVerifier::OfClients),
         };
         // There are roots.
         built.map_err(|error| {
@@ -135,8 +137,8 @@ fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
     read().map_err(|fault| TlsError::file(path, fault))
 }
 
-/// All revocation lists in a file: at least one, and nothing else in PEM format, as an unread list would revoke nothing. Text between
-/// lists is allowed: tools write it before a list.
+/// All revocation lists in a file: at least one, and nothing else in PEM format, as an unread list would revoke nothing. Text
+/// between lists is allowed: tools write it before a list.
 fn revocation_lists(text: &[u8]) -> Result<Vec<CertificateRevocationListDer<'static>>, FileFault> {
     let lists = CertificateRevocationListDer::pem_slice_iter(text).collect::<Result<Vec<_>, _>>();
     let lists = lists

@@ -25,14 +25,14 @@ use super::{PublicKey, error::Refusal, keys::Trusted, names};
 pub(super) enum Trust {
     /// Peers with a valid chain, if a name in their certificate matches `allow`.
     Certificates {
-        chains: Chains,
+        chains: ChainVerifier,
         allow: Option<Vec<String>>,
     },
     Keys(Vec<Trusted>),
 }
 
 /// rustls' verifier of certificates of one role. If there are revocation lists, every authority of a chain needs a current one.
-pub(super) enum Chains {
+pub(super) enum ChainVerifier {
     OfServers(Arc<WebPkiServerVerifier>),
     OfClients(Arc<dyn ClientCertVerifier>),
 }
@@ -54,7 +54,7 @@ impl PeerVerifier {
     fn verify(
         &self,
         shown: &CertificateDer<'_>,
-        verify_chain: impl FnOnce(&Chains) -> Result<(), Error>,
+        verify_chain: impl FnOnce(&ChainVerifier) -> Result<(), Error>,
     ) -> Result<(), Error> {
         match &*self.trust {
             Trust::Certificates { chains, allow } => {
@@ -164,11 +164,11 @@ impl ServerCertVerifier for PeerVerifier {
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
         self.verify(end_entity, |chains| match chains {
-            Chains::OfServers(verifier) => verifier
+            ChainVerifier::OfServers(verifier) => verifier
                 .verify_server_cert(end_entity, intermediates, server_name, ocsp, now)
                 .map(drop),
             // Would accept any name.
-            Chains::OfClients(_) => Err(CertificateError::NotValidForName.into()),
+            ChainVerifier::OfClients(_) => Err(CertificateError::NotValidForName.into()),
         })?;
         Ok(ServerCertVerified::assertion())
     }
@@ -204,7 +204,7 @@ impl ClientCertVerifier for PeerVerifier {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         match &*self.trust {
             Trust::Certificates {
-                chains: Chains::OfClients(verifier),
+                chains: ChainVerifier::OfClients(verifier),
                 ..
             } => verifier.root_hint_subjects(),
             _ => &[],
@@ -218,10 +218,10 @@ impl ClientCertVerifier for PeerVerifier {
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
         self.verify(end_entity, |chains| match chains {
-            Chains::OfClients(verifier) => verifier
+            ChainVerifier::OfClients(verifier) => verifier
                 .verify_client_cert(end_entity, intermediates, now)
                 .map(drop),
-            Chains::OfServers(_) => Err(CertificateError::InvalidPurpose.into()),
+            ChainVerifier::OfServers(_) => Err(CertificateError::InvalidPurpose.into()),
         })?;
         Ok(ClientCertVerified::assertion())
     }

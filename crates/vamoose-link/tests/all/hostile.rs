@@ -50,7 +50,7 @@ fn a_connection_that_is_played_again_is_refused() {
         assert_eq!(answer.accepted(), Ok(VERSION));
         assert_eq!(stranger.outcome(), Err(Refusal::Proof));
         stranger.is_turned_away(
-            "it was told: the connection does not prove that it belongs to the session",
+            "refused: the connection does not prove that it belongs to the session",
         );
     }
     assert!(bench.sessions.try_next().is_none());
@@ -88,7 +88,7 @@ fn a_session_is_joined_by_nobody_else() {
     let unknown = attach_to([9; 16], 0, Intent::Resume, 0);
     let (stranger, outcome) = stranger.attach(&own, unknown);
     assert_eq!(outcome, Err(Refusal::UnknownSession));
-    stranger.is_turned_away("it does not know the session, or not any more");
+    stranger.is_turned_away("it does not know the session");
     for (there, here) in &streams {
         talk(here, there);
     }
@@ -107,7 +107,7 @@ fn a_version_that_was_changed_on_its_way_is_noticed() {
             11,
             9,
             "the peer refuses: the connection does not prove that it belongs",
-            Some("it was told: the connection does not prove"),
+            Some("refused: the connection does not prove"),
         ),
         (
             0,
@@ -129,7 +129,7 @@ fn a_version_that_was_changed_on_its_way_is_noticed() {
             20,
             77,
             "the peer refuses: the connection does not prove that it belongs",
-            Some("it was told: the connection does not prove"),
+            Some("refused: the connection does not prove"),
         ),
         (
             3,
@@ -169,7 +169,7 @@ fn a_client_of_another_version_is_told_so() {
         answer.accepted(),
         Err(HandshakeError::Refused(Refusal::Version))
     );
-    stranger.is_turned_away("it speaks no version of the protocol that we do");
+    stranger.is_turned_away("it speaks no version of the protocol that this end speaks");
     bench.is_unharmed();
 }
 
@@ -233,7 +233,7 @@ fn a_client_that_resumes_from_where_it_cannot_be_is_refused() {
         let attach = attach_to(secret.id(), 0, Intent::Resume, received);
         let (next, outcome) = next.attach(&secret, attach);
         assert_eq!(outcome, Err(Refusal::Offset), "{received}");
-        next.is_turned_away("what we have received and what it has sent do not fit");
+        next.is_turned_away("the received offset is not one that it has sent");
         // The right one still gets through.
         let next = bench.stranger().greet();
         let attach = attach_to(secret.id(), 0, Intent::Resume, 20);
@@ -328,18 +328,18 @@ fn frames_that_break_the_protocol_end_their_stream() {
             header(Header::empty(Kind::End, u64::MAX - 1, 0)),
         ),
         (
-            "a frame ends behind the last offset",
+            "a frame ends after the last offset",
             header(data(u64::MAX - 5, b"too long", 0)),
         ),
         ("no frame is of kind 9", with(0, 9)),
-        ("a frame has the unknown flags 0x81", with(1, 0x81)),
+        ("a frame has unknown flags: 0x81", with(1, 0x81)),
         (
             "bytes of a frame's header that must be 0 are not",
             with(35, 1),
         ),
-        ("a frame of 2097153 bytes", with(5, 0x20)),
+        ("a frame has a payload of 2097153 bytes", with(5, 0x20)),
         (
-            "data behind the end of the stream",
+            "data after the end of the stream",
             [
                 header(Header::empty(Kind::End, 4, 0)),
                 header(data(5, b"x", 0)),
@@ -405,7 +405,7 @@ fn strangers_keep_nobody_out() {
         talk(&stream, &bench.introduces(&stream));
     }
     silent[0].is_closed();
-    turned_away(crowd[0], "its place went to another connection");
+    turned_away(crowd[0], "another connection has taken its place");
 
     let babbling: Vec<_> = (0..MANY)
         .map(|_| {
@@ -742,7 +742,7 @@ fn is_acknowledge(error: &io::Error, received: u64) {
     let found = stream_error(error);
     assert!(matches!(found, StreamError::Acknowledge(_)), "{found:?}");
     let told = format!(
-        "the peer breaks the protocol: the peer acknowledges byte {received}, which is no end of a frame between"
+        "the peer breaks the protocol: the peer acknowledges byte {received}, which is not the end of a frame between"
     );
     assert!(error.to_string().starts_with(&told), "{error}");
 }
