@@ -58,7 +58,7 @@ use crate::{
 pub struct SessionConfig {
     /// How the ends authenticate each other.
     pub security: Security,
-    /// What the client prefers; the server takes it.
+    /// Cipher that the client prefers; the server accepts it.
     pub cipher: Cipher,
     /// Whether frames carry checksums of their bytes. Headers always do.
     pub check: bool,
@@ -66,11 +66,11 @@ pub struct SessionConfig {
     pub reconnect_timeout: Duration,
     /// How long a peer may leave bytes unread.
     pub stall_timeout: Duration,
-    /// The most bytes that may be sent and not acknowledged, in all streams of a session together.
+    /// Limit for the unacknowledged bytes of all streams of a session together.
     pub window: usize,
-    /// The most bytes for pages that were sent or received, for differences to them; 0 for none.
+    /// Limit for the memory of page versions, to which differences refer, in bytes; 0 turns differences off.
     pub page_cache: usize,
-    /// Source of that memory, which may grant less, or none.
+    /// Source of that memory, which may grant less.
     pub page_caches: PageCaches,
 }
 
@@ -78,7 +78,7 @@ impl SessionConfig {
     /// Defaults, with ends that authenticate each other by `security`.
     pub fn new(security: Security) -> Self {
         if security != Security::Insecure {
-            // Seeds the generator, which takes 20 ms: now rather than while a QEMU waits. A failure shows again there.
+            // Seeds the generator, which takes 20 ms: now rather than while a QEMU waits. A failure is reported at the next use.
             let _ = aws_lc_rs::rand::fill(&mut [0]);
         }
         Self {
@@ -108,9 +108,9 @@ impl SessionConfig {
 /// A path to the peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Path {
-    /// Where it listens.
+    /// Address of the peer.
     pub to: Address,
-    /// From which address of this host, if not any.
+    /// Local address; `None` for any.
     pub bind: Option<IpAddr>,
 }
 
@@ -197,7 +197,7 @@ pub(crate) struct Shared {
     corrupt_frames: AtomicU64,
     /// A finished stream was lost before the peer had all of it.
     is_undelivered: AtomicBool,
-    /// The keeper leaves streams where they are.
+    /// Working streams stay on their paths.
     holds_paths: AtomicBool,
     role: Role,
 }
@@ -205,7 +205,7 @@ pub(crate) struct Shared {
 /// Faults of the link that a session has survived.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LinkFaults {
-    /// How often a stream went on over another connection.
+    /// Number of times that a stream continued over another connection.
     pub reconnects: u64,
     /// Frames with a wrong checksum.
     pub corrupt_frames: u64,
@@ -213,7 +213,7 @@ pub struct LinkFaults {
 
 enum Role {
     Client(Box<Paths>),
-    /// With the memory for pages that are received.
+    /// Memory for versions of received pages.
     Server(Share),
 }
 
@@ -267,7 +267,7 @@ impl Session {
         (is_sender && self.0.config.check).then_some(both)
     }
 
-    /// The memory for versions of pages that are received.
+    /// Memory for versions of received pages.
     pub(crate) fn kept_pages(&self) -> usize {
         match &self.0.role {
             Role::Client(_) => self.0.config.page_cache,
@@ -295,7 +295,7 @@ impl Session {
         trips.max().unwrap_or_default()
     }
 
-    /// How often a stream went on over another connection.
+    /// Number of times that a stream continued over another connection.
     pub fn reconnects(&self) -> u64 {
         self.0.reconnects.load(Ordering::Relaxed)
     }

@@ -456,7 +456,7 @@ fn encode(
     })
 }
 
-/// The bytes behind a header.
+/// The payload of a packet.
 enum Payload<'a> {
     Borrowed(&'a [u8]),
     /// The first bytes of a buffer that may be exchanged for another, and the checksum of the pages they encode.

@@ -56,7 +56,7 @@ pub enum DialError {
         #[source]
         source: HandshakeError,
     },
-    #[error("cannot go on with {address}")]
+    #[error("cannot resume with {address}")]
     Acknowledge {
         address: Address,
         #[source]
@@ -242,37 +242,22 @@ pub(crate) fn begin(
     let mut last = DialError::NoPath;
     let order = paths.order(0);
     let mut may_pass = false;
-    let attempts = [ATTEMPT, LAST_ATTEMPT].map(|timeout| (timeout, order.clone()));
-    let attempts = attempts
-        .into_iter()
-        .flat_map(|(timeout, order)| order.into_iter().map(move |path| (timeout, path)));
-    for (timeout, path) in attempts {
-        if timeout == LAST_ATTEMPT && !may_pass {
-            break;
+    for timeout in [ATTEMPT, LAST_ATTEMPT] {
+        for path in order.iter().copied() {
+            let error = match Greeted::new(&paths, path, timeout) {
+                Ok(greeted) => return greeted.begin(paths, config),
+                Err(error) => error,
+            };
+            debug!("{}", chain(&error));
+            paths.failed(path);
+            may_pass |= error.is_timeout() || error.is_closed();
+            // There is no listener only if all paths refuse.
+            if matches!(last, DialError::NoPath) || last.is_connection_refused() {
+                last = error;
+            }
         }
-        match Greeted::new(&paths, path, timeout) {
-            Ok(greeted) => {
-                let secret = greeted.transcript.secret();
-                let identity = greeted.connection.peer().map(str::to_owned);
-                let peer = (greeted.peer(), identity);
-                let cipher = greeted.connection.cipher();
-                let role = (Role::Client(Box::new(paths)), greeted.page_cache);
-                let session =
-                    Shared::new(secret, config, peer, cipher, role).map_err(DialError::System)?;
-                let stream = session.add(0);
-                greeted.attach(&stream, Intent::Open, Target::New, OldConnection::Lost)?;
-                session.next.store(1, Ordering::Relaxed);
-                return Ok((Session(session), Stream::Resumable(Resumable::new(stream))));
-            }
-            Err(error) => {
-                debug!("{}", chain(&error));
-                paths.failed(path);
-                // There is no listener only if all paths refuse.
-                may_pass |= error.is_timeout() || error.is_closed();
-                if matches!(last, DialError::NoPath) || last.is_connection_refused() {
-                    last = error;
-                }
-            }
+        if !may_pass {
+            break;
         }
     }
     Err(last)
@@ -465,12 +450,27 @@ impl Greeted {
         })
     }
 
-    fn peer(&self) -> String {
-        let address = self.address.to_string();
-        match self.connection.peer() {
+    /// Begins a session, with the first stream on this connection.
+    fn begin(self, paths: Paths, config: SessionConfig) -> Result<(Session, Stream), DialError> {
+        let identity = self.connection.peer().map(str::to_owned);
+        let address = &self.address;
+        let peer = match &identity {
             Some(name) => format!("{name} at {address}"),
-            None => address,
-        }
+            None => address.to_string(),
+        };
+        let session = Shared::new(
+            self.transcript.secret(),
+            config,
+            (peer, identity),
+            self.connection.cipher(),
+            (Role::Client(Box::new(paths)), self.page_cache),
+        );
+        let session = session.map_err(DialError::System)?;
+        let stream = session.add(0);
+        self.attach(&stream, Intent::Open, Target::New, OldConnection::Lost)?;
+        session.next.store(1, Ordering::Relaxed);
+        let stream = Stream::Resumable(Resumable::new(stream));
+        Ok((Session(session), stream))
     }
 
     /// Tells the peer that `stream` was given up. The answer is a refusal either way.
@@ -519,12 +519,11 @@ impl Greeted {
             address: address.clone(),
             source,
         })?;
-        attaching
-            .accepts(peer_has)
-            .map_err(|source| DialError::Acknowledge {
-                address: address.clone(),
-                source,
-            })?;
+        let accepted = attaching.accepts(peer_has);
+        let attaching = accepted.map_err(|source| DialError::Acknowledge {
+            address: address.clone(),
+            source,
+        })?;
         info!("stream {}: carried by {address}", stream.number);
         let name = address.to_string();
         attaching

@@ -321,7 +321,7 @@ impl ResumableStream {
         }
     }
 
-    /// Reads pending acknowledgements unless a reader does; waits for one if there is none. False if only a reader can go on.
+    /// Reads pending acknowledgements unless a reader does; waits for one if there is none. False if only a reader can proceed.
     fn collect(self: &Arc<Self>, timeout: Duration) -> bool {
         let incoming = self.try_incoming();
         incoming.is_some_and(|mut incoming| self.collect_from(&mut incoming, timeout))
@@ -485,7 +485,7 @@ impl ResumableStream {
     }
 
     /// Waits until the state may have changed: reads acknowledgements unless a reader does. `seen_turn` is the reader's turn at
-    /// which only a reader could go on.
+    /// which only a reader could proceed.
     fn wait_for_peer<'a>(
         self: &'a Arc<Self>,
         mut core: MutexGuard<'a, Core>,
@@ -970,8 +970,9 @@ impl Drop for Attaching<'_> {
 
 impl Attaching<'_> {
     /// Whether the stream can continue with a peer that has received this much.
-    pub(crate) fn accepts(&self, peer_has: u64) -> Result<(), AcknowledgeError> {
-        self.stream.update(|state| state.accepts(peer_has))
+    pub(crate) fn accepts(self, peer_has: u64) -> Result<Self, AcknowledgeError> {
+        self.stream.update(|state| state.accepts(peer_has))?;
+        Ok(self)
     }
 
     /// Continues over a new connection, on the client's path `path`, and sends again what the peer does not have.

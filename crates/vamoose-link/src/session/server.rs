@@ -307,14 +307,13 @@ impl Server {
         };
         stranger.advance(State::IsKnown);
         let session = stream.session().clone();
-        let attaching = stream.attach(OldConnection::Lost);
-        let fits = match &attaching {
-            None => Err(Refusal::Ended),
-            Some(it) => it.accepts(attach.received).map_err(|_| Refusal::Offset),
-        };
-        let Some(attaching) = attaching.filter(|_| fits.is_ok()) else {
-            let refusal = fits.err().unwrap_or(Refusal::Ended);
-            return Err(refuse(connection, &transcript, &bytes, refusal));
+        let attaching = match stream
+            .attach(OldConnection::Lost)
+            .ok_or(Refusal::Ended)
+            .and_then(|it| it.accepts(attach.received).map_err(|_| Refusal::Offset))
+        {
+            Ok(attaching) => attaching,
+            Err(refusal) => return Err(refuse(connection, &transcript, &bytes, refusal)),
         };
         let outcome = Ok(attaching.received);
         let welcome = Welcome { outcome }.encode(&transcript, &bytes, Some(&session.secret));

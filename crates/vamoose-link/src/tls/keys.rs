@@ -157,7 +157,7 @@ fn write_key(directory: &Path, path: &Path) -> io::Result<PublicKey> {
             file.write_all(pem(der.as_ref()).as_bytes())?;
             file.sync_all()
         })
-        // Not renamed: that would replace a key that is there.
+        // Not by a rename, which would replace an existing key.
         .and_then(|()| fs::hard_link(&unfinished, path));
     let removed = fs::remove_file(&unfinished);
     written.and(removed).map(|()| own.public)

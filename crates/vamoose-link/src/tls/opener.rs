@@ -67,12 +67,11 @@ impl Opener {
         self.key.sequence() >= worn(MAX_RECORDS)
     }
 
-    /// Reads into `out`: at least one byte, or none when the peer has said that nothing follows. What is behind the bytes
-    /// that are returned may have been overwritten.
+    /// Reads into `out`: at least one byte, or none when the peer has announced the end. The rest of `out` may be overwritten.
     ///
     /// # Errors
     /// `WouldBlock` when nothing came for the socket's receive timeout: the call may be repeated. `UnexpectedEof` when the
-    /// connection ended without a close_notify, `InvalidData` when a record has been changed on its way, and the system's. No
+    /// connection ended without a close_notify, `InvalidData` when a record has been changed in transit, and the system's. No
     /// call succeeds after one of these.
     pub(crate) fn read(&mut self, socket: &Socket, out: &mut [u8]) -> io::Result<usize> {
         match self.state {

@@ -172,7 +172,7 @@ impl ServerTerms {
             .with_cert_resolver(resolver);
         config.alpn_protocols = vec![ALPN.to_vec()];
         config.enable_secret_extraction = true;
-        // Tickets would be sent behind the handshake, where only our own record layer reads.
+        // Tickets would be sent after the handshake, which our record layer does not expect.
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
         Ok(config)

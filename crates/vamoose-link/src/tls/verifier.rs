@@ -141,7 +141,8 @@ fn of_chain(error: Error) -> Error {
     }
 }
 
-/// Whether `host` may have the key: a host that the list names has only its own keys, any other host a key without hosts.
+/// Whether `host` may have the key. A host that the list names has only the keys of the lines that name it; any other host may have
+/// a key whose line names no hosts.
 fn is_of(key: &PublicKey, host: &str, trusted: &[Trusted]) -> bool {
     let is_named = trusted.iter().any(|it| it.is_of(host));
     let counts = |it: &&Trusted| match is_named {
