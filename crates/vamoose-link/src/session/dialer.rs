@@ -543,6 +543,7 @@ pub(crate) fn nonce() -> io::Result<[u8; 32]> {
 #[cfg(test)]
 mod tests {
     use std::{
+        error::Error,
         net::{SocketAddr, TcpListener, TcpStream},
         os::fd::OwnedFd,
     };
@@ -550,7 +551,7 @@ mod tests {
     use rustix::net::listen;
 
     use super::*;
-    use crate::{Listener, Security, Sessions};
+    use crate::{Keys, Listener, Security, Sessions};
 
     const LIMIT: Duration = Duration::from_secs(60);
 
@@ -571,6 +572,21 @@ mod tests {
         let began = begin(vec![path], SessionConfig::new(Security::Insecure));
         assert!(began.is_err_and(|error| error.is_closed()));
         closing.join().unwrap();
+    }
+
+    /// The program looks for a [`TlsError`] among the causes, to give its hint.
+    #[test]
+    fn tls_error_is_a_cause_of_its_own() {
+        let config = SessionConfig::new(Security::Keys(Keys {
+            directory: "/nowhere".into(),
+            trusted: None,
+        }));
+        let path = Address::Unix("/nowhere/socket".into()).into();
+        let dialled = Session::dial(vec![path], config.clone()).err().unwrap();
+        let served = Sessions::new(Vec::new(), config).err().unwrap();
+        for error in [&dialled as &dyn Error, &served] {
+            assert!(error.source().is_some_and(|cause| cause.is::<TlsError>()));
+        }
     }
 
     /// The name has a dead address and one with a server.
