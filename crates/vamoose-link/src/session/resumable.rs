@@ -1169,6 +1169,28 @@ mod tests {
         wait_until(|| stream.is_closed());
     }
 
+    /// The thread that drains it has other streams to watch.
+    #[test]
+    fn abandoned_stream_is_drained_in_parts() {
+        let config = SessionConfig::new(Security::Insecure);
+        let (_sessions, _session, near, far) = pair("tcp:127.0.0.1:0", config.clone(), config);
+        let stream = resumable(&near).clone();
+        // The peer does not read it, and so does not see the end of the stream, which stays.
+        (&near).write_all(b"unread").unwrap();
+        near.finish();
+        let mut incoming = stream.incoming(false);
+        drop(near);
+        for _ in 0..COLLECTED_AT_ONCE {
+            (&far).write_all(b"x").unwrap();
+        }
+        let all = COLLECTED_AT_ONCE as u64;
+        let received = || lock(&stream.core).state.received();
+        assert!(stream.collect_from(&mut incoming, LIMIT));
+        assert!((1..all).contains(&received()), "{}", received());
+        drop(incoming);
+        wait_until(|| received() == all);
+    }
+
     /// An acknowledgement could not be sent, and the reader does not read on: the connection is replaced all the same.
     #[test]
     fn connection_that_cannot_be_written_is_lost_without_a_reader() {
