@@ -635,7 +635,9 @@ impl StreamState {
     /// Whether `len` more bytes may be written now. `bounds` limit the unacknowledged bytes.
     pub fn has_room(&self, len: usize, bounds: Bounds) -> bool {
         let unacknowledged = self.unacknowledged();
-        unacknowledged == 0 || unacknowledged + len <= self.allowance.limit(bounds)
+        // A peer that waits for more acknowledges so few bytes only with its next heartbeat.
+        (unacknowledged as u64) < ACKNOWLEDGE_IDLE
+            || unacknowledged + len <= self.allowance.limit(bounds)
     }
 
     /// Reports the connection's round-trip time. The window follows the bytes delivered per round trip.

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use vamoose_session::{
     frame::{HEADER_LEN, Header, Kind},
-    stream::{Bounds, ConnectionId, FrameEvent, StreamError, StreamState, Timeouts},
+    stream::{
+        ACKNOWLEDGE_IDLE, Bounds, ConnectionId, FrameEvent, StreamError, StreamState, Timeouts,
+    },
     window::Sums,
 };
 
@@ -153,6 +155,28 @@ fn told_after(kibibytes: u64, is_idle: bool) -> Vec<u64> {
 fn peer_that_waits_is_told_early() {
     assert_eq!(told_after(600, false), [256, 512]);
     assert_eq!(told_after(10, true), [4, 8]);
+}
+
+/// An idle peer does not acknowledge the end of a packet if it is short: the next packet waits for no heartbeat.
+#[test]
+fn window_smaller_than_a_packet_waits_for_no_heartbeat() {
+    const BOUNDS: Bounds = Bounds {
+        usual: 64 << 10,
+        most: 64 << 10,
+    };
+    const PACKET: usize = 512 << 10;
+    let now = Instant::now();
+    let (mut state, connection) = up(now);
+    assert!(state.has_room(PACKET, BOUNDS));
+    state.write_copy(&[0; 1344], Sums::default()).unwrap();
+    state.write_copy(&vec![0; PACKET], Sums::default()).unwrap();
+    state.write_copy(&[0; 1344], Sums::default()).unwrap();
+    send_all(&mut state, connection);
+    assert!(!state.has_room(1, BOUNDS));
+    let idle = usize::try_from(ACKNOWLEDGE_IDLE).unwrap();
+    acknowledge(&mut state, connection, 1344 + PACKET as u64, now);
+    assert!(state.unacknowledged() > 0 && state.unacknowledged() < idle);
+    assert!(state.has_room(PACKET, BOUNDS));
 }
 
 #[test]
