@@ -86,11 +86,15 @@ pub trait DirtyLog: Send + Sync {
     ) -> Result<(), DirtyLogError>;
 
     /// Clears the pages of `block` whose bits are set in `words`, whose first bit is page
-    /// `first_page`, a multiple of 64: the next write to each of them shows again.
+    /// `first_page`, a multiple of 64: the next write to each of them is reported again. Does nothing by default, for logs that
+    /// clear in [`collect`](DirtyLog::collect).
     ///
     /// # Errors
     /// When the mechanism fails. The migration has to end.
-    fn clear(&self, block: usize, first_page: usize, words: &[u64]) -> Result<(), DirtyLogError>;
+    fn clear(&self, block: usize, first_page: usize, words: &[u64]) -> Result<(), DirtyLogError> {
+        let _ = (block, first_page, words);
+        Ok(())
+    }
 
     /// Ends logging, after any of the above has failed too. Writes cost nothing any more.
     ///
@@ -119,4 +123,9 @@ pub enum DirtyLogError {
     /// The VMM described its memory in a way that does not fit.
     #[error("dirty log ({log}): {reason}")]
     Setup { log: &'static str, reason: String },
+}
+
+/// The error for a failed `call` of `log`.
+fn failed(log: &'static str, call: &'static str) -> impl FnOnce(io::Error) -> DirtyLogError {
+    move |source| DirtyLogError::System { log, call, source }
 }

@@ -1,6 +1,7 @@
 //! Work that is done in parts, by several threads.
 
 use std::{
+    ops::Range,
     sync::atomic::{AtomicUsize, Ordering},
     thread,
 };
@@ -24,6 +25,20 @@ pub(crate) fn each(parts: usize, threads: usize, work: &(dyn Fn(usize) + Sync)) 
         }
         run();
     });
+}
+
+/// `range` in parts that end at multiples of `size`.
+pub(crate) fn aligned_parts(
+    range: Range<usize>,
+    size: usize,
+) -> impl Iterator<Item = Range<usize>> {
+    let mut start = range.start;
+    std::iter::from_fn(move || {
+        let end = range.end.min((start / size + 1) * size);
+        let part = start..end;
+        start = end;
+        (!part.is_empty()).then_some(part)
+    })
 }
 
 /// As many threads as this process has processors.
@@ -50,6 +65,24 @@ mod tests {
                 done.sort_unstable();
                 assert!(done.into_iter().eq(0..parts), "{threads} threads");
             }
+        }
+    }
+
+    #[test]
+    fn parts_end_at_multiples_of_their_size() {
+        for (range, ends) in [
+            (0x1000..0x1000, &[][..]),
+            (0x1000..0x3000, &[0x3000]),
+            (0x1000..0x4000, &[0x4000]),
+            (0x3000..0x9000, &[0x4000, 0x8000, 0x9000]),
+        ] {
+            let mut next = range.start;
+            for (part, end) in aligned_parts(range.clone(), 0x4000).zip(ends) {
+                assert_eq!(part, next..*end);
+                next = *end;
+            }
+            assert_eq!(next, range.end);
+            assert_eq!(aligned_parts(range, 0x4000).count(), ends.len());
         }
     }
 

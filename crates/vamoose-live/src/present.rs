@@ -29,7 +29,7 @@ use crate::{
     Ram, RamBlock,
     dirty::{ones, set_pages},
     mapping::Backing,
-    sys::pagemap::{Found, PRESENT, Pagemap, Query, SWAPPED, ZERO},
+    sys::pagemap::{Found, POPULATED, Pagemap, Query, ZERO},
 };
 
 /// Finds memory that was touched.
@@ -99,43 +99,19 @@ fn in_page_tables(
     let pagemap = Pagemap::open()?;
     let start = block.address() + pages.start * page_size;
     let addresses = start..start + pages.len() * page_size;
-    match by_scan(&pagemap, addresses.clone(), page_size, words) {
-        Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => {
-            by_entries(&pagemap, addresses, page_size, words)
-        }
-        scanned => scanned,
-    }
-}
-
-fn by_scan(
-    pagemap: &Pagemap,
-    addresses: Range<usize>,
-    page_size: usize,
-    words: &mut [u64],
-) -> io::Result<()> {
     let query = Query {
-        any: PRESENT | SWAPPED,
+        any: POPULATED,
         none: ZERO,
         ..Query::default()
     };
-    let start = addresses.start;
-    pagemap.scan(addresses, query, &mut Found::new(), |run| {
-        let page = |address| (address - start) / page_size;
-        set_pages(words, page(run.start)..page(run.end));
-    })
-}
-
-fn by_entries(
-    pagemap: &Pagemap,
-    addresses: Range<usize>,
-    page_size: usize,
-    words: &mut [u64],
-) -> io::Result<()> {
-    let start = addresses.start;
-    pagemap.populated(addresses, page_size, |page| {
-        let page = (page.start - start) / page_size;
-        set_pages(words, page..page + 1);
-    })
+    let page = |address| (address - start) / page_size;
+    let mut each = |run: Range<usize>| set_pages(words, page(run.start)..page(run.end));
+    match pagemap.scan(addresses.clone(), query, &mut Found::new(), &mut each) {
+        Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => {
+            pagemap.populated(addresses, page_size, each)
+        }
+        scanned => scanned,
+    }
 }
 
 /// Moves the position of the file, which means nothing to a file that is mapped.
@@ -202,15 +178,20 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_without_pagemap_scan_says_the_same() {
+    fn pagemap_entries_agree_with_pagemap_scan() {
         let block = anonymous();
         WRITTEN.iter().for_each(|&page| write(&block, page));
-        let pagemap = Pagemap::open().unwrap();
-        let entries =
-            || pages_found(|words| by_entries(&pagemap, addresses(&block), page_size(), words));
-        let scanned = pages_found(|words| by_scan(&pagemap, addresses(&block), page_size(), words));
-        assert_eq!(entries(), scanned);
-        // It cannot identify the shared page of zeros, and is on the safe side.
+        let (pagemap, start) = (Pagemap::open().unwrap(), block.address());
+        let page = |address| (address - start) / page_size();
+        let entries = || {
+            pages_found(|words| {
+                pagemap.populated(addresses(&block), page_size(), |run| {
+                    set_pages(words, page(run.start)..page(run.end));
+                })
+            })
+        };
+        assert_eq!(entries(), found(&block));
+        // They cannot identify the shared page of zeros, and are on the safe side.
         read(&block, 17);
         assert!(entries().contains(&17));
     }

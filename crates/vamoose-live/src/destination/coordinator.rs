@@ -64,20 +64,14 @@ struct Attempt {
 }
 
 /// Results of the driver's actions.
+#[derive(Default)]
 struct Done {
-    guest: GuestState,
+    /// The guest runs here. Otherwise it is paused, as it was at the source.
+    running: bool,
+    /// Why the guest could not be resumed.
+    failure: Option<DestinationError>,
     /// The source will not ask again.
     settled: bool,
-}
-
-/// The guest's state in this process.
-enum GuestState {
-    NotStarted,
-    Running,
-    /// Ready, and paused as it was at the source.
-    Paused,
-    /// It could not be resumed.
-    Failed(DestinationError),
 }
 
 impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
@@ -130,10 +124,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
             details,
             layout,
             start,
-            done: Done {
-                guest: GuestState::NotStarted,
-                settled: false,
-            },
+            done: Done::default(),
         })
     }
 
@@ -180,8 +171,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                     seconds: timeout.as_secs(),
                 });
             };
-            let (next, action) = receiving.handle(event)?;
-            match action {
+            match receiving.handle(event)? {
                 None => {}
                 Some(Action::StartChannels(streams)) => {
                     for (number, stream) in streams.into_iter().enumerate() {
@@ -192,10 +182,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                     self.inbox.send(&DestinationMessage::Synced { round });
                     debug!(round, "round received");
                 }
-            }
-            match next {
-                Receiving::Complete(state) => return Ok(state),
-                next => receiving = next,
+                Some(Action::Load(state)) => return Ok(state),
             }
         }
     }
@@ -298,14 +285,13 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         if !attempt.done.settled {
             warn!("the source has not acknowledged where the guest is");
         }
-        let running = matches!(attempt.done.guest, GuestState::Running);
-        if let GuestState::Failed(error) = attempt.done.guest.take() {
+        if let Some(error) = attempt.done.failure.take() {
             return Err(error);
         }
         Ok(Arrival {
             moved: self.stats.snapshot(),
             total_time,
-            running,
+            running: attempt.done.running,
             settled: attempt.done.settled,
             copy: self.copied.as_ref().map(Account::read),
         })
@@ -349,27 +335,26 @@ impl DestinationHost for Host<'_, '_> {
         // Also if the VMM panics.
         *self.arrived = true;
         let resumed = if resume { self.guest.resume() } else { Ok(()) };
-        Some(match resumed {
-            Ok(()) => {
-                self.done.guest = match resume {
-                    true => GuestState::Running,
-                    false => GuestState::Paused,
-                };
-                self.done.guest.started()
-            }
-            Err(source) => {
-                *self.arrived = false;
-                let what = "run";
-                let error = DestinationError::Guest { what, source };
-                let cause = chain(&error);
-                self.done.guest = GuestState::Failed(error);
-                DestinationEvent::NotStarted { cause }
-            }
-        })
+        if let Err(source) = resumed {
+            *self.arrived = false;
+            let what = "run";
+            let error = DestinationError::Guest { what, source };
+            let cause = chain(&error);
+            self.done.failure = Some(error);
+            return Some(DestinationEvent::NotStarted { cause });
+        }
+        self.done.running = resume;
+        self.check(resume)
     }
 
     fn check(&mut self, _: bool) -> Option<DestinationEvent> {
-        Some(self.done.guest.started())
+        let state = if self.done.running {
+            "running"
+        } else {
+            "paused"
+        };
+        let state = state.to_owned();
+        Some(DestinationEvent::Started { state })
     }
 
     /// The guest has not run and will not: there is nothing else to end.
@@ -386,22 +371,5 @@ impl DestinationHost for Host<'_, '_> {
 impl Attempt {
     fn settle_time(&self) -> Duration {
         self.details.settle_time().min(MAX_SETTLE_TIME)
-    }
-}
-
-impl GuestState {
-    fn take(&mut self) -> Self {
-        std::mem::replace(self, Self::NotStarted)
-    }
-
-    /// The event for a guest that this process has started.
-    fn started(&self) -> DestinationEvent {
-        let state = match self {
-            Self::Running => "running",
-            _ => "paused",
-        };
-        DestinationEvent::Started {
-            state: state.to_owned(),
-        }
     }
 }

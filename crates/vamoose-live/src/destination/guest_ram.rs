@@ -76,13 +76,10 @@ impl<'a> GuestRam<'a> {
         let (block, page_size) = (&self.ram.blocks()[index], self.page_size());
         let size = self.blocks[index].punch.map_or(0, Punch::unit).max(PART);
         let (first, end) = (block.address(), block.address() + block.len());
-        let mut start = first;
-        std::iter::from_fn(move || {
-            let until = end.min((start / size + 1) * size);
-            let pages = (start - first) / page_size..(until - first) / page_size;
-            start = until;
-            Some(pages).filter(|pages| !pages.is_empty())
-        })
+        let pages = move |part: Range<usize>| {
+            (part.start - first) / page_size..(part.end - first) / page_size
+        };
+        parallel::aligned_parts(first..end, size).map(pages)
     }
 
     fn make_part_zero(&self, index: usize, pages: Range<usize>, progress: &Progress) {

@@ -1,16 +1,12 @@
 //! The order in which a destination receives the parts of a guest.
 //!
 //! ```text
-//!             all connected            every channel has ended
-//!  Connecting ─────────────> Rounds ─────────────────────────────> StateAwaited
-//!                              │                                        │ device state
-//!                              │ device state                           ▼
-//!                              └──────────────> ChannelsAwaited ───> Complete
-//!                                                        every channel has ended
+//!             all channels connected
+//!  Connecting ──────────────────────> Rounds ──> complete: the device state is here, and every channel has ended
 //! ```
 //!
-//! The device state has a connection of its own, so it can arrive before or after the ends of the channels. No I/O and no
-//! clock: events in, the next state and what to do for it out.
+//! The device state has a connection of its own, so it can arrive before or after the ends of the channels. This module has no I/O
+//! and no clock: it takes events, and returns what the coordinator has to do.
 
 use std::sync::Arc;
 
@@ -24,25 +20,21 @@ use crate::{ChannelError, DestinationError};
 pub(super) enum Receiving {
     /// Not all channels are connected. Nothing is read from any of them yet.
     Connecting(Vec<Option<Arc<Stream>>>),
-    /// The channels deliver pages of the round after `complete`.
-    Rounds {
-        complete: u64,
-        channels: Vec<Channel>,
-    },
-    /// The device state is here. No page of a further round may follow, and the channels have to end.
-    ChannelsAwaited {
-        state: Vec<u8>,
-        channels: Vec<Channel>,
-    },
-    /// All pages are here and every channel has ended.
-    StateAwaited,
-    /// All of the guest is here, and no page is written any more.
-    Complete(Vec<u8>),
+    Rounds(Rounds),
+}
+
+/// Progress of the connected channels and of the device state.
+pub(super) struct Rounds {
+    /// Rounds whose pages are all written. The channels deliver the next one.
+    complete: u64,
+    channels: Vec<Channel>,
+    /// The device state. No page of a further round may follow it.
+    state: Option<Vec<u8>>,
 }
 
 /// A channel in the current round.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Channel {
+struct Channel {
     /// The channel has delivered all its pages of the round.
     synced: bool,
     ended: bool,
@@ -54,6 +46,8 @@ pub(super) enum Action {
     StartChannels(Vec<Arc<Stream>>),
     /// Report to the source that all pages of this round are written.
     ReportSynced(u64),
+    /// All of the guest is here, and no page is written any more. This is its device state.
+    Load(Vec<u8>),
 }
 
 impl Receiving {
@@ -61,109 +55,98 @@ impl Receiving {
         Self::Connecting(vec![None; channels.into()])
     }
 
-    /// The channels that have connected so far, while that is waited for.
+    /// The number of channels that have connected, until all have.
     pub(super) fn connected(&self) -> Option<usize> {
         match self {
             Self::Connecting(streams) => Some(streams.iter().flatten().count()),
-            _ => None,
+            Self::Rounds(_) => None,
         }
     }
 
-    /// The state after `event`, and what to do.
+    /// What to do after `event`.
     ///
     /// # Errors
     /// When the source does not follow the protocol, aborts, or a connection has failed.
-    pub(super) fn handle(self, event: Event) -> Result<(Self, Option<Action>), DestinationError> {
-        match (self, event) {
+    pub(super) fn handle(&mut self, event: Event) -> Result<Option<Action>, DestinationError> {
+        match (&mut *self, event) {
             (Self::Connecting(streams), Event::Channel(initial, connection)) => {
-                connected(streams, initial.channel(), connection.stream)
+                let channel = initial.channel();
+                match streams.get_mut(usize::from(channel)) {
+                    Some(free @ None) => *free = Some(connection.stream),
+                    _ => return Err(DestinationError::ChannelNumber { channel }),
+                }
+                if streams.iter().any(Option::is_none) {
+                    return Ok(None);
+                }
+                let streams: Vec<_> = streams.drain(..).flatten().collect();
+                *self = Self::Rounds(Rounds {
+                    complete: 0,
+                    channels: vec![Channel::default(); streams.len()],
+                    state: None,
+                });
+                Ok(Some(Action::StartChannels(streams)))
             }
-            (Self::Rounds { complete, channels }, Event::Synced(channel, round))
-                if round == complete + 1 && !channels[channel].synced =>
-            {
-                synced(complete, channels, channel)
-            }
-            (Self::Rounds { complete, channels }, Event::Ended(channel, Ok(()))) => {
-                let channels = ended(channels, channel)?;
-                let all = channels.iter().all(|channel| channel.ended);
-                Ok(match all && complete > 0 {
-                    true => (Self::StateAwaited, None),
-                    false => (Self::Rounds { complete, channels }, None),
-                })
-            }
-            (Self::Rounds { complete, channels }, Event::State(_, state))
-                if complete > 0 && !channels.iter().any(|channel| channel.synced) =>
-            {
-                Ok((Self::ChannelsAwaited { state, channels }, None))
-            }
-            (Self::ChannelsAwaited { state, channels }, Event::Ended(channel, Ok(()))) => {
-                let channels = ended(channels, channel)?;
-                let all = channels.iter().all(|channel| channel.ended);
-                Ok(match all {
-                    true => (Self::Complete(state), None),
-                    false => (Self::ChannelsAwaited { state, channels }, None),
-                })
-            }
-            (Self::StateAwaited, Event::State(_, state)) => Ok((Self::Complete(state), None)),
-            (same, event) => unexpected(event).map(|()| (same, None)),
+            (Self::Rounds(rounds), event) => rounds.handle(event),
+            (_, event) => unexpected(event).map(|()| None),
         }
     }
 }
 
-fn connected(
-    mut streams: Vec<Option<Arc<Stream>>>,
-    channel: u8,
-    stream: Arc<Stream>,
-) -> Result<(Receiving, Option<Action>), DestinationError> {
-    match streams.get_mut(usize::from(channel)) {
-        Some(free @ None) => *free = Some(stream),
-        _ => return Err(DestinationError::ChannelNumber { channel }),
+impl Rounds {
+    fn handle(&mut self, event: Event) -> Result<Option<Action>, DestinationError> {
+        match event {
+            Event::Synced(channel, round) if self.awaits_sync(channel, round) => {
+                self.channels[channel].synced = true;
+                self.check_ended()?;
+                if !self.channels.iter().all(|channel| channel.synced) {
+                    return Ok(None);
+                }
+                self.complete = round;
+                for channel in &mut self.channels {
+                    channel.synced = false;
+                }
+                Ok(Some(Action::ReportSynced(round)))
+            }
+            Event::Ended(channel, Ok(())) => {
+                self.channels[channel].ended = true;
+                self.check_ended()?;
+                Ok(self.load())
+            }
+            Event::State(_, state) if self.awaits_state() => {
+                self.state = Some(state);
+                Ok(self.load())
+            }
+            event => unexpected(event).map(|()| None),
+        }
     }
-    if streams.iter().any(Option::is_none) {
-        return Ok((Receiving::Connecting(streams), None));
+
+    fn awaits_sync(&self, channel: usize, round: u64) -> bool {
+        self.state.is_none() && round == self.complete + 1 && !self.channels[channel].synced
     }
-    let channels = vec![Channel::default(); streams.len()];
-    let start = Action::StartChannels(streams.into_iter().flatten().collect());
-    let complete = 0;
-    Ok((Receiving::Rounds { complete, channels }, Some(start)))
-}
 
-fn synced(
-    complete: u64,
-    mut channels: Vec<Channel>,
-    channel: usize,
-) -> Result<(Receiving, Option<Action>), DestinationError> {
-    channels[channel].synced = true;
-    check_ended(&channels)?;
-    if !channels.iter().all(|channel| channel.synced) {
-        return Ok((Receiving::Rounds { complete, channels }, None));
+    /// The device state follows a complete round.
+    fn awaits_state(&self) -> bool {
+        let within_round = self.channels.iter().any(|channel| channel.synced);
+        self.state.is_none() && self.complete > 0 && !within_round
     }
-    let complete = complete + 1;
-    channels
-        .iter_mut()
-        .for_each(|channel| channel.synced = false);
-    let report = Action::ReportSynced(complete);
-    Ok((Receiving::Rounds { complete, channels }, Some(report)))
-}
 
-fn ended(mut channels: Vec<Channel>, channel: usize) -> Result<Vec<Channel>, DestinationError> {
-    channels[channel].ended = true;
-    check_ended(&channels)?;
-    Ok(channels)
-}
+    fn load(&mut self) -> Option<Action> {
+        let ended = self.channels.iter().all(|channel| channel.ended);
+        let state = if ended { self.state.take() } else { None };
+        state.map(Action::Load)
+    }
 
-/// A round to which an ended channel has not contributed will never be complete.
-fn check_ended(channels: &[Channel]) -> Result<(), DestinationError> {
-    let in_round = channels.iter().any(|channel| channel.synced);
-    match channels
-        .iter()
-        .position(|channel| channel.ended && !channel.synced)
-    {
-        Some(channel) if in_round => Err(DestinationError::Channel {
-            channel,
-            source: ChannelError::Ended,
-        }),
-        _ => Ok(()),
+    /// A round to which an ended channel has not contributed will never be complete.
+    fn check_ended(&self) -> Result<(), DestinationError> {
+        let mut channels = self.channels.iter();
+        let within_round = channels.clone().any(|channel| channel.synced);
+        match channels.position(|channel| channel.ended && !channel.synced) {
+            Some(channel) if within_round => Err(DestinationError::Channel {
+                channel,
+                source: ChannelError::Ended,
+            }),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -227,28 +210,22 @@ mod tests {
         }
     }
 
-    /// The rounds that were reported and, if it came to it, whether all was received or why not.
+    /// The reported rounds, and the device state or the error, if it came to either.
     fn receive(events: &str) -> (Vec<u64>, Option<Result<Vec<u8>, DestinationError>>) {
         let (mut receiving, mut rounds) = (Receiving::new(2), Vec::new());
         for name in events.split(' ') {
             match receiving.handle(event(name)) {
                 Err(error) => return (rounds, Some(Err(error))),
-                Ok((next, action)) => {
-                    if let Some(Action::ReportSynced(round)) = action {
-                        rounds.push(round);
-                    }
-                    receiving = next;
-                }
+                Ok(Some(Action::ReportSynced(round))) => rounds.push(round),
+                Ok(Some(Action::Load(state))) => return (rounds, Some(Ok(state))),
+                Ok(_) => {}
             }
         }
-        match receiving {
-            Receiving::Complete(state) => (rounds, Some(Ok(state))),
-            _ => (rounds, None),
-        }
+        (rounds, None)
     }
 
     #[test]
-    fn a_guest_is_complete_with_its_rounds_the_ends_of_the_channels_and_its_state() {
+    fn guest_is_complete_when_channels_have_ended_and_state_is_here() {
         for (events, rounds) in [
             ("+0 +1 a1 b1 a- b- state", 1),
             ("+1 +0 b1 a1 b- a- state", 1),
@@ -266,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_out_of_turn_ends_the_attempt() {
+    fn event_out_of_turn_ends_the_attempt() {
         for events in [
             "a1",
             "+0 state",
@@ -294,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_channel_that_ends_within_a_round_ends_the_attempt() {
+    fn channel_end_within_a_round_ends_the_attempt() {
         for (events, channel) in [
             ("+0 +1 a1 b-", 1),
             ("+0 +1 b- a1", 1),

@@ -18,16 +18,6 @@ impl Bitmap {
         }
     }
 
-    /// The number of pages.
-    pub fn len(&self) -> usize {
-        self.pages
-    }
-
-    /// Whether the bitmap has no pages. See [`Bitmap::count`] for whether any is set.
-    pub fn is_empty(&self) -> bool {
-        self.pages == 0
-    }
-
     /// The words. Bits beyond the last page are never set.
     pub fn words(&self) -> &[u64] {
         &self.words

@@ -22,7 +22,7 @@ use kvm_bindings::{
 };
 use vamoose_link::lock;
 
-use super::{DirtyLog, DirtyLogError};
+use super::{DirtyLog, DirtyLogError, set_pages};
 use crate::{
     Ram,
     sys::kvm::{Vm, VmWithSlots},
@@ -135,7 +135,9 @@ impl DirtyLog for KvmDirtyLog {
     }
 
     fn watch(&self, block: usize, pages: Range<usize>) -> Result<(), DirtyLogError> {
-        self.clear_where(block, &pages, |page| bits_of(&pages, page))
+        let mut words = vec![0; pages.len().div_ceil(64)];
+        set_pages(&mut words, 0..pages.len());
+        self.clear(block, pages.start, &words)
     }
 
     fn collect(
@@ -159,26 +161,10 @@ impl DirtyLog for KvmDirtyLog {
     }
 
     fn clear(&self, block: usize, first_page: usize, words: &[u64]) -> Result<(), DirtyLogError> {
-        let pages = first_page..first_page + words.len() * 64;
-        self.clear_where(block, &pages, |page| window(words, first_page, page))
-    }
-
-    fn stop(&self) -> Result<(), DirtyLogError> {
-        self.slots.set_logging(false).and(self.set_manual(0))
-    }
-}
-
-impl KvmDirtyLog {
-    /// Clears those of `pages` of `block` whose bits are set in `word`, which returns the 64 pages that begin at its argument.
-    fn clear_where(
-        &self,
-        block: usize,
-        pages: &Range<usize>,
-        word: impl Fn(usize) -> u64,
-    ) -> Result<(), DirtyLogError> {
         if !self.clears_manually() {
             return Ok(());
         }
+        let pages = first_page..first_page + words.len() * 64;
         for (slot, bitmap) in self.slots.slots.iter().zip(&self.bitmaps) {
             let wanted = pages.start.max(slot.pages.start)..pages.end.min(slot.pages.end);
             if slot.block != block || wanted.is_empty() {
@@ -193,7 +179,7 @@ impl KvmDirtyLog {
             let mut bitmap = lock(bitmap);
             let cleared = &mut bitmap[..(end - first).div_ceil(64)];
             for (index, cleared) in cleared.iter_mut().enumerate() {
-                *cleared = word(slot.pages.start + first + index * 64);
+                *cleared = window(words, first_page, slot.pages.start + first + index * 64);
             }
             if cleared.iter().all(|&word| word == 0) {
                 continue;
@@ -208,14 +194,9 @@ impl KvmDirtyLog {
         }
         Ok(())
     }
-}
 
-/// A bit for each of the 64 pages from `page` on that is in `pages`.
-fn bits_of(pages: &Range<usize>, page: usize) -> u64 {
-    let (start, end) = (pages.start.max(page), pages.end.min(page + 64));
-    match end.checked_sub(start) {
-        None | Some(0) => 0,
-        Some(count) => u64::MAX >> (64 - count) << (start - page),
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        self.slots.set_logging(false).and(self.set_manual(0))
     }
 }
 
@@ -363,11 +344,7 @@ pub(super) fn open(vm: BorrowedFd<'_>) -> Result<Vm, DirtyLogError> {
 }
 
 pub(super) fn failed(call: &'static str) -> impl FnOnce(io::Error) -> DirtyLogError {
-    move |source| DirtyLogError::System {
-        log: LOG,
-        call,
-        source,
-    }
+    super::failed(LOG, call)
 }
 
 #[cfg(test)]
@@ -384,7 +361,6 @@ mod tests {
             words in vec(any::<u64>(), 0..6),
             first_word in 0..4_usize,
             slot in 0..300_usize,
-            range in (0..500_usize, 0..300_usize),
         ) {
             let first = first_word * 64;
             // Of the block, as the slot sees it.
@@ -400,10 +376,6 @@ mod tests {
             }
             let expected = pages_in(slot, &words).filter(|page| (first..first + 8 * 64).contains(page));
             prop_assert!(pages_in(first, &dirty).eq(expected));
-            // A range.
-            let pages = range.0..range.0 + range.1;
-            let expected = (slot..slot + 64).filter(|page| pages.contains(page));
-            prop_assert!(pages_in(slot, &[bits_of(&pages, slot)]).eq(expected));
         }
     }
 }

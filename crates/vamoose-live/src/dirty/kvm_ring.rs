@@ -207,11 +207,6 @@ impl DirtyLog for KvmDirtyRing {
         Ok(())
     }
 
-    /// `collect` has cleared already.
-    fn clear(&self, _: usize, _: usize, _: &[u64]) -> Result<(), DirtyLogError> {
-        Ok(())
-    }
-
     /// Also empties the rings, so that no vCPU waits for a harvest.
     fn stop(&self) -> Result<(), DirtyLogError> {
         let switched = self.slots.set_logging(false);

@@ -99,11 +99,6 @@ impl DirtyLog for SharedBitmap {
         Ok(())
     }
 
-    /// `collect` has cleared already.
-    fn clear(&self, _: usize, _: usize, _: &[u64]) -> Result<(), DirtyLogError> {
-        Ok(())
-    }
-
     /// Marks are still counted, until `start` discards them.
     fn stop(&self) -> Result<(), DirtyLogError> {
         Ok(())

@@ -27,8 +27,9 @@ use super::{COLLECT_BYTES, DirtyLog, DirtyLogError, set_pages};
 use crate::{
     Ram,
     mapping::{Anonymous, anonymous},
+    parallel::aligned_parts,
     sys::{
-        pagemap::{Found, PRESENT, Pagemap, Query, SWAPPED, WRITTEN},
+        pagemap::{Found, POPULATED, Pagemap, Query, WRITTEN},
         userfaultfd::Userfaultfd,
     },
 };
@@ -64,19 +65,8 @@ pub struct UserfaultLog {
 #[derive(Debug)]
 struct Running {
     userfaultfd: Userfaultfd,
-    blocks: Vec<Kind>,
-}
-
-/// How the pages of a block are protected.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    /// In `watch`: private anonymous memory in pages of the base size, also as transparent huge pages.
-    Watched,
-    /// In `start`. Huge pages cannot be protected in parts, so that windows of any size would not do.
-    Protected {
-        /// Whether pages without an entry hold zeros.
-        anonymous: bool,
-    },
+    /// Whether each block is anonymous, which determines when and how its pages are protected.
+    blocks: Vec<Anonymous>,
 }
 
 const LOG: &str = "userfaultfd";
@@ -114,22 +104,19 @@ impl UserfaultLog {
             registered.map_err(failed(
                 "UFFDIO_REGISTER (EBUSY: another userfaultfd has this memory)",
             ))?;
-            let kind = match anonymous {
-                Anonymous::BasePages => Kind::Watched,
-                Anonymous::HugePages => Kind::Protected { anonymous: true },
-                Anonymous::No => Kind::Protected { anonymous: false },
-            };
-            match kind {
-                Kind::Watched => {}
-                Kind::Protected { anonymous: true } => self.protect(kind, addresses, drop)?,
-                Kind::Protected { anonymous: false } => {
-                    for part in steps(addresses, kind.step()) {
+            match anonymous {
+                // In `watch`, window by window.
+                Anonymous::BasePages => {}
+                // Huge pages cannot be protected in parts, so a window of any size would not do.
+                Anonymous::HugePages => self.protect(anonymous, addresses, drop)?,
+                Anonymous::No => {
+                    for part in aligned_parts(addresses, step(anonymous)) {
                         let protected = running.userfaultfd.write_protect(part);
                         protected.map_err(failed("UFFDIO_WRITEPROTECT"))?;
                     }
                 }
             }
-            running.blocks.push(kind);
+            running.blocks.push(anonymous);
         }
         Ok(running)
     }
@@ -137,22 +124,29 @@ impl UserfaultLog {
     /// Protects the pages of `addresses`, and calls `each` with the addresses of those that were not.
     fn protect(
         &self,
-        kind: Kind,
+        anonymous: Anonymous,
         addresses: Range<usize>,
         mut each: impl FnMut(Range<usize>),
     ) -> Result<(), DirtyLogError> {
+        let query = Query {
+            all: WRITTEN,
+            any: match anonymous {
+                Anonymous::No => 0,
+                Anonymous::BasePages | Anonymous::HugePages => POPULATED,
+            },
+            write_protect: true,
+            ..Query::default()
+        };
         let mut found = Found::new();
-        for part in steps(addresses, kind.step()) {
-            let scanned = self
-                .pagemap
-                .scan(part, kind.written(), &mut found, &mut each);
+        for part in aligned_parts(addresses, step(anonymous)) {
+            let scanned = self.pagemap.scan(part, query, &mut found, &mut each);
             scanned.map_err(failed("PAGEMAP_SCAN"))?;
         }
         Ok(())
     }
 
-    /// How `block` is protected; `None` for an unknown block.
-    fn kind(&self, block: usize) -> Result<Option<Kind>, DirtyLogError> {
+    /// Whether `block` is anonymous; `None` for an unknown block.
+    fn anonymous(&self, block: usize) -> Result<Option<Anonymous>, DirtyLogError> {
         let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
         match running.as_ref() {
             Some(running) => Ok(running.blocks.get(block).copied()),
@@ -191,8 +185,10 @@ impl DirtyLog for UserfaultLog {
     }
 
     fn watch(&self, block: usize, pages: Range<usize>) -> Result<(), DirtyLogError> {
-        match self.kind(block)? {
-            Some(kind @ Kind::Watched) => self.protect(kind, self.addresses_of(block, pages), drop),
+        match self.anonymous(block)? {
+            Some(base @ Anonymous::BasePages) => {
+                self.protect(base, self.addresses_of(block, pages), drop)
+            }
             _ => Ok(()),
         }
     }
@@ -207,23 +203,18 @@ impl DirtyLog for UserfaultLog {
         first_page: usize,
         dirty: &mut [u64],
     ) -> Result<(), DirtyLogError> {
-        let Some(kind) = self.kind(block)? else {
+        let Some(anonymous) = self.anonymous(block)? else {
             return Ok(());
         };
         let pages = first_page..first_page.saturating_add(dirty.len() * 64);
         let addresses = self.addresses_of(block, pages);
         let (start, page_size) = (addresses.start, self.ram.page_size());
-        self.protect(kind, addresses, |run| {
+        self.protect(anonymous, addresses, |run| {
             set_pages(
                 dirty,
                 (run.start - start) / page_size..(run.end - start) / page_size,
             );
         })
-    }
-
-    /// `collect` has cleared already.
-    fn clear(&self, _: usize, _: usize, _: &[u64]) -> Result<(), DirtyLogError> {
-        Ok(())
     }
 
     fn stop(&self) -> Result<(), DirtyLogError> {
@@ -241,36 +232,12 @@ impl DirtyLog for UserfaultLog {
     }
 }
 
-impl Kind {
-    /// The query for written pages, see the [module](self).
-    fn written(self) -> Query {
-        let anonymous = self != Self::Protected { anonymous: false };
-        Query {
-            all: WRITTEN,
-            any: if anonymous { PRESENT | SWAPPED } else { 0 },
-            write_protect: true,
-            ..Query::default()
-        }
+/// Bytes of a call: whole huge pages, of whatever size.
+fn step(anonymous: Anonymous) -> usize {
+    match anonymous {
+        Anonymous::BasePages => STEP,
+        Anonymous::No | Anonymous::HugePages => COLLECT_BYTES,
     }
-
-    /// Bytes of a call: whole huge pages, of whatever size.
-    fn step(self) -> usize {
-        match self {
-            Self::Watched => STEP,
-            Self::Protected { .. } => COLLECT_BYTES,
-        }
-    }
-}
-
-/// `addresses` in parts that end at multiples of `step`.
-fn steps(addresses: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
-    let mut start = addresses.start;
-    std::iter::from_fn(move || {
-        let end = addresses.end.min((start / step + 1) * step);
-        let part = start..end;
-        start = end;
-        (!part.is_empty()).then_some(part)
-    })
 }
 
 fn open_userfaultfd() -> Result<Userfaultfd, DirtyLogError> {
@@ -296,35 +263,5 @@ fn unsupported(reason: String) -> DirtyLogError {
 }
 
 fn failed(call: &'static str) -> impl FnOnce(io::Error) -> DirtyLogError {
-    move |source| DirtyLogError::System {
-        log: LOG,
-        call,
-        source,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn calls_are_short_and_cut_no_huge_page() {
-        for (addresses, ends) in [
-            (0x1000..0x1000, &[][..]),
-            (0x1000..0x3000, &[0x3000]),
-            (0x1000..0x4000, &[0x4000]),
-            (0x3000..0x9000, &[0x4000, 0x8000, 0x9000]),
-        ] {
-            let mut next = addresses.start;
-            for (part, end) in steps(addresses.clone(), 0x4000).zip(ends) {
-                assert_eq!(part, next..*end);
-                next = *end;
-            }
-            assert_eq!(next, addresses.end);
-            assert_eq!(steps(addresses, 0x4000).count(), ends.len());
-        }
-        for kind in [Kind::Watched, Kind::Protected { anonymous: true }] {
-            assert!(kind.step().is_multiple_of(2 << 20));
-        }
-    }
+    super::failed(LOG, call)
 }

@@ -7,19 +7,21 @@ use std::{
     os::{fd::AsFd, unix::fs::FileExt},
 };
 
+use linux_raw_sys::general::{
+    PAGE_IS_PFNZERO, PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PAGE_IS_WRITTEN, PM_SCAN_CHECK_WPASYNC,
+    PM_SCAN_WP_MATCHING, page_region, pm_scan_arg,
+};
 use rustix::ioctl::{Opcode, opcode};
 
-/// Properties of a page: a set of the flags below, the kernel's `PAGE_IS_…`.
-pub(crate) type Categories = u64;
+/// Properties of a page: a set of the flags below.
+pub(crate) type Categories = u32;
 
 /// Not write-protected by userfaultfd, so written since it was protected. Also set for an absent page.
-pub(crate) const WRITTEN: Categories = 1 << 1;
-/// In memory and in the page table.
-pub(crate) const PRESENT: Categories = 1 << 3;
-/// Anything else that the page table has an entry for: swapped, migrating, a mark that it is write-protected.
-pub(crate) const SWAPPED: Categories = 1 << 4;
+pub(crate) const WRITTEN: Categories = PAGE_IS_WRITTEN;
+/// In the page table: present, or anything else that has an entry (swapped, migrating, a mark that it is write-protected).
+pub(crate) const POPULATED: Categories = PAGE_IS_PRESENT | PAGE_IS_SWAPPED;
 /// The page of zeros that all processes share.
-pub(crate) const ZERO: Categories = 1 << 5;
+pub(crate) const ZERO: Categories = PAGE_IS_PFNZERO;
 
 /// An open /proc/self/pagemap.
 #[derive(Debug)]
@@ -37,39 +39,9 @@ pub(crate) struct Query {
 }
 
 /// The kernel's output buffer, which is reused.
-#[derive(Debug)]
-pub(crate) struct Found(Vec<Region>);
+pub(crate) struct Found(Vec<page_region>);
 
-/// `struct page_region`.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(C)]
-struct Region {
-    start: u64,
-    end: u64,
-    categories: u64,
-}
-
-/// `struct pm_scan_arg`.
-#[derive(Default)]
-#[repr(C)]
-struct ScanArgument {
-    size: u64,
-    flags: u64,
-    start: u64,
-    end: u64,
-    walk_end: u64,
-    vec: u64,
-    vec_len: u64,
-    max_pages: u64,
-    category_inverted: u64,
-    category_mask: u64,
-    category_anyof_mask: u64,
-    return_mask: u64,
-}
-
-const PAGEMAP_SCAN: Opcode = opcode::read_write::<ScanArgument>(b'f', 16);
-const PM_SCAN_WP_MATCHING: u64 = 1 << 0;
-const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
+const PAGEMAP_SCAN: Opcode = opcode::read_write::<pm_scan_arg>(b'f', 16);
 
 /// Bytes of a page's entry in the file.
 const ENTRY_BYTES: usize = 8;
@@ -79,7 +51,12 @@ const ENTRY_PRESENT: u64 = 1 << 63;
 impl Found {
     /// A buffer for what one call may find: 24 KiB, so that the cost of a call is small beside its work.
     pub(crate) fn new() -> Self {
-        Self(vec![Region::default(); 1024])
+        let empty = page_region {
+            start: 0,
+            end: 0,
+            categories: 0,
+        };
+        Self(vec![empty; 1024])
     }
 }
 
@@ -101,22 +78,23 @@ impl Pagemap {
     ) -> io::Result<()> {
         let (mut start, end) = (addresses.start as u64, addresses.end as u64);
         while start < end {
-            let mut argument = ScanArgument {
-                size: size_of::<ScanArgument>() as u64,
+            let mut argument = pm_scan_arg {
+                size: size_of::<pm_scan_arg>() as u64,
                 flags: if query.write_protect {
-                    PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC
+                    (PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC).into()
                 } else {
                     0
                 },
                 start,
                 end,
+                walk_end: 0,
                 vec: found.0.as_mut_ptr().addr() as u64,
                 vec_len: found.0.len() as u64,
-                category_inverted: query.none,
-                category_mask: query.all | query.none,
-                category_anyof_mask: query.any,
-                return_mask: query.all | query.any,
-                ..ScanArgument::default()
+                max_pages: 0,
+                category_inverted: query.none.into(),
+                category_mask: (query.all | query.none).into(),
+                category_anyof_mask: query.any.into(),
+                return_mask: (query.all | query.any).into(),
             };
             // SAFETY: the request takes this argument. The kernel writes at most `vec_len` regions to `vec`, which
             // is as long and is borrowed exclusively. Protecting pages makes writes to them slower,
