@@ -16,19 +16,13 @@ use vamoose::report::process_cpu_time;
 use vamoose_live::{Destination, DestinationConfig, DestinationGuest, GuestError, Settings};
 
 use crate::{
-    digest::Digest,
-    dsa::Queues,
+    digest::digest,
     guest::{ram_of, run_briefly},
     messages::{Arrived, Order},
 };
 
-pub(crate) fn run() -> Result<()> {
-    let mut line = String::new();
-    io::stdin()
-        .read_line(&mut line)
-        .context("cannot read the order")?;
-    let order: Order = serde_json::from_str(&line)
-        .context("this command is started by vamoose-demo, not by hand")?;
+pub(crate) fn run(order: &str) -> Result<()> {
+    let order: Order = serde_json::from_str(order).context("not an order of vamoose-demo")?;
     end_with_the_source();
     // The source prints the error for the user.
     receive_guest(&order).or_else(|error| send::<()>(Err(format!("{error:#}"))))
@@ -49,13 +43,13 @@ fn receive_guest(order: &Order) -> Result<()> {
         fill(&memory, &Fill::Zero).context("cannot populate the memory")?;
     }
     let ram = ram_of(&memory)?;
-    let guest = Guest::incoming(&order.shape.config(memory)?)?;
+    let guest = Guest::incoming(&order.shape.config(memory))?;
     let engines = order.hardware.engines(Settings::default())?;
     let mut config = DestinationConfig::new(engines);
     // The memory has just been mapped. A KVM guest's image is already in it, but the source has the same image in the same place, so
     // that none of its pages is ever sent as zeros.
     config.memory_is_zero = true;
-    config.copy = Queues::copy(order.copy.as_ref(), &order.hardware)?;
+    config.copy = order.dsa.page_copy(&order.hardware)?;
     let (acceptor, address) = order.link.listen(&order.listen, config.stall_timeout)?;
     let mut destination = Destination::new(acceptor, ram.clone(), config)?;
     send(Ok(address))?;
@@ -69,7 +63,7 @@ fn receive_guest(order: &Order) -> Result<()> {
     let checksum = guest.verify();
     send(Ok(Arrived {
         checksum: checksum.map_err(|error| format!("{error:#}")),
-        digest: Digest::of(&ram)?,
+        digest: digest(&ram)?,
         cpu_seconds,
         decode_seconds: arrival.moved.decode_time.as_secs_f64(),
         copy: arrival.copy,

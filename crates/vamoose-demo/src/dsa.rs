@@ -13,24 +13,25 @@ use vamoose::{
     devices::DevicePath,
     options::{Hardware, as_text},
 };
-use vamoose_live::{DsaDetection, PageCopy};
+use vamoose_live::{DsaDetection, PageCopy, ZeroPageDetection};
 
-#[derive(Args, Debug)]
+#[derive(Args, Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct DsaOptions {
     /// Zero-page detection at the source
-    #[arg(long, value_enum, default_value_t = ZeroPageDetection::Cpu)]
-    zero_page_detection: ZeroPageDetection,
+    #[arg(long, value_enum, default_value_t = Detection::Cpu)]
+    pub(crate) zero_page_detection: Detection,
     /// Engine that copies decoded pages into the guest's memory at the destination
-    #[arg(long, value_enum, default_value_t = CopyName::Cpu)]
-    copy: CopyName,
+    #[arg(long, value_enum, default_value_t = CopyEngine::Cpu)]
+    copy: CopyEngine,
     /// DSA work queues: `auto` (all usable ones), wqX.Y[,wqZ.W...], or `model[:N]` (N devices modelled in software, for tests)
-    /// [default: auto]
-    #[arg(long, value_name = "QUEUES")]
-    dsa_path: Option<DevicePath>,
+    #[arg(long, default_value = "auto", value_name = "QUEUES")]
+    #[serde(with = "as_text")]
+    dsa_path: DevicePath,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum ZeroPageDetection {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Detection {
     /// Off; untouched memory still costs nothing
     None,
     /// On the CPU
@@ -39,86 +40,58 @@ enum ZeroPageDetection {
     Dsa,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum CopyName {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+enum CopyEngine {
     /// The CPU
     Cpu,
     /// DSA, with the CPU as fallback; for populated memory (--prealloc)
     Dsa,
 }
 
+/// Pages of a packet, which are a batch of a device.
+const BATCH: u32 = 128;
+
 impl DsaOptions {
     /// Checks the options against the method, which decodes pages or receives them in place.
     pub(crate) fn check(&self, pages_are_decoded: bool) -> Result<()> {
-        let copies = self.copy == CopyName::Dsa;
+        let copies = self.copy == CopyEngine::Dsa;
         if copies && !pages_are_decoded {
             bail!("--copy dsa: pages of --method none are received in place and need no copy");
         }
-        let none = !copies && self.zero_page_detection != ZeroPageDetection::Dsa;
-        if none && self.dsa_path.is_some() {
+        let unused = !copies && self.zero_page_detection != Detection::Dsa;
+        if unused && self.dsa_path != DevicePath::AUTO {
             bail!("--dsa-path: only used with --zero-page-detection dsa or --copy dsa");
         }
         Ok(())
     }
 
-    /// The zero-page detection of packets of up to `pages` pages. Opens the devices.
-    pub(crate) fn detection(
-        &self,
-        pages: u32,
-        hardware: &Hardware,
-    ) -> Result<vamoose_live::ZeroPageDetection> {
+    /// The source's zero-page detection. Opens the devices.
+    pub(crate) fn detection(&self, hardware: &Hardware) -> Result<ZeroPageDetection> {
         Ok(match self.zero_page_detection {
-            ZeroPageDetection::None => vamoose_live::ZeroPageDetection::None,
-            ZeroPageDetection::Cpu => vamoose_live::ZeroPageDetection::Cpu,
-            ZeroPageDetection::Dsa => vamoose_live::ZeroPageDetection::Dsa(DsaDetection {
-                devices: self
-                    .queues(pages)
-                    .open(hardware)
-                    .context("--zero-page-detection dsa")?,
+            Detection::None => ZeroPageDetection::None,
+            Detection::Cpu => ZeroPageDetection::Cpu,
+            Detection::Dsa => ZeroPageDetection::Dsa(DsaDetection {
+                devices: self.open(hardware).context("--zero-page-detection dsa")?,
                 verify: hardware.verify,
             }),
         })
     }
 
-    /// The queues that copy packets of up to `pages` pages at the destination; `None` for the CPU.
-    pub(crate) fn copy(&self, pages: u32) -> Option<Queues> {
-        (self.copy == CopyName::Dsa).then(|| self.queues(pages))
-    }
-
-    fn queues(&self, pages: u32) -> Queues {
-        let path = self.dsa_path.clone().unwrap_or(DevicePath::AUTO);
-        Queues { path, pages }
-    }
-}
-
-/// Work queues to use, here or at the destination.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) struct Queues {
-    #[serde(with = "as_text")]
-    path: DevicePath,
-    /// Maximum number of pages in a batch.
-    pages: u32,
-}
-
-impl Queues {
-    fn open(&self, hardware: &Hardware) -> Result<Arc<Devices>> {
-        let mut options = Options::batches(self.pages);
-        options.shares = hardware.shares.of_devices();
-        let devices = self.path.open(Kind::Dsa, &options).with_context(|| {
-            format!(
-                "--dsa-path {} (`vamoose probe` lists the queues)",
-                self.path
-            )
-        })?;
-        Ok(Arc::new(devices))
-    }
-
-    /// The copies of a destination.
-    pub(crate) fn copy(queues: Option<&Self>, hardware: &Hardware) -> Result<PageCopy> {
-        Ok(match queues {
-            None => PageCopy::Cpu,
-            Some(queues) => PageCopy::Dsa(queues.open(hardware).context("--copy dsa")?),
+    /// The destination's copies. Opens the devices.
+    pub(crate) fn page_copy(&self, hardware: &Hardware) -> Result<PageCopy> {
+        Ok(match self.copy {
+            CopyEngine::Cpu => PageCopy::Cpu,
+            CopyEngine::Dsa => PageCopy::Dsa(self.open(hardware).context("--copy dsa")?),
         })
+    }
+
+    fn open(&self, hardware: &Hardware) -> Result<Arc<Devices>> {
+        let mut options = Options::batches(BATCH);
+        options.shares = hardware.shares.of_devices();
+        let path = &self.dsa_path;
+        let devices = path
+            .open(Kind::Dsa, &options)
+            .with_context(|| format!("--dsa-path {path} (`vamoose probe` lists the queues)"))?;
+        Ok(Arc::new(devices))
     }
 }

@@ -2,9 +2,7 @@
 
 use std::{
     convert::Infallible,
-    fmt,
     num::NonZeroU64,
-    str::FromStr,
     thread,
     time::{Duration, Instant},
 };
@@ -12,8 +10,8 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use serde::{Deserialize, Serialize};
-use testguest::{Backing, Config, Fill, Guest, Kind, Memory, Pattern};
-use vamoose::options::{Size, as_text};
+use testguest::{Backing, Config, Fill, Guest, Kind, Memory};
+use vamoose::options::Size;
 use vamoose_live::{Ram, RamBlock};
 
 /// Description of a guest, for the source and the destination.
@@ -30,15 +28,8 @@ pub(crate) struct Shape {
     #[arg(long, default_value_t = 1, value_name = "N")]
     vcpus: u8,
     /// Pages that all vCPUs together write per second, or `max`
-    #[arg(long, default_value = "10000", value_name = "PAGES")]
-    #[serde(with = "as_text")]
-    pub(crate) rate: Rate,
-    /// Order in which they write pages
-    #[arg(long, value_enum, default_value_t = Pattern::Random)]
-    pattern: Pattern,
-    /// Size of the memory, at its end, that is written [default: all memory]
-    #[arg(id = "working-set", long, value_name = "SIZE", value_parser = parse_bytes)]
-    working_set_bytes: Option<u64>,
+    #[arg(long, default_value = "10000", value_name = "PAGES", value_parser = parse_rate)]
+    pub(crate) rate: u64,
     /// Type of the memory
     #[arg(long, value_enum, default_value_t = Backing::Anonymous)]
     backing: Backing,
@@ -47,12 +38,12 @@ pub(crate) struct Shape {
 impl Shape {
     /// Checks that this host can run the guest.
     pub(crate) fn check(&self) -> Result<()> {
-        match (self.kind, testguest::kvm_available()) {
-            (Kind::Kvm, Err(reason)) => {
-                bail!("--guest kvm: {reason}; --guest threads needs no KVM")
-            }
-            _ => Ok(()),
+        if self.kind == Kind::Kvm
+            && let Err(reason) = testguest::kvm_available()
+        {
+            bail!("--guest kvm: {reason}; --guest threads needs no KVM");
         }
+        Ok(())
     }
 
     /// Makes its memory, untouched.
@@ -61,23 +52,11 @@ impl Shape {
     }
 
     /// The configuration of the guest in `memory`.
-    pub(crate) fn config(&self, memory: Memory) -> Result<Config> {
-        let all = memory.len();
+    pub(crate) fn config(&self, memory: Memory) -> Config {
         let mut config = Config::new(self.kind, memory);
         config.vcpus = self.vcpus;
-        config.pattern = self.pattern;
-        config.rate = match self.rate {
-            Rate::Max => None,
-            Rate::PagesPerSecond(rate) => NonZeroU64::new(rate),
-        };
-        if let Some(bytes) = self.working_set_bytes {
-            // At the end: a KVM guest has its code at the start.
-            let start = all
-                .checked_sub(bytes)
-                .context("--working-set: more than --ram")?;
-            config.working_set = Some(start..all);
-        }
-        Ok(config)
+        config.rate = NonZeroU64::new(self.rate).filter(|_| self.rate != MAX_RATE);
+        config
     }
 }
 
@@ -92,10 +71,10 @@ pub(crate) fn ram_of(memory: &Memory) -> Result<Ram> {
 
 /// Runs a paused guest for some thousand writes, or for two seconds if it is slow, and pauses it again. Returns the number of
 /// pages it wrote.
-pub(crate) fn run_briefly(guest: &Guest, rate: Rate) -> Result<u64> {
+pub(crate) fn run_briefly(guest: &Guest, rate: u64) -> Result<u64> {
     const WRITES: u64 = 4000;
     const TIMEOUT: Duration = Duration::from_secs(2);
-    if rate == Rate::IDLE {
+    if rate == 0 {
         return Ok(0);
     }
     let (before, start) = (guest.written(), Instant::now());
@@ -107,56 +86,30 @@ pub(crate) fn run_briefly(guest: &Guest, rate: Rate) -> Result<u64> {
     Ok(guest.written().wrapping_sub(before))
 }
 
-/// Rate at which the guest writes pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Rate {
-    /// At most this many pages a second.
-    PagesPerSecond(u64),
-    /// As fast as possible.
-    Max,
-}
-
-impl Rate {
-    /// No writes.
-    pub(crate) const IDLE: Self = Self::PagesPerSecond(0);
-}
-
-impl FromStr for Rate {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        if text == "max" {
-            return Ok(Self::Max);
-        }
-        let pages = text.parse().map(Self::PagesPerSecond);
-        pages.map_err(|_| format!("`{text}` is neither a number of pages per second nor `max`"))
-    }
-}
-
-impl fmt::Display for Rate {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::PagesPerSecond(rate) => rate.fmt(f),
-            Self::Max => f.write_str("max"),
-        }
-    }
-}
-
-fn parse_bytes(text: &str) -> Result<u64, String> {
-    let size: Size = text.parse()?;
-    Ok(size.0)
-}
-
 /// The value of `--ram`.
 fn parse_ram(text: &str) -> Result<u64, String> {
     /// Less is a forgotten unit.
     const MIN: u64 = 1 << 20;
-    let bytes = parse_bytes(text)?;
-    let hint = "are too small for a guest: append a unit, as in 512M or 2G";
-    let is_large = bytes >= MIN;
-    is_large
-        .then_some(bytes)
-        .ok_or(format!("{bytes} bytes {hint}"))
+    let Size(bytes) = text.parse()?;
+    if bytes < MIN {
+        return Err(format!(
+            "{bytes} bytes are too small for a guest: append a unit, as in 512M or 2G"
+        ));
+    }
+    Ok(bytes)
+}
+
+/// As fast as possible.
+const MAX_RATE: u64 = u64::MAX;
+
+/// The value of `--rate`.
+fn parse_rate(text: &str) -> Result<u64, String> {
+    match text {
+        "max" => Ok(MAX_RATE),
+        pages => pages
+            .parse()
+            .map_err(|_| format!("`{text}` is neither a number of pages per second nor `max`")),
+    }
 }
 
 /// The value of `--fill`.
@@ -181,12 +134,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn displayed_rates_parse_to_themselves() {
-        for text in ["0", "1", "250000", "max"] {
-            assert_eq!(text.parse::<Rate>().unwrap().to_string(), text);
+    fn rate_is_a_number_or_max() {
+        for (text, rate) in [("0", 0), ("250000", 250_000), ("max", MAX_RATE)] {
+            assert_eq!(parse_rate(text), Ok(rate));
         }
         for text in ["", "-1", "1.5", "Max", "10k"] {
-            assert!(text.parse::<Rate>().is_err(), "{text}");
+            assert!(parse_rate(text).is_err(), "{text}");
         }
     }
 

@@ -12,7 +12,7 @@ use vamoose_live::{
     Acceptor, Address, Keys, Listener, Remote, Security, SessionConfig, Sessions, Transport,
 };
 
-#[derive(Args, Clone, Debug)]
+#[derive(Args, Clone, Debug, Serialize, Deserialize)]
 #[command(next_help_heading = "Connection")]
 pub(crate) struct LinkOptions {
     /// Use neither authentication nor encryption [default: each side gets a key]
@@ -33,46 +33,33 @@ pub(crate) struct LinkOptions {
 
 /// One side of the link.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Link {
-    Plain,
-    Session {
-        /// `None` without authentication.
-        keys: Option<SideKeys>,
-        reconnect_timeout: Duration,
-    },
-}
-
-/// What a side needs to authenticate.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct SideKeys {
-    /// Folder of its own key.
-    directory: PathBuf,
-    /// Public key of the other side.
-    trusted: String,
+pub(crate) struct Link {
+    options: LinkOptions,
+    /// Folder of this side's key, and public key of the other side; `None` without authentication.
+    keys: Option<(PathBuf, String)>,
 }
 
 impl LinkOptions {
     /// Source and destination of the link, and the folder of their new keys, which is removed on drop.
     pub(crate) fn sides(&self) -> Result<([Link; 2], TempDir)> {
         let folder = TempDir::new().context("no directory for keys")?;
-        let reconnect_timeout = Duration::from_secs(self.reconnect_timeout);
-        let session = |keys| Link::Session {
-            keys,
-            reconnect_timeout,
-        };
-        let sides = if self.plain {
-            [Link::Plain, Link::Plain]
-        } else if self.insecure {
-            [session(None), session(None)]
+        let keys = if self.plain || self.insecure {
+            [None, None]
         } else {
-            let source = folder.path().join("source");
-            let destination = folder.path().join("destination");
+            let [source, destination] =
+                ["source", "destination"].map(|side| folder.path().join(side));
             let of_source = Keys::generate(&source)?.to_string();
             let of_destination = Keys::generate(&destination)?.to_string();
-            let keys = [(source, of_destination), (destination, of_source)];
-            keys.map(|(directory, trusted)| session(Some(SideKeys { directory, trusted })))
+            [
+                Some((source, of_destination)),
+                Some((destination, of_source)),
+            ]
         };
-        Ok((sides, folder))
+        let side = |keys| Link {
+            options: self.clone(),
+            keys,
+        };
+        Ok((keys.map(side), folder))
     }
 }
 
@@ -106,22 +93,18 @@ impl Link {
 
     /// The configuration of sessions; `None` for plain connections.
     fn session(&self) -> Result<Option<SessionConfig>> {
-        let Self::Session {
-            keys,
-            reconnect_timeout,
-        } = self
-        else {
+        if self.options.plain {
             return Ok(None);
-        };
-        let security = match keys {
+        }
+        let security = match &self.keys {
             None => Security::Insecure,
-            Some(keys) => Security::Keys(Keys {
-                directory: keys.directory.clone(),
-                trusted: Some(vec![keys.trusted.parse()?]),
+            Some((directory, trusted)) => Security::Keys(Keys {
+                directory: directory.clone(),
+                trusted: Some(vec![trusted.parse()?]),
             }),
         };
         Ok(Some(SessionConfig {
-            reconnect_timeout: *reconnect_timeout,
+            reconnect_timeout: Duration::from_secs(self.options.reconnect_timeout),
             ..SessionConfig::new(security)
         }))
     }

@@ -36,16 +36,15 @@ use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
 };
-use testguest::{Fill, Guest, Kind, PAGE, fill};
+use testguest::{Fill, Guest, fill};
 use tracing::info;
 use vamoose::options::{Hardware, JsonReport, MethodName, Size};
-use vamoose_live::{Address, AutoConverge, GuestLocation, Ram, Source, SourceConfig, SourceError};
+use vamoose_live::{Address, GuestLocation, Ram, Source, SourceConfig, SourceError};
 
 use crate::{
-    digest::Digest,
-    dirty_log::LogName,
+    digest::digest,
     dsa::DsaOptions,
-    guest::{Rate, Shape, parse_fill, ram_of, run_briefly},
+    guest::{Shape, parse_fill, ram_of, run_briefly},
     link::LinkOptions,
     messages::{Arrived, Order},
     process::Process,
@@ -82,9 +81,9 @@ struct Options {
 
 #[derive(Subcommand, Debug)]
 enum Command {
-    /// Receive the guest; started by the source, which sends the order on standard input
+    /// Receive the guest; started by the source, which knows the order
     #[command(hide = true)]
-    Destination,
+    Destination { order: String },
 }
 
 #[derive(Args, Debug)]
@@ -104,9 +103,9 @@ struct GuestOptions {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Migration")]
 struct MigrationOptions {
-    /// Encoding of pages towards the destination [default: auto, with --zero-copy none]
-    #[arg(long, value_enum)]
-    method: Option<MethodName>,
+    /// Encoding of pages towards the destination
+    #[arg(long, value_enum, default_value_t = MethodName::Auto)]
+    method: MethodName,
     /// Level of the method [default: 1]
     #[arg(long, allow_negative_numbers = true, value_name = "N")]
     level: Option<i32>,
@@ -115,15 +114,9 @@ struct MigrationOptions {
     /// Number of data channels, 1 to 64
     #[arg(long, default_value_t = 2, value_name = "N")]
     channels: u8,
-    /// Maximum size of the pages in a packet: a power of two, 64k to 4M
-    #[arg(long, default_value = "512k", value_name = "SIZE")]
-    packet_size: Size,
     /// Send pages without copying them, for method none and plain connections
     #[arg(long, requires = "plain")]
     zero_copy: bool,
-    /// How the source finds the pages that the guest writes [default: kvm for a KVM guest, else userfaultfd]
-    #[arg(long, value_enum)]
-    dirty_log: Option<LogName>,
     #[command(flatten)]
     dsa: DsaOptions,
     /// Bandwidth limit towards the destination, in bytes per second
@@ -132,12 +125,6 @@ struct MigrationOptions {
     /// Target for the guest's downtime, in milliseconds
     #[arg(long, default_value_t = 300, value_name = "MS")]
     downtime_limit: u64,
-    /// Abort after this many seconds of downtime: the guest resumes at the source
-    #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
-    downtime_max: u64,
-    /// Throttle the vCPUs step by step if they write faster than the link transfers memory
-    #[arg(long)]
-    auto_converge: bool,
     /// Abort if the migration has not converged after this many seconds
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     timeout: Option<u64>,
@@ -145,8 +132,8 @@ struct MigrationOptions {
 
 fn main() -> ExitCode {
     let options = Options::parse();
-    vamoose::program("vamoose-demo", None, || match options.command {
-        Some(Command::Destination) => destination::run(),
+    vamoose::program("vamoose-demo", None, || match &options.command {
+        Some(Command::Destination { order }) => destination::run(order),
         None => run(&options),
     })
 }
@@ -154,33 +141,30 @@ fn main() -> ExitCode {
 fn run(options: &Options) -> Result<()> {
     let (shape, migration) = (&options.guest.shape, &options.migration);
     shape.check()?;
-    migration
-        .dsa
-        .check(migration.method() != MethodName::NONE)?;
+    migration.dsa.check(migration.method != MethodName::NONE)?;
     let ([link, link_there], _keys) = options.link.sides()?;
     let order = Order {
         shape: shape.clone(),
         prealloc: options.guest.prealloc,
         hardware: migration.hardware.clone(),
-        copy: migration.dsa.copy(migration.pages()),
+        dsa: migration.dsa.clone(),
         listen: options.listen.to_string(),
         link: link_there,
     };
     let mut config = migration.config()?;
     // Without a command, the link is loopback; with one, its path is unknown.
     config.direct_link = options.via.is_none();
-    let dirty_log = migration.dirty_log(shape.kind)?;
     let cancel = cancelled_by_signals()?;
     let mut destination = Process::start(options.via.as_deref(), &order)?;
     let guest = options.guest.make()?;
     let ram = ram_of(guest.memory())?;
-    let log = dirty_log::open(dirty_log, &guest, &ram)?;
+    let log = dirty_log::open(&guest, &ram)?;
     let source = Source::new(ram.clone(), log, config.clone())?;
     let address: String = destination.receive()?;
     let process = destination.id();
     info!("the destination, process {process}, listens on {address}");
     let to = link.to(&address)?;
-    if shape.rate != Rate::IDLE {
+    if shape.rate != 0 {
         guest.resume()?;
     }
     let (run, result) = source::migrate(source, &to, &guest, &cancel);
@@ -188,7 +172,13 @@ fn run(options: &Options) -> Result<()> {
         Ok(()) => moved(&guest, &ram, &mut destination),
         Err(error) => stayed(error, &guest, shape.rate, destination),
     };
-    let report = report::json(&config, shape, dirty_log, &run, &outcome)?;
+    let report = report::json(
+        &config,
+        migration.dsa.zero_page_detection,
+        shape,
+        &run,
+        &outcome,
+    )?;
     if outcome.at == "destination" {
         summarise(&run, shape, &outcome);
     }
@@ -207,52 +197,23 @@ impl GuestOptions {
             Fill::File(path) => format!("--fill {}", path.display()),
             _ => "cannot fill the memory".to_owned(),
         })?;
-        Guest::new(&self.shape.config(memory)?)
+        Guest::new(&self.shape.config(memory))
     }
 }
 
 impl MigrationOptions {
     fn config(&self) -> Result<SourceConfig> {
-        if self.zero_copy && self.method() != MethodName::NONE {
+        if self.zero_copy && self.method != MethodName::NONE {
             bail!("--zero-copy needs --method none: compressed pages are copies");
         }
-        let mut config = SourceConfig::new(self.method().choose(self.level, &self.hardware)?);
+        let mut config = SourceConfig::new(self.method.choose(self.level, &self.hardware)?);
         config.channels = self.channels;
-        config.packet_bytes = u32::try_from(self.packet_size.0).unwrap_or(u32::MAX);
         config.zero_copy = self.zero_copy;
-        config.zero_page_detection = self.dsa.detection(self.pages(), &self.hardware)?;
+        config.zero_page_detection = self.dsa.detection(&self.hardware)?;
         config.max_bandwidth = self.max_bandwidth.map(Size::rate).transpose()?;
         config.downtime_limit = Duration::from_millis(self.downtime_limit);
-        config.downtime_max = Duration::from_secs(self.downtime_max);
         config.timeout = self.timeout.map(Duration::from_secs);
-        config.auto_converge = self.auto_converge.then(AutoConverge::default);
         Ok(config)
-    }
-
-    fn method(&self) -> MethodName {
-        self.method.unwrap_or(match self.zero_copy {
-            true => MethodName::NONE,
-            false => MethodName::Auto,
-        })
-    }
-
-    /// Maximum number of pages in a packet.
-    fn pages(&self) -> u32 {
-        /// Pages of the largest packets, 4 MiB.
-        const MAX: u64 = 1024;
-        let pages = self.packet_size.0 / PAGE;
-        u32::try_from(pages.clamp(1, MAX)).unwrap_or(1)
-    }
-
-    fn dirty_log(&self, guest: Kind) -> Result<LogName> {
-        match (self.dirty_log, guest) {
-            (Some(LogName::Kvm), Kind::Threads) => {
-                bail!("--dirty-log kvm needs --guest kvm")
-            }
-            (Some(log), _) => Ok(log),
-            (None, Kind::Kvm) => Ok(LogName::Kvm),
-            (None, Kind::Threads) => Ok(LogName::Userfaultfd),
-        }
     }
 }
 
@@ -278,30 +239,27 @@ fn moved(guest: &Guest, ram: &Ram, destination: &mut Process) -> Outcome {
         ..Outcome::default()
     };
     if let Err(error) = prove(guest, ram, destination, &mut outcome) {
-        outcome.verdict.wrong.push(format!("{error:#}"));
-    }
-    if !outcome.verdict.wrong.is_empty() {
-        let wrong = outcome.verdict.wrong.join("; ");
-        outcome.failure = Some(format!("the guest has moved, but {wrong}"));
+        outcome.failure = Some(format!("the guest has moved, but {error:#}"));
     }
     outcome
 }
 
 fn prove(guest: &Guest, ram: &Ram, destination: &mut Process, outcome: &mut Outcome) -> Result<()> {
     // The destination reads its memory at the same time.
-    let digest = Digest::of(ram)?;
+    let digest = digest(ram)?;
     let checksum = guest.verify()?;
     let arrived: Arrived = destination.receive()?;
-    outcome.verdict.arrived(&checksum, &digest, &arrived);
+    outcome.memory_equal = Some(arrived.digest == digest);
+    let verdict = arrived.check(&checksum, &digest);
     outcome.arrived = Some(arrived);
-    let resumed = destination.receive();
-    outcome.verdict.checksum_holds &= resumed.is_ok();
-    outcome.writes_after = resumed?;
+    verdict?;
+    outcome.writes_after = destination.receive()?;
+    outcome.checksum_holds = true;
     Ok(())
 }
 
 /// Resumes and verifies the guest, if it is at the source.
-fn stayed(error: SourceError, guest: &Guest, rate: Rate, destination: Process) -> Outcome {
+fn stayed(error: SourceError, guest: &Guest, rate: u64, destination: Process) -> Outcome {
     let here = error.guest() == GuestLocation::Source;
     let status = match error {
         SourceError::Cancelled => "cancelled",
@@ -327,7 +285,7 @@ fn stayed(error: SourceError, guest: &Guest, rate: Rate, destination: Process) -
         outcome.writes_after = writes;
         guest.verify()
     });
-    outcome.verdict.checksum_holds = proven.is_ok();
+    outcome.checksum_holds = proven.is_ok();
     outcome.failure = Some(match proven {
         Ok(_) => format!(
             "{cause}: the guest resumed at the source, and its checksum holds ({} pages written since)",
@@ -338,23 +296,21 @@ fn stayed(error: SourceError, guest: &Guest, rate: Rate, destination: Process) -
     outcome
 }
 
-/// Logs the figures of the migration, and whether the guest is intact.
+/// Logs whether the guest is intact.
 fn summarise(run: &Run, shape: &Shape, outcome: &Outcome) {
-    let (status, moved) = (&run.status, run.moved);
+    let status = run.handle.status();
     info!(
-        "moved in {} ms, downtime {} ms, {} rounds, {} MiB on the wire ({:.2}x)",
+        "moved in {} ms, downtime {} ms, {} rounds",
         status.total_time,
         status.downtime.unwrap_or_default(),
         status.ram.dirty_sync_count,
-        moved.wire_bytes >> 20,
-        moved.page_bytes as f64 / moved.wire_bytes.max(1) as f64,
     );
     let yes = |holds| if holds { "yes" } else { "NO" };
     info!(
         "all {} MiB of memory equal: {}; checksum holds: {} ({} pages written before, {} after)",
         shape.ram_bytes >> 20,
-        outcome.verdict.memory_equal.map_or("unknown", yes),
-        yes(outcome.verdict.checksum_holds),
+        outcome.memory_equal.map_or("unknown", yes),
+        yes(outcome.checksum_holds),
         outcome.writes,
         outcome.writes_after,
     );

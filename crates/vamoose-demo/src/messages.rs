@@ -1,5 +1,5 @@
-//! The protocol of the demo's two processes besides the migration: lines of JSON over the destination's standard input and
-//! output.
+//! The protocol of the demo's two processes besides the migration: JSON in the destination's command line, and lines of JSON on
+//! its standard output.
 //!
 //! ```text
 //!  source                                            destination
@@ -14,12 +14,13 @@
 //! Each line of the destination is a `Result`; an error is the last line. When the source ends, the destination reads end of file
 //! from standard input, and ends too.
 
+use anyhow::{Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use testguest::Proof;
 use vamoose::options::Hardware;
 use vamoose_live::OffloadCounters;
 
-use crate::{digest::Digest, dsa::Queues, guest::Shape, link::Link};
+use crate::{dsa::DsaOptions, guest::Shape, link::Link};
 
 /// The order for the destination.
 #[derive(Debug, Serialize, Deserialize)]
@@ -29,8 +30,8 @@ pub(crate) struct Order {
     pub(crate) prealloc: bool,
     /// Hardware for decoding.
     pub(crate) hardware: Hardware,
-    /// Queues that copy decoded pages; `None` for the CPU.
-    pub(crate) copy: Option<Queues>,
+    /// Devices that copy decoded pages.
+    pub(crate) dsa: DsaOptions,
     pub(crate) listen: String,
     pub(crate) link: Link,
 }
@@ -40,11 +41,60 @@ pub(crate) struct Order {
 pub(crate) struct Arrived {
     /// The guest's proof, or why the guest has none.
     pub(crate) checksum: Result<Proof, String>,
-    pub(crate) digest: Digest,
+    pub(crate) digest: String,
     /// CPU time of the process, from before the first connection until the guest was handed over.
     pub(crate) cpu_seconds: f64,
     /// Share of the decoders in the CPU time.
     pub(crate) decode_seconds: f64,
     /// Counts of copies by devices.
     pub(crate) copy: Option<OffloadCounters>,
+}
+
+impl Arrived {
+    /// Whether this is the guest that was sent, which has this `checksum`, and memory with this `digest`.
+    pub(crate) fn check(&self, checksum: &Proof, digest: &str) -> Result<()> {
+        match &self.checksum {
+            Ok(there) => ensure!(
+                there == checksum,
+                "the guest that arrived ({there:?}) is not the one that was sent ({checksum:?})"
+            ),
+            Err(error) => bail!("the checksum does not hold: {error}"),
+        }
+        ensure!(self.digest == digest, "the memory is not equal");
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn checksum(sum: u64) -> Proof {
+        Proof {
+            writes: 7,
+            sums: vec![sum],
+        }
+    }
+
+    #[test]
+    fn each_defect_is_reported() {
+        for (there, digest, told) in [
+            (Ok(1), "a", None),
+            (Ok(1), "b", Some("is not equal")),
+            (Ok(2), "a", Some("is not the one that was sent")),
+            (Err("page 3"), "a", Some("does not hold: page 3")),
+        ] {
+            let arrived = Arrived {
+                checksum: there.map(checksum).map_err(str::to_owned),
+                digest: digest.to_owned(),
+                cpu_seconds: 0.0,
+                decode_seconds: 0.0,
+                copy: None,
+            };
+            let verdict = arrived.check(&checksum(1), "a");
+            let said = verdict.err().map(|error| error.to_string());
+            assert_eq!(said.is_some(), told.is_some());
+            assert!(said.unwrap_or_default().contains(told.unwrap_or_default()));
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::{
     env,
-    io::{BufRead as _, BufReader, Write as _},
+    io::{BufRead as _, BufReader},
     os::unix::process::{CommandExt as _, ExitStatusExt as _},
     process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio},
     thread,
@@ -22,9 +22,6 @@ pub(crate) struct Process {
     output: BufReader<ChildStdout>,
 }
 
-/// The hidden command that the destination runs.
-const COMMAND: &str = "destination";
-
 impl Process {
     /// Starts this program as the destination, through the command `via` if there is one.
     pub(crate) fn start(via: Option<&str>, order: &Order) -> Result<Self> {
@@ -39,7 +36,8 @@ impl Process {
             None => Command::new(program),
         };
         command
-            .arg(COMMAND)
+            .arg("destination")
+            .arg(serde_json::to_string(order)?)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             // Ctrl-C is for the source, which cancels the migration.
@@ -51,19 +49,13 @@ impl Process {
             let program = command.get_program().to_string_lossy();
             format!("cannot start the destination ({program})")
         })?;
-        let mut input = child.stdin.take().context("no pipe")?;
+        let input = child.stdin.take();
         let output = BufReader::new(child.stdout.take().context("no pipe")?);
-        let order = serde_json::to_string(order)?;
-        let sent = writeln!(input, "{order}");
-        let mut process = Self {
+        Ok(Self {
             child,
-            input: Some(input),
+            input,
             output,
-        };
-        match sent {
-            Ok(()) => Ok(process),
-            Err(_) => Err(process.ended()),
-        }
+        })
     }
 
     /// Id of the process; with `via`, of that command.

@@ -10,21 +10,16 @@ use std::{
 };
 
 use testguest::Guest;
-use vamoose_live::{
-    GuestError, Handle, Session, Snapshot, Source, SourceError, SourceGuest, Status, Transport,
-};
+use vamoose_live::{GuestError, Handle, Source, SourceError, SourceGuest, Transport};
 
 use vamoose::progress::{Display, Progress};
 use vamoose::report::process_cpu_time;
 
 /// A migration that has ended, successfully or not.
 pub(crate) struct Run {
-    /// Status at the end.
-    pub(crate) status: Status,
-    pub(crate) moved: Snapshot,
+    pub(crate) handle: Handle,
     /// CPU time of this process, including the guest's vCPUs, from before the migration to its end.
     pub(crate) cpu_time: Duration,
-    pub(crate) session: Option<Session>,
 }
 
 /// Migrates `guest` to the destination at `to`, until `cancel` is set. A paused guest stays paused.
@@ -42,21 +37,18 @@ pub(crate) fn migrate(
     let before = process_cpu_time();
     let result = thread::scope(|scope| {
         let (_over, ended) = mpsc::channel::<()>();
-        let watched = handle.clone();
-        scope.spawn(move || watch(&watched, cancel, &ended));
+        scope.spawn(|| watch(&handle, cancel, ended));
         source.run(to, &mut outgoing).map(drop)
     });
     let run = Run {
-        status: handle.status(),
-        moved: handle.moved(),
+        handle,
         cpu_time: process_cpu_time().saturating_sub(before),
-        session: handle.session(),
     };
     (run, result)
 }
 
 /// Shows the progress of the migration, and cancels it on request, until `ended` disconnects.
-fn watch(handle: &Handle, cancel: &AtomicBool, ended: &Receiver<()>) {
+fn watch(handle: &Handle, cancel: &AtomicBool, ended: Receiver<()>) {
     const EVERY: Duration = Duration::from_millis(100);
     let mut display = Display::on_stderr();
     loop {
@@ -108,9 +100,5 @@ impl SourceGuest for Outgoing<'_> {
 
     fn save(&mut self) -> Result<Vec<u8>, GuestError> {
         Ok(self.guest.save()?)
-    }
-
-    fn throttle(&mut self, percent: u8) {
-        self.guest.throttle(percent);
     }
 }

@@ -107,41 +107,21 @@ fn every_method_and_backing_over_some_channels() -> Result<()> {
 }
 
 #[test]
-fn a_kvm_guest_moves_with_either_log() -> Result<()> {
+fn kvm_guest_moves() -> Result<()> {
     if !kvm() {
         return Ok(());
     }
-    for (log, vcpus) in [("kvm", "2"), ("userfaultfd", "1")] {
-        let report = demo(&[
-            "--ram=16M",
-            "--guest=kvm",
-            "--dirty-log",
-            log,
-            "--vcpus",
-            vcpus,
-        ])?;
-        assert_eq!(report["guest"]["kind"], "kvm");
-        assert_eq!(report["guest"]["dirty-log"], log);
-        assert_eq!(report["guest"]["vcpus"].to_string(), vcpus);
-    }
+    let report = demo(&["--ram=16M", "--guest=kvm", "--vcpus=2"])?;
+    assert_eq!(report["guest"]["kind"], "kvm");
+    assert_eq!(report["guest"]["vcpus"], 2);
     Ok(())
 }
 
 #[test]
-fn every_pattern_writes_on_both_sides() -> Result<()> {
-    for pattern in ["sequential", "random"] {
-        let report = demo(&[
-            "--ram=16M",
-            "--guest=threads",
-            "--working-set=8M",
-            "--rate=50000",
-            "--prealloc",
-            "--pattern",
-            pattern,
-        ])?;
-        assert_eq!(report["guest"]["pattern"], pattern);
-        let after = number(&report["guest"], "writes-after");
-        assert!(after > 0, "{report:#}");
+fn guest_writes_on_both_sides() -> Result<()> {
+    let report = demo(&["--ram=16M", "--guest=threads", "--rate=50000", "--prealloc"])?;
+    for writes in ["writes", "writes-after"] {
+        assert!(number(&report["guest"], writes) > 0, "{report:#}");
     }
     Ok(())
 }
@@ -169,18 +149,12 @@ fn the_report_adds_up() -> Result<()> {
 }
 
 #[test]
-fn packet_size_is_reported() -> Result<()> {
-    let report = demo(&["--ram=16M", "--guest=threads", "--packet-size=64k"])?;
-    assert_eq!(number(&report, "packet-bytes"), 64 << 10);
-    Ok(())
-}
-
-#[test]
 fn zero_copy_over_loopback_copies_and_says_so() -> Result<()> {
     let ended = run(&[
         "--ram=16M",
         "--guest=threads",
         "--channels=1",
+        "--method=none",
         "--plain",
         "--zero-copy",
         "--json=-",
@@ -270,9 +244,7 @@ fn invalid_options_are_refused() -> Result<()> {
         (&["--channels=0"], "0 channels"),
         (&["--channels=65"], "65 channels"),
         (&["--vcpus=9"], "9 vCPUs"),
-        (&["--packet-size=3k"], "packet size"),
         (&["--rate=fast"], "--rate"),
-        (&["--ram=16M", "--working-set=32M"], "--working-set"),
         (&["--max-bandwidth=0"], "--max-bandwidth"),
         (&["--timeout=0"], "--timeout"),
         (&["--method=none", "--level=3"], "level"),
@@ -293,7 +265,6 @@ fn invalid_options_are_refused() -> Result<()> {
             &["--copy=dsa", "--method=lz4", "--dsa-path=wq77.7"],
             "vamoose probe",
         ),
-        (&["--dirty-log=kvm"], "--dirty-log kvm"),
         (&["--fill=/does/not/exist"], "--fill /does/not/exist"),
         (&["--via=/does/not/exist"], "/does/not/exist"),
         (&["--via=false"], "has ended"),
