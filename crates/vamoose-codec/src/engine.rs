@@ -25,12 +25,6 @@ pub(crate) struct Software {
 pub(crate) trait Compress: Send {
     fn name(&self) -> &'static str;
 
-    /// Prepares for a packet of which [`compress`](Compress::compress) is then given single pages, as in method qpl.
-    fn begin(&mut self, pages: &[u8]) -> Result<(), CompressError> {
-        let _ = pages;
-        Ok(())
-    }
-
     /// Writes `pages`, encoded, to the start of `out`, and returns how many bytes that are.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError>;
 

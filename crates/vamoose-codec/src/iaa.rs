@@ -156,17 +156,9 @@ impl Encoding {
         let mut payload = Payload::new(pages.len(), out)?;
         let mut rest = pages.chunks_exact(PAGE_SIZE);
         let mut result = Ok(());
-        let mut begun = false;
         compressor.compress(
             pages,
-            &mut |page, room| {
-                // Only where it is needed: most packets are the devices' alone.
-                if !begun {
-                    software.begin(pages).ok()?;
-                    begun = true;
-                }
-                software.compress(page, room).ok()
-            },
+            &mut |page, room| software.compress(page, room).ok(),
             &mut |stream| {
                 let (Ok(()), Some(page)) = (result, rest.next()) else {
                     return;

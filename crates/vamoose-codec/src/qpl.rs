@@ -10,37 +10,25 @@
 //! distances, so this method does not encode them. It decodes larger pages of peers without that limit.
 //!
 //! # Engines
-//! Level 0 is for links that are faster than processors: ISA-L's level 0, one pass over each page,
-//! with a Huffman code learned from every 16th page of the packet. Its description goes out with
-//! each page (66 to 106 bytes), so every receiver understands it. Levels 1 to 12 are those of
-//! libdeflate, which does level 0 as its level 1 where the feature `isal` is missing. libdeflate
-//! also decodes.
+//! Level 0 is for links that are faster than processors: ISA-L's level 0, one pass over each page, with the fixed Huffman code
+//! of deflate, as IAA does it. Levels 1 to 12 are those of libdeflate, which does level 0 as its level 1 where the feature
+//! `isal` is missing. libdeflate also decodes.
 //!
-//! MB/s of pages encoded / decoded, and ratio; 52 packets of 128 pages from Silesia, 59 from memory
-//! of processes (`scripts/corpus`), CPU time of one thread. The machine had four times the work that
-//! it has processors for, so only compare: `zlib` has the first line's figures when it was idle.
+//! MB/s of pages encoded / decoded, and ratio; packets of 128 pages from Silesia and from memory of processes
+//! (`scripts/corpus`), CPU time of one thread on a busy machine, so only compare:
 //!
 //! | method and level | Silesia            | memory             |
 //! |------------------|--------------------|--------------------|
 //! | zlib 1           | 388 / 623 / 3.455  | 385 / 480 / 2.539  |
 //! | lz4 1            | 460 / 2404 / 2.569 | 470 / 2362 / 2.201 |
-//! | qpl 0            | 374 / 369 / 2.575  | 344 / 369 / 2.096  |
 //! | qpl 1            | 124 / 421 / 2.708  | 109 / 383 / 2.297  |
 //! | qpl 6            | 71 / 427 / 2.814   | 62 / 389 / 2.374   |
 //! | qpl 12           | 4 / 331 / 2.875    | 3 / 318 / 2.411    |
 //!
-//! - ISA-L's own code in place of the learned one is about 10 % faster and has ratios of 2.113 and 1.927;
-//!   the code that is built into the format, which QPL uses and which needs no description, 2.133
-//!   and 2.020. Trying the latter too where a page becomes short adds 0.4 % at most.
-//! - Since this was measured, hardly a symbol of level 0 takes more than 12 bits, extra bits included. QPL's software
-//!   (1.6.0) decodes a page in 8.6 µs (memory; Silesia 8.7), where it took 11.8 and 20; for level 1 it takes 8.7 and 8.0.
-//!   For that the ratios are 0.4 and 1.2 % lower than above. libdeflate takes as long as before.
+//! - Level 0 beside level 1, on memory of redis, a JVM and PostgreSQL: 721 / 878 / 2.133 and 164 / 463 / 2.475. With a code that
+//!   is learned from every 16th page of the packet, level 0 has 432 / 466 / 2.228: 4 % fewer bytes for 1.7 times the time.
 //! - ISA-L decodes level 0 at half the speed of libdeflate or less: it takes longer to prepare for a
 //!   code than to decode a page with it. It is slower on libdeflate's and QPL's streams too.
-//! - *Canned*, the description would go out once per packet. That saves 5 % (2.710 and 2.211), and
-//!   only another Vamoose would understand it. Towards that one, lz4 has about the same ratio, is
-//!   faster, and decodes at six times the speed; zstd at level -1 is smaller by an eighth. So it is
-//!   not built in.
 
 use std::{mem, ops::RangeInclusive, slice};
 
@@ -74,16 +62,11 @@ pub(crate) const ENGINES: &[Software] = &[
 /// The page size that can be encoded: IAA's window.
 pub(crate) const PAGE_SIZE: usize = 4096;
 
-/// One page out of this many is learned from at level 0. Twice as many would save 0.2 to 0.6 % of the bytes and take 6 % more
-/// time.
-#[cfg(feature = "isal")]
-pub(crate) const SAMPLE: usize = 16;
-
 /// Writes a packet's streams, one for each page, by the library that serves `level`.
 pub(crate) fn deflate(level: i32) -> Result<Box<dyn Compress>, &'static str> {
     #[cfg(feature = "isal")]
     if level == 0 {
-        return Ok(Box::new(isal::learned::Learned::new()));
+        return Ok(Box::new(isal::OneShot::new(isal::Level::FIXED)));
     }
     // libdeflate's own level 0 only copies.
     Ok(Box::new(libdeflate::Deflate::new(level.max(1))?))
@@ -107,7 +90,6 @@ impl Compress for Packer {
 
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let mut payload = Payload::new(pages.len(), out)?;
-        self.deflate.begin(pages)?;
         for page in pages.chunks_exact(PAGE_SIZE) {
             payload.page(page, |room| self.deflate.compress(page, room))?;
         }

@@ -23,16 +23,17 @@ use crate::{
     zlib::{self, Step},
 };
 
-pub(crate) mod learned;
 #[cfg(test)]
 mod tests;
 
-/// A level of ISA-L. Its level 0 is a different algorithm (no dynamic Huffman codes) that zlib has
-/// no number for.
+/// A level of ISA-L. Its level 0 is another algorithm than zlib's: one pass, with a given Huffman code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Level(u32);
 
 impl Level {
+    /// One pass with the fixed Huffman code of deflate, which needs no description.
+    pub(crate) const FIXED: Self = Self(0);
+
     /// The level that serves zlib's `level`, if there is one; `zlib` has the measurements.
     pub(crate) fn of_zlib(level: i32) -> Result<Self, &'static str> {
         let level = u32::try_from(level).ok();
@@ -43,6 +44,7 @@ impl Level {
     /// Bytes of the level's own buffer that the stream is given: what ISA-L advises.
     fn buffer_len(self) -> u32 {
         match self.0 {
+            0 => 0,
             1 => c::ISAL_DEF_LVL1_DEFAULT,
             2 => c::ISAL_DEF_LVL2_DEFAULT,
             _ => c::ISAL_DEF_LVL3_DEFAULT,
@@ -91,6 +93,10 @@ impl DeflateState {
             (*at).stream.level_buf = (&raw mut (*at).level_buffer).cast();
             (*at).stream.level_buf_size = level.buffer_len();
             (*at).stream.gzip_flag = RAW;
+            if level == Level::FIXED {
+                // It fails for other types of code, and for streams that have begun.
+                c::isal_deflate_set_hufftables(&raw mut (*at).stream, ptr::null_mut(), FIXED_CODE);
+            }
         }
     }
 }
@@ -339,6 +345,7 @@ impl<T> Drop for Heap<T> {
 unsafe trait Zeroable {}
 
 const RAW: u16 = 0;
+const FIXED_CODE: i32 = c::IGZIP_HUFFTABLE_STATIC.cast_signed();
 const NO_FLUSH: u16 = 0;
 const SYNC_FLUSH: u16 = 1;
 const _: () = assert!(
