@@ -42,13 +42,14 @@ pub enum DecodedBy {
     Vamoose,
 }
 
-/// The levels of a method, which all default to 1, as QEMU's do.
+/// The default level of every method, as in QEMU.
+pub(crate) const DEFAULT_LEVEL: i32 = 1;
+
+/// The levels of a method.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Levels {
     /// The lowest and the highest.
     pub range: RangeInclusive<i32>,
-    /// The default level.
-    pub default: i32,
     /// Whether a higher level is the faster one.
     pub higher_is_faster: bool,
     /// The level that is used for level 0.
@@ -151,7 +152,6 @@ impl Levels {
     const fn of(range: RangeInclusive<i32>) -> Self {
         Self {
             range,
-            default: 1,
             higher_is_faster: false,
             zero: 0,
         }

@@ -134,13 +134,9 @@ impl Registry {
     pub fn with_iaa(
         open: impl Fn() -> Result<Arc<Devices>, String> + Send + Sync + 'static,
     ) -> Self {
-        let iaa = Hardware {
-            name: Iaa::NAME,
-            methods: Iaa::METHODS,
-            named_by: Some(Accel::Iaa),
-            open: Box::new(move || Ok(Arc::new(Iaa::new(open()?)))),
-            opened: OnceLock::new(),
-        };
+        let iaa = Hardware::new(Iaa::NAME, Iaa::METHODS, Some(Accel::Iaa), move || {
+            Ok(Iaa::new(open()?))
+        });
         let mut registry = Self::with_qat(Qat::of_host);
         registry.hardware.push(iaa);
         registry
@@ -156,13 +152,7 @@ impl Registry {
     pub(crate) fn with_qat(
         open: impl Fn() -> Result<Qat, Missing> + Send + Sync + 'static,
     ) -> Self {
-        let qat = Hardware {
-            name: Qat::NAME,
-            methods: Qat::METHODS,
-            named_by: Some(Accel::Qat),
-            open: Box::new(move || Ok(Arc::new(open()?))),
-            opened: OnceLock::new(),
-        };
+        let qat = Hardware::new(Qat::NAME, Qat::METHODS, Some(Accel::Qat), open);
         Self {
             hardware: vec![qat],
         }
@@ -172,13 +162,8 @@ impl Registry {
     #[cfg(feature = "fault-injection")]
     pub fn with_faults(faults: &Faults) -> Self {
         let faults = faults.clone();
-        let faulty = Hardware {
-            name: Faulty::NAME,
-            methods: Faulty::METHODS,
-            named_by: None,
-            open: Box::new(move || Ok(Arc::new(Faulty::new(faults.clone())))),
-            opened: OnceLock::new(),
-        };
+        let open = move || Ok(Faulty::new(faults.clone()));
+        let faulty = Hardware::new(Faulty::NAME, Faulty::METHODS, None, open);
         Self {
             hardware: vec![faulty],
         }
@@ -203,36 +188,37 @@ impl Registry {
             let Some(info) = methods::info(method) else {
                 continue;
             };
-            let levels = info.levels.as_ref().map(|levels| levels.range.clone());
-            let hardware = self.hardware.iter().filter(|h| h.serves(method));
-            engines.extend(hardware.map(|hardware| EngineInfo {
-                name: hardware.name,
+            let software = |name, levels| EngineInfo {
+                name,
                 method,
-                levels: levels.clone(),
-                hardware: true,
-                absent: (hardware.opened().as_ref().err()).map(|missing| missing.reason.clone()),
-                library: hardware.library().map(Path::to_owned),
-            }));
-            let mut add = |name, levels, absent| {
-                engines.push(EngineInfo {
-                    name,
-                    method,
-                    levels,
-                    hardware: false,
-                    absent,
-                    library: None,
-                });
+                levels,
+                hardware: false,
+                absent: None,
+                library: None,
             };
-            for (name, levels) in info.engines() {
-                add(name, Some(levels), None);
+            for hardware in self.hardware.iter().filter(|h| h.serves(method)) {
+                let levels = info.levels.as_ref().map(|levels| levels.range.clone());
+                let missing = hardware.opened().as_ref().err();
+                engines.push(EngineInfo {
+                    hardware: true,
+                    absent: missing.map(|missing| missing.reason.clone()),
+                    library: hardware.library().map(Path::to_owned),
+                    ..software(hardware.name, levels)
+                });
             }
+            engines.extend(
+                info.engines()
+                    .map(|(name, levels)| software(name, Some(levels))),
+            );
             if info.software.is_empty() {
-                add(COPY, None, None);
+                engines.push(software(COPY, None));
             }
             #[cfg(not(feature = "isal"))]
             if matches!(method, Method::Zlib | Method::Qpl | Method::Qatzip) {
-                let reason = "built without the feature `isal`";
-                add("isa-l", None, Some(reason.to_owned()));
+                engines.push(EngineInfo {
+                    absent: Some("built without the feature `isal`".to_owned()),
+                    ..software("isa-l", None)
+                });
             }
         }
         engines
@@ -375,6 +361,21 @@ impl Engines {
 }
 
 impl Hardware {
+    fn new<A: Accelerator + 'static>(
+        name: &'static str,
+        methods: &'static [Method],
+        named_by: Option<Accel>,
+        open: impl Fn() -> Result<A, Missing> + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            name,
+            methods,
+            named_by,
+            open: Box::new(move || Ok(Arc::new(open()?))),
+            opened: OnceLock::new(),
+        }
+    }
+
     fn is_allowed(&self, accel: Accel) -> bool {
         accel == Accel::Auto || self.named_by == Some(accel)
     }

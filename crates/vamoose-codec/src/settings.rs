@@ -22,7 +22,7 @@ impl Settings {
             (None, None) => None,
             (None, Some(level)) => return Err(SettingsError::NoLevels { method, level }),
             (Some(levels), level) => {
-                let level = level.unwrap_or(levels.default);
+                let level = level.unwrap_or(methods::DEFAULT_LEVEL);
                 if !levels.range.contains(&level) {
                     return Err(SettingsError::Level {
                         method,

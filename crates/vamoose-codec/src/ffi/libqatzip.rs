@@ -20,7 +20,7 @@ pub(crate) mod tests;
 use std::{
     ffi::{CStr, OsStr, c_int, c_uint, c_void},
     fmt, fs,
-    mem::{ManuallyDrop, MaybeUninit, offset_of},
+    mem::{ManuallyDrop, MaybeUninit},
     ops::RangeInclusive,
     os::unix::ffi::OsStrExt as _,
     path::{Path, PathBuf},
@@ -758,33 +758,3 @@ struct QzSessionParamsDeflate {
     huffman_header: u32,
     data_format: u32,
 }
-
-/// The layouts of QATzip 1.3.1 on x86-64.
-const _: () = assert!(
-    size_of::<QzSession>() == 40
-        && align_of::<QzSession>() == 8
-        && offset_of!(QzSession, hw_session_stat) == 0
-        && offset_of!(QzSession, thread_state) == 8
-        && offset_of!(QzSession, internal) == 16
-        && offset_of!(QzSession, total_in) == 24
-        && offset_of!(QzSession, total_out) == 32
-);
-
-const _: () = assert!(
-    size_of::<QzSessionParamsDeflate>() == 56
-        && align_of::<QzSessionParamsDeflate>() == 4
-        && offset_of!(QzSessionParamsDeflate, direction) == 0
-        && offset_of!(QzSessionParamsDeflate, level) == 4
-        && offset_of!(QzSessionParamsDeflate, algorithm) == 8
-        && offset_of!(QzSessionParamsDeflate, max_forks) == 12
-        && offset_of!(QzSessionParamsDeflate, sw_backup) == 16
-        && offset_of!(QzSessionParamsDeflate, hw_buff_sz) == 20
-        && offset_of!(QzSessionParamsDeflate, strm_buff_sz) == 24
-        && offset_of!(QzSessionParamsDeflate, input_threshold) == 28
-        && offset_of!(QzSessionParamsDeflate, request_threshold) == 32
-        && offset_of!(QzSessionParamsDeflate, wait_threshold) == 36
-        && offset_of!(QzSessionParamsDeflate, polling) == 40
-        && offset_of!(QzSessionParamsDeflate, sensitive_mode) == 44
-        && offset_of!(QzSessionParamsDeflate, huffman_header) == 48
-        && offset_of!(QzSessionParamsDeflate, data_format) == 52
-);

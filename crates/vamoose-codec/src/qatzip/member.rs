@@ -53,7 +53,7 @@ pub(super) fn skip(input: &[u8]) -> Option<(usize, &[u8])> {
     let (sizes, body) = rest.split_first_chunk()?;
     let sizes = Sizes::read(*sizes)?;
     let (trailer, after) = body.get(sizes.deflate..)?.split_first_chunk()?;
-    let in_trailer = Trailer::read(*trailer).source;
+    let (_, in_trailer) = pair(*trailer);
     let same = usize::try_from(in_trailer) == Ok(sizes.source);
     let fits = sizes.deflate <= MOST_DEFLATE;
     (*start == START && same && fits).then_some((sizes.source, after))
@@ -132,40 +132,30 @@ fn in_extra_field(mut field: &[u8]) -> Result<Option<Sizes>, &'static str> {
 }
 
 impl Sizes {
-    fn read([a, b, c, d, rest @ ..]: [u8; 8]) -> Option<Self> {
+    fn read(bytes: [u8; 8]) -> Option<Self> {
+        let (source, deflate) = pair(bytes);
         Some(Self {
-            source: usize::try_from(u32::from_le_bytes([a, b, c, d])).ok()?,
-            deflate: usize::try_from(u32::from_le_bytes(rest)).ok()?,
+            source: usize::try_from(source).ok()?,
+            deflate: usize::try_from(deflate).ok()?,
         })
-    }
-}
-
-/// A member's trailer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Trailer {
-    crc: u32,
-    source: u32,
-}
-
-impl Trailer {
-    fn read([a, b, c, d, rest @ ..]: [u8; 8]) -> Self {
-        Self {
-            crc: u32::from_le_bytes([a, b, c, d]),
-            source: u32::from_le_bytes(rest),
-        }
     }
 }
 
 /// Checks the trailer of a member that holds `source`.
 pub(super) fn check_trailer(trailer: [u8; 8], source: &[u8]) -> Result<(), &'static str> {
-    let trailer = Trailer::read(trailer);
-    if u32::try_from(source.len()) != Ok(trailer.source) {
+    let (crc, len) = pair(trailer);
+    if u32::try_from(source.len()) != Ok(len) {
         return Err("a member does not have the size that it states");
     }
-    if libdeflater::crc32(source) != trailer.crc {
+    if libdeflater::crc32(source) != crc {
         return Err("a member does not have the CRC that it states");
     }
     Ok(())
+}
+
+/// Two numbers: the sizes of a QZ subfield, or the CRC and the size of a trailer.
+fn pair([a, b, c, d, rest @ ..]: [u8; 8]) -> (u32, u32) {
+    (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes(rest))
 }
 
 fn chunk<const LEN: usize>(rest: &mut &[u8]) -> Result<[u8; LEN], &'static str> {
