@@ -241,16 +241,7 @@ impl Destination {
                 self.told = true;
                 vec![DestinationAction::Run { resume }]
             }
-            DestinationState::Running if !self.looking => {
-                self.looking = true;
-                vec![DestinationAction::Check]
-            }
-            // Answered once the outcome is known.
-            DestinationState::Starting { .. } | DestinationState::Running => Vec::new(),
-            DestinationState::Ended { .. } | DestinationState::Aborted { .. } => {
-                vec![self.final_answer()]
-            }
-            DestinationState::Aborting { .. } => vec![DestinationAction::End],
+            _ => self.asked(),
         }
     }
 
@@ -268,16 +259,23 @@ impl Destination {
     fn aborted(&mut self, cause: String) -> Vec<DestinationAction> {
         match &self.state {
             DestinationState::Receiving | DestinationState::Loaded => self.abort(cause),
-            DestinationState::Aborting { .. } => vec![DestinationAction::End],
-            // `Ended`: too late.
-            DestinationState::Aborted { .. } | DestinationState::Ended { .. } => {
-                vec![self.final_answer()]
-            }
+            _ => self.asked(),
+        }
+    }
+
+    /// What to do for a source that asks for the outcome.
+    fn asked(&mut self) -> Vec<DestinationAction> {
+        match &self.state {
             DestinationState::Starting { .. } | DestinationState::Running if !self.looking => {
                 self.looking = true;
                 vec![DestinationAction::Check]
             }
-            DestinationState::Starting { .. } | DestinationState::Running => Vec::new(),
+            DestinationState::Aborting { .. } => vec![DestinationAction::End],
+            DestinationState::Ended { .. } | DestinationState::Aborted { .. } => {
+                vec![self.final_answer()]
+            }
+            // Answered once the outcome is known.
+            _ => Vec::new(),
         }
     }
 

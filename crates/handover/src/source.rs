@@ -441,12 +441,10 @@ impl Source {
                 self.over(GuestLocation::Source, Some(cause), [abort, SETTLED])
             }
             // The guest is here and nowhere else. Another run tries again.
-            SourceEvent::NotResumed { reason } => vec![SourceAction::Decide(Decision {
-                guest: GuestLocation::Source,
-                cause: Some(format!(
-                    "{cause}; then the guest could not be resumed: {reason}"
-                )),
-            })],
+            SourceEvent::NotResumed { reason } => undecided(
+                GuestLocation::Source,
+                format!("{cause}; then the guest could not be resumed: {reason}"),
+            ),
             SourceEvent::FoundSent => unconfirmed(),
             SourceEvent::Wanted { running } => {
                 self.resume = running;
@@ -496,17 +494,17 @@ fn abort(cause: &str) -> SourceAction {
 
 fn unconfirmed() -> Vec<SourceAction> {
     let cause = "the source's VMM has sent the guest, and it is not recorded that it did so for this attempt";
-    vec![SourceAction::Decide(Decision {
-        guest: GuestLocation::Unconfirmed,
-        cause: Some(cause.to_owned()),
-    })]
+    undecided(GuestLocation::Unconfirmed, cause.to_owned())
 }
 
 fn in_doubt(cause: String) -> Vec<SourceAction> {
-    vec![SourceAction::Decide(Decision {
-        guest: GuestLocation::InDoubt,
-        cause: Some(cause),
-    })]
+    undecided(GuestLocation::InDoubt, cause)
+}
+
+/// Ends this run, which has not ended the attempt.
+fn undecided(guest: GuestLocation, cause: String) -> Vec<SourceAction> {
+    let cause = Some(cause);
+    vec![SourceAction::Decide(Decision { guest, cause })]
 }
 
 #[cfg(test)]
