@@ -68,7 +68,7 @@ pub(crate) enum Anonymous {
 /// Whether `block` is private memory without a file. Independent of who fills it, and costs little.
 pub(crate) fn anonymous(block: &RamBlock) -> io::Result<Anonymous> {
     let mappings = Mappings::read("/proc/self/maps")?;
-    let parts = mappings.of(block).unwrap_or_default();
+    let parts = mappings.of(&block.addresses()).unwrap_or_default();
     let anonymous = |part: &Mapping| part.kind == Kind::Anonymous;
     if block.file().is_some() || parts.is_empty() || !parts.iter().all(anonymous) {
         return Ok(Anonymous::No);
@@ -129,7 +129,7 @@ impl Mappings {
         let userfaultfd = Userfaultfd::open()?;
         userfaultfd.choose_async_write_protection()?;
         for block in ram.blocks() {
-            let addresses = block.address()..block.address() + block.len();
+            let addresses = block.addresses();
             let within = mappings.within(&addresses);
             for mapping in &mut mappings.0[within] {
                 let page_size = procmap.page_size(mapping.start)?;
@@ -180,7 +180,8 @@ impl Mappings {
             return Backing::Other;
         }
         let file = block.file().and_then(|file| TmpfsFile::of(file).ok()?);
-        let mut backings = self.of(block).unwrap_or_default().iter().map(|mapping| {
+        let mappings = self.of(&block.addresses()).unwrap_or_default();
+        let mut backings = mappings.iter().map(|mapping| {
             let names_file = file
                 .as_ref()
                 .is_some_and(|file| file.is_at(mapping, block.address()));
@@ -194,9 +195,12 @@ impl Mappings {
         }
     }
 
-    /// The mappings that `block` is in, if they are all of it.
-    fn of(&self, block: &RamBlock) -> Option<&[Mapping]> {
-        self.between(block.address(), block.address() + block.len())
+    /// The mappings of `addresses`, if they are all of it.
+    fn of(&self, addresses: &Range<usize>) -> Option<&[Mapping]> {
+        let parts = self.0.get(self.within(addresses))?;
+        let whole = parts.first()?.start <= addresses.start && parts.last()?.end >= addresses.end;
+        let joined = parts.windows(2).all(|pair| pair[0].end == pair[1].start);
+        (whole && joined).then_some(parts)
     }
 
     /// Which of them have some of `addresses`.
@@ -208,13 +212,6 @@ impl Mappings {
             .0
             .partition_point(|mapping| mapping.start < addresses.end);
         first..after.max(first)
-    }
-
-    fn between(&self, start: usize, end: usize) -> Option<&[Mapping]> {
-        let parts = self.0.get(self.within(&(start..end)))?;
-        let whole = parts.first()?.start <= start && parts.last()?.end >= end;
-        let joined = parts.windows(2).all(|pair| pair[0].end == pair[1].start);
-        (whole && joined).then_some(parts)
     }
 }
 
@@ -395,7 +392,7 @@ e000-f000 rw-s 00000000 00:01 4714 [anon_shmem:guest]
             (0x0000, 0x2000, None),
             (0xf000, 0x10000, None),
         ] {
-            let parts = mappings.between(start, end).map(<[_]>::len);
+            let parts = mappings.of(&(start..end)).map(<[_]>::len);
             assert_eq!(parts, expected, "{start:#x} to {end:#x}");
         }
     }

@@ -3,7 +3,7 @@
 //! A mapping is accessed as a [`VolatileSlice`]: there are no Rust references to bytes that a vCPU may change.
 //! They are copied out by `vm-memory`, or go by address to the system calls of `vamoose-link`.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, ops::Range, sync::Arc};
 
 use multifd::BlockName;
 use thiserror::Error;
@@ -170,6 +170,10 @@ impl RamBlock {
     /// Address of the mapping in this process.
     pub fn address(&self) -> usize {
         self.region.memory().ptr_guard().as_ptr().addr()
+    }
+
+    pub(crate) fn addresses(&self) -> Range<usize> {
+        self.address()..self.address() + self.len()
     }
 }
 

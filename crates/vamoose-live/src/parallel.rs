@@ -1,22 +1,19 @@
 //! Work that is done in parts, by several threads.
 
-use std::{
-    ops::Range,
-    sync::atomic::{AtomicUsize, Ordering},
-    thread,
-};
+use std::{ops::Range, sync::Mutex, thread};
+
+use vamoose_link::lock;
 
 use crate::spans::in_span;
 
-/// Calls `work` with each number below `parts`, on up to `threads` threads. The caller's is one of them, and does
+/// Calls `work` with each of `parts`, on up to `threads` threads. The caller's is one of them, and does
 /// everything where no other can be had.
-pub(crate) fn each(parts: usize, threads: usize, work: &(dyn Fn(usize) + Sync)) {
-    let next = AtomicUsize::new(0);
-    // This only divides the parts; the end of the scope orders the rest.
-    let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|part| *part < parts);
-    let run = || std::iter::from_fn(take).for_each(work);
+pub(crate) fn each<T: Send>(parts: Vec<T>, threads: usize, work: &(dyn Fn(T) + Sync)) {
+    let threads = threads.min(parts.len());
+    let parts = Mutex::new(parts.into_iter());
+    let run = || std::iter::from_fn(|| lock(&parts).next()).for_each(work);
     thread::scope(|scope| {
-        for _ in 1..threads.min(parts) {
+        for _ in 1..threads {
             let builder = thread::Builder::new().name("vamoose-part".into());
             if let Err(error) = builder.spawn_scoped(scope, in_span(run)) {
                 tracing::debug!(%error, "no more threads: fewer do the work");
@@ -60,7 +57,9 @@ mod tests {
         for threads in [0, 1, 3] {
             for parts in [0, 1, 2, 100] {
                 let done = Mutex::new(Vec::new());
-                each(parts, threads, &|part| done.lock().unwrap().push(part));
+                each((0..parts).collect(), threads, &|part| {
+                    done.lock().unwrap().push(part);
+                });
                 let mut done = done.into_inner().unwrap();
                 done.sort_unstable();
                 assert!(done.into_iter().eq(0..parts), "{threads} threads");
@@ -92,7 +91,7 @@ mod tests {
         // On a thread that is left behind if the parts wait for each other in vain.
         thread::spawn(move || {
             let meet = Barrier::new(2);
-            each(2, 2, &|_| {
+            each(vec![(), ()], 2, &|()| {
                 meet.wait();
             });
             done_in.send(()).unwrap();

@@ -185,7 +185,7 @@ mod tests {
         let page = |address| (address - start) / page_size();
         let entries = || {
             pages_found(|words| {
-                pagemap.populated(addresses(&block), page_size(), |run| {
+                pagemap.populated(block.addresses(), page_size(), |run| {
                     set_pages(words, page(run.start)..page(run.end));
                 })
             })
@@ -238,7 +238,7 @@ mod tests {
             Err(error) => return lab::skipped(&format!("userfaultfd: {error}")).unwrap(),
         };
         for block in [anonymous(), map(&memfd(), libc::MAP_SHARED)] {
-            let registered = userfaultfd.register_missing(addresses(&block));
+            let registered = userfaultfd.register_missing(block.addresses());
             registered.unwrap();
             assert_eq!(found(&block).len(), PAGES);
         }
@@ -303,10 +303,6 @@ mod tests {
         let mut words = [0; PAGES.div_ceil(64)];
         find(&mut words).unwrap();
         pages_in(0, &words).collect()
-    }
-
-    fn addresses(block: &RamBlock) -> Range<usize> {
-        block.address()..block.address() + block.len()
     }
 
     /// A block that begins at the fourth page of its file, which continues behind it.

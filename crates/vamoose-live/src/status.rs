@@ -115,7 +115,18 @@ impl Handle {
     /// Cancels the migration: the guest resumes at the source. False if it is too late: the destination was told
     /// to run the guest, or the migration is over.
     pub fn cancel(&self) -> bool {
-        self.0.cancel()
+        if self.0.progress().over {
+            return false;
+        }
+        let cancelled = self.0.decide(CANCELLED);
+        if cancelled {
+            self.0.hangup.hang_up();
+            // The hangup does not know a stream that is being opened.
+            if let Some(session) = self.0.session.get() {
+                session.shut_down();
+            }
+        }
+        cancelled || self.0.is_cancelled()
     }
 }
 
@@ -229,21 +240,6 @@ impl Shared {
     /// Passes the point of no return. False if the migration was cancelled before.
     pub(crate) fn commit(&self) -> bool {
         self.decide(COMMITTED)
-    }
-
-    fn cancel(&self) -> bool {
-        if self.progress().over {
-            return false;
-        }
-        let cancelled = self.decide(CANCELLED);
-        if cancelled {
-            self.hangup.hang_up();
-            // The hangup does not know a stream that is being opened.
-            if let Some(session) = self.session.get() {
-                session.shut_down();
-            }
-        }
-        cancelled || self.is_cancelled()
     }
 
     fn decide(&self, fate: u8) -> bool {

@@ -19,7 +19,7 @@ use super::{
     Arrival, DestinationConfig, Event, channel,
     guest_ram::GuestRam,
     inbox::Inbox,
-    make_zero::MakeZero,
+    make_zero::{HEARTBEAT, MakeZero},
     receiving::{Action, Receiving, unexpected},
 };
 use crate::{
@@ -132,7 +132,9 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
     /// meanwhile.
     fn finish_making_zero(&mut self) {
         if let Some(make_zero) = self.make_zero.take() {
-            make_zero.wait(&|| self.inbox.send(&DestinationMessage::Preparing));
+            make_zero.wait(HEARTBEAT, &|| {
+                self.inbox.send(&DestinationMessage::Preparing)
+            });
         }
     }
 

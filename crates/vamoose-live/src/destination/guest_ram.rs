@@ -62,12 +62,13 @@ impl<'a> GuestRam<'a> {
     /// Makes all memory read as zeros, on all processors and without touching untouched memory. Stops when `progress` says
     /// that this is no longer needed.
     pub(super) fn make_zero(&self, progress: &Progress) {
-        let parts: Vec<_> = (0..self.blocks.len())
-            .flat_map(|index| self.parts(index).map(move |pages| (index, pages)))
-            .collect();
-        parallel::each(parts.len(), parallel::processors(), &|part| {
-            let (index, pages) = &parts[part];
-            self.make_part_zero(*index, pages.clone(), progress);
+        let blocks = 0..self.blocks.len();
+        let parts = blocks.flat_map(|index| self.parts(index).map(move |pages| (index, pages)));
+        parallel::each(parts.collect(), parallel::processors(), &|(
+            index,
+            pages,
+        )| {
+            self.make_part_zero(index, pages, progress);
         });
     }
 
@@ -75,11 +76,11 @@ impl<'a> GuestRam<'a> {
     fn parts(&self, index: usize) -> impl Iterator<Item = Range<usize>> {
         let (block, page_size) = (&self.ram.blocks()[index], self.page_size());
         let size = self.blocks[index].punch.map_or(0, Punch::unit).max(PART);
-        let (first, end) = (block.address(), block.address() + block.len());
+        let first = block.address();
         let pages = move |part: Range<usize>| {
             (part.start - first) / page_size..(part.end - first) / page_size
         };
-        parallel::aligned_parts(first..end, size).map(pages)
+        parallel::aligned_parts(block.addresses(), size).map(pages)
     }
 
     fn make_part_zero(&self, index: usize, pages: Range<usize>, progress: &Progress) {

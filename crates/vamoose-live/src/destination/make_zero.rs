@@ -35,7 +35,7 @@ pub(super) struct Progress {
 }
 
 /// How often to report progress.
-const HEARTBEAT: Duration = Duration::from_secs(1);
+pub(super) const HEARTBEAT: Duration = Duration::from_secs(1);
 
 impl<'env> MakeZero<'env> {
     /// Begins, on all processors.
@@ -62,13 +62,9 @@ impl<'env> MakeZero<'env> {
         }
     }
 
-    /// Waits until all memory reads as zeros. Calls `report` at once, and then about every second in which there was
+    /// Waits until all memory reads as zeros. Calls `report` at once, and then after each `heartbeat` in which there was
     /// progress.
-    pub(super) fn wait(self, report: &dyn Fn()) {
-        self.wait_with(HEARTBEAT, report);
-    }
-
-    fn wait_with(self, heartbeat: Duration, report: &dyn Fn()) {
+    pub(super) fn wait(self, heartbeat: Duration, report: &dyn Fn()) {
         let mut before = None;
         loop {
             let steps = Some(self.progress.steps.load(Ordering::Relaxed));
@@ -128,7 +124,7 @@ mod tests {
         with_thread(|make_zero, ended| {
             ended.send(()).unwrap();
             let reports = Cell::new(0);
-            make_zero.wait(&|| reports.set(reports.get() + 1));
+            make_zero.wait(HEARTBEAT, &|| reports.set(reports.get() + 1));
             assert_eq!(reports.get(), 1);
         });
     }
@@ -137,7 +133,7 @@ mod tests {
     fn progress_is_reported() {
         with_thread(|make_zero, ended| {
             let (progress, reports) = (make_zero.progress.clone(), Cell::new(0));
-            make_zero.wait_with(Duration::from_millis(1), &|| {
+            make_zero.wait(Duration::from_millis(1), &|| {
                 reports.set(reports.get() + 1);
                 match reports.get() {
                     1..5 => drop(progress.step()),
@@ -158,7 +154,7 @@ mod tests {
             progress: progress.clone(),
             ended: mpsc::channel().1,
         };
-        make_zero.wait(&|| ());
+        make_zero.wait(HEARTBEAT, &|| ());
         assert!(progress.steps.load(Ordering::Relaxed) > 0);
         assert!(!progress.step(), "it has been dropped");
     }

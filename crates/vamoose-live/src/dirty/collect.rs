@@ -7,9 +7,6 @@ use vamoose_link::lock;
 use super::{Bitmap, DirtyLog, DirtyLogError};
 use crate::parallel;
 
-/// Part of a block for one call: which block, its first page, and its bits.
-type Part<'a> = (usize, usize, &'a mut [u64]);
-
 /// Adds the pages that `log` has found to `dirty`, which has a bitmap for each block, on up to `threads` threads.
 ///
 /// # Errors
@@ -23,17 +20,14 @@ pub(crate) fn collect(
     let blocks = dirty.iter_mut().enumerate();
     let parts = blocks.flat_map(|(block, bitmap)| {
         let parts = bitmap.words_mut().chunks_mut(words).enumerate();
-        parts.map(move |(nth, part)| Mutex::new((block, nth * words * 64, part)))
+        parts.map(move |(nth, part)| (block, nth * words * 64, part))
     });
-    let parts: Vec<Mutex<Part<'_>>> = parts.collect();
     let failure = Mutex::new(None);
-    parallel::each(parts.len(), threads, &|part| {
-        let (block, first_page, words) = &mut *lock(&parts[part]);
-        if let Err(error) = log.collect(*block, *first_page, words) {
+    parallel::each(parts.collect(), threads, &|(block, first_page, words)| {
+        if let Err(error) = log.collect(block, first_page, words) {
             lock(&failure).get_or_insert(error);
         }
     });
-    drop(parts);
     dirty.iter_mut().for_each(Bitmap::trim);
     let failure = failure
         .into_inner()

@@ -1,9 +1,8 @@
 //! KVM's dirty bitmap: the pages that the guest wrote.
 //!
-//! With KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 (Linux 5.1), `collect` reads the bitmap without changing it, and
+//! By KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 (Linux 5.1), `collect` reads the bitmap without changing it, and
 //! `clear` clears and write-protects the pages that are about to be sent. A page that is written ten times
-//! before it is sent is sent once and faults once. Without the capability, KVM reads, clears and protects all pages at once
-//! in `collect`.
+//! before it is sent is sent once and faults once.
 //!
 //! With KVM_DIRTY_LOG_INITIALLY_SET (Linux 5.7), `start` protects nothing: in KVM's bitmap every page is dirty, and
 //! `watch` clears and protects window by window. Without it, KVM protects all of the guest's memory in `start`, under the lock
@@ -60,7 +59,7 @@ pub struct KvmDirtyLog {
     slots: Slots,
     /// A bitmap per slot, as a buffer for KVM.
     bitmaps: Vec<Mutex<Vec<u64>>>,
-    /// Enabled flags of KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2. With none, pages are cleared in `collect`.
+    /// Flags of KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 that are enabled while the log runs.
     manual: u32,
 }
 
@@ -76,7 +75,8 @@ impl KvmDirtyLog {
     /// process, for as long as the log is used.
     ///
     /// # Errors
-    /// [`DirtyLogError::Setup`] if `slots` do not fit `ram`, [`DirtyLogError::System`] if `vm` is not a VM.
+    /// [`DirtyLogError::Setup`] if `slots` do not fit `ram`, [`DirtyLogError::System`] if `vm` is not a VM,
+    /// [`DirtyLogError::Unsupported`] before Linux 5.1.
     #[allow(unsafe_code, reason = "declares what only the VMM can know")]
     pub unsafe fn new(
         vm: impl AsFd,
@@ -87,42 +87,27 @@ impl KvmDirtyLog {
         let capability = vm
             .check_extension(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)
             .map_err(failed("KVM_CHECK_EXTENSION"))?;
+        if capability & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE == 0 {
+            return Err(DirtyLogError::Unsupported {
+                log: LOG,
+                reason: "this KVM has no manual protection: it takes Linux 5.1 or later".into(),
+            });
+        }
         // SAFETY: the caller promises the same.
         let slots = unsafe { Slots::new(vm, slots, ram) }?;
         let bitmap = |slot: &Slot| Mutex::new(vec![0; slot.pages.len().div_ceil(64)]);
         Ok(Self {
             bitmaps: slots.slots.iter().map(bitmap).collect(),
             slots,
-            manual: manual(capability),
+            manual: capability
+                & (KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET),
         })
     }
 
-    /// The same, but pages are cleared when they are collected, as with KVM before Linux 5.1.
-    #[must_use]
-    pub fn clearing_in_collect(self) -> Self {
-        Self { manual: 0, ..self }
-    }
-
-    /// Whether pages stay dirty until [`clear`](DirtyLog::clear), which is what KVM does since Linux 5.1.
-    pub fn clears_manually(&self) -> bool {
-        self.manual != 0
-    }
-
     fn set_manual(&self, flags: u32) -> Result<(), DirtyLogError> {
-        if !self.clears_manually() {
-            return Ok(());
-        }
         let vm = self.slots.vm.vm();
         vm.enable_capability(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, flags.into())
             .map_err(failed("KVM_ENABLE_CAP"))
-    }
-}
-
-/// The flags to enable, out of those that KVM has.
-fn manual(capability: u32) -> u32 {
-    match capability & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE {
-        0 => 0,
-        enable => enable | capability & KVM_DIRTY_LOG_INITIALLY_SET,
     }
 }
 
@@ -161,9 +146,6 @@ impl DirtyLog for KvmDirtyLog {
     }
 
     fn clear(&self, block: usize, first_page: usize, words: &[u64]) -> Result<(), DirtyLogError> {
-        if !self.clears_manually() {
-            return Ok(());
-        }
         let pages = first_page..first_page + words.len() * 64;
         for (slot, bitmap) in self.slots.slots.iter().zip(&self.bitmaps) {
             let wanted = pages.start.max(slot.pages.start)..pages.end.min(slot.pages.end);

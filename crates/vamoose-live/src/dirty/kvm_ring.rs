@@ -125,10 +125,8 @@ impl KvmDirtyRing {
         slots: Vec<KvmSlot>,
         ram: &Ram,
     ) -> Result<Self, DirtyLogError> {
-        let vm = rings.vm.try_clone();
-        let vm = vm.map_err(failed("fcntl(F_DUPFD_CLOEXEC)"))?;
         // SAFETY: the caller promises the same.
-        let slots = unsafe { Slots::new(vm, slots, ram) }?;
+        let slots = unsafe { Slots::new(rings.vm.clone(), slots, ram) }?;
         let ring = |vcpu: &dyn AsFd| {
             let memory = RingMemory::map(vcpu.as_fd(), rings.entries);
             memory.map(|memory| Ring { memory, next: 0 })

@@ -25,7 +25,7 @@ use std::{
 
 use super::{COLLECT_BYTES, DirtyLog, DirtyLogError, set_pages};
 use crate::{
-    Ram,
+    Ram, RamBlock,
     mapping::{Anonymous, anonymous},
     parallel::aligned_parts,
     sys::{
@@ -168,10 +168,8 @@ impl UserfaultLog {
     }
 
     fn addresses(&self, block: usize) -> Range<usize> {
-        self.ram
-            .blocks()
-            .get(block)
-            .map_or(0..0, |block| block.address()..block.address() + block.len())
+        let block = self.ram.blocks().get(block);
+        block.map_or(0..0, RamBlock::addresses)
     }
 }
 

@@ -86,14 +86,12 @@ const WINDOW_BYTES: usize = 1 << 30;
 impl Round {
     /// A round of `pages` of `ram`, for so many channels.
     pub(super) fn new(number: u64, pages: Pages, ram: &Ram, channels: usize) -> Self {
-        let most = Most {
-            pages: pages.count(ram) / (WINDOWS * channels.max(1)),
-            words: WINDOW_BYTES / ram.page_size() / 64,
-        };
+        let most_pages = pages.count(ram) / (WINDOWS * channels.max(1));
+        let most_words = WINDOW_BYTES / ram.page_size() / 64;
         let windows = (0..ram.blocks().len()).flat_map(|block| {
             let pages_of_block = ram.pages(block);
             let chunks = pages.chunks(block, pages_of_block);
-            most.windows(chunks).map(move |words| Window {
+            join(chunks, most_pages, most_words).map(move |words| Window {
                 block,
                 pages: words.start * 64..pages_of_block.min(words.end * 64),
                 opened: OnceLock::new(),
@@ -220,31 +218,24 @@ impl Pages {
     }
 }
 
-/// The limits of a window of more than one chunk.
-#[derive(Clone, Copy)]
-struct Most {
-    pages: usize,
-    words: usize,
-}
-
-impl Most {
-    /// Joins `chunks`, words and pages in them, to windows that neither begin nor end with an empty one.
-    fn windows(
-        self,
-        chunks: impl Iterator<Item = (Range<usize>, usize)>,
-    ) -> impl Iterator<Item = Range<usize>> {
-        let mut chunks = chunks.filter(|(_, pages)| *pages > 0).peekable();
-        iter::from_fn(move || {
-            let (mut window, mut pages) = chunks.next()?;
-            while let Some((chunk, more)) = chunks.next_if(|(chunk, more)| {
-                pages + more <= self.pages && chunk.end - window.start <= self.words
-            }) {
-                window.end = chunk.end;
-                pages += more;
-            }
-            Some(window)
-        })
-    }
+/// Joins `chunks`, words and pages in them, to windows that neither begin nor end with an empty one. A window of more than one chunk
+/// has at most so many pages to send, and so many words.
+fn join(
+    chunks: impl Iterator<Item = (Range<usize>, usize)>,
+    most_pages: usize,
+    most_words: usize,
+) -> impl Iterator<Item = Range<usize>> {
+    let mut chunks = chunks.filter(|(_, pages)| *pages > 0).peekable();
+    iter::from_fn(move || {
+        let (mut window, mut pages) = chunks.next()?;
+        while let Some((chunk, more)) = chunks.next_if(|(chunk, more)| {
+            pages + more <= most_pages && chunk.end - window.start <= most_words
+        }) {
+            window.end = chunk.end;
+            pages += more;
+        }
+        Some(window)
+    })
 }
 
 impl Chunk<'_> {

@@ -4,7 +4,10 @@ use std::{
     io,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     ptr::{self, NonNull},
-    sync::atomic::{AtomicU32, AtomicU64},
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicU64},
+    },
 };
 
 use kvm_bindings::{
@@ -26,8 +29,8 @@ const KVM_CLEAR_DIRTY_LOG: Opcode = opcode::read_write::<kvm_clear_dirty_log>(KV
 const KVM_RESET_DIRTY_RINGS: Opcode = opcode::none(KVMIO, 0xc7);
 
 /// A virtual machine.
-#[derive(Debug)]
-pub(crate) struct Vm(OwnedFd);
+#[derive(Clone, Debug)]
+pub(crate) struct Vm(Arc<OwnedFd>);
 
 /// A virtual machine whose slots are known.
 #[derive(Debug)]
@@ -35,11 +38,7 @@ pub(crate) struct VmWithSlots(Vm);
 
 impl Vm {
     pub(crate) fn new(fd: BorrowedFd<'_>) -> io::Result<Self> {
-        fd.try_clone_to_owned().map(Self)
-    }
-
-    pub(crate) fn try_clone(&self) -> io::Result<Self> {
-        Self::new(self.0.as_fd())
+        Ok(Self(Arc::new(fd.try_clone_to_owned()?)))
     }
 
     /// KVM's answer about `capability`; 0 if it does not have it.

@@ -10,11 +10,6 @@ use crate::mapping::Backing;
 /// Whether every byte of `page` is zero, as far as it does not change meanwhile.
 pub(crate) fn is_zero(page: &VolatileSlice<'_>) -> bool {
     let (guard, len) = (page.ptr_guard(), page.len());
-    #[cfg(target_arch = "x86_64")]
-    if len.is_multiple_of(STEP) && is_x86_feature_detected!("avx2") {
-        // SAFETY: the slice promises that its whole length can be read, and the processor has AVX2.
-        return unsafe { is_zero_by_avx2(guard.as_ptr(), len) };
-    }
     (0..len).step_by(ZEROS.len()).all(|start| {
         let len = ZEROS.len().min(len - start);
         // SAFETY: both areas can be read: the slice promises that for its whole length, and `start + len` is within
@@ -26,53 +21,6 @@ pub(crate) fn is_zero(page: &VolatileSlice<'_>) -> bool {
 
 /// A part of a page is compared with this.
 const ZEROS: [u8; 4096] = [0; 4096];
-
-/// Bytes that are tested together.
-#[cfg(target_arch = "x86_64")]
-const STEP: usize = 256;
-
-/// Whether the `len` bytes from `start` on are zero. It reads them once, where a comparison reads the zeros as well: three quarters
-/// of its time.
-///
-/// # Safety
-/// They can be read, `len` is a multiple of [`STEP`], and the processor has AVX2.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-unsafe fn is_zero_by_avx2(start: *const u8, len: usize) -> bool {
-    let mut nonzero = 0_u8;
-    if len > 0 {
-        // SAFETY: it reads `len` bytes from `start` on and writes nothing. In assembly, because a guest may write them at
-        // the same time: the compiler assumes nothing of what it reads, and either result is allowed.
-        unsafe {
-            std::arch::asm!(
-                "2:",
-                "vmovdqu {all}, [{at}]",
-                "vpor {all}, {all}, [{at} + 32]",
-                "vpor {all}, {all}, [{at} + 64]",
-                "vpor {all}, {all}, [{at} + 96]",
-                "vpor {all}, {all}, [{at} + 128]",
-                "vpor {all}, {all}, [{at} + 160]",
-                "vpor {all}, {all}, [{at} + 192]",
-                "vpor {all}, {all}, [{at} + 224]",
-                "vptest {all}, {all}",
-                "jnz 3f",
-                "add {at}, {step}",
-                "cmp {at}, {end}",
-                "jne 2b",
-                // Both ways lead here, the latter with the flag of equality.
-                "3:",
-                "setnz {nonzero}",
-                at = inout(reg) start => _,
-                end = in(reg) start.add(len),
-                all = out(ymm_reg) _,
-                nonzero = inout(reg_byte) nonzero,
-                step = const STEP,
-                options(readonly, nostack),
-            );
-        }
-    }
-    nonzero == 0
-}
 
 /// How memory of some kind is given back so that it is certain to read as zeros: madvise(2) succeeds on nearly
 /// all kinds with nearly all advice, whatever becomes of the content.

@@ -105,17 +105,10 @@ impl Guest {
     }
 
     /// KVM's bitmap of it.
-    pub(crate) fn bitmap(&self, manual: bool) -> Arc<KvmDirtyLog> {
+    pub(crate) fn bitmap(&self) -> Arc<KvmDirtyLog> {
         // SAFETY: these are the VM's slots.
         let log = unsafe { KvmDirtyLog::new(self.vm(), self.slots.clone(), &self.ram) };
-        let log = log.unwrap();
-        let log = if manual {
-            log
-        } else {
-            log.clearing_in_collect()
-        };
-        assert_eq!(log.clears_manually(), manual);
-        Arc::new(log)
+        Arc::new(log.unwrap())
     }
 
     /// Two vCPUs, with any log but rings.

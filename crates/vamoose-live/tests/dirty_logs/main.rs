@@ -118,20 +118,9 @@ mod kvm {
         }
         model::check_all(|| {
             let guest = guest(Kvm::new().unwrap());
-            let log = guest.bitmap(true);
+            let log = guest.bitmap();
             guest.with_log(log).keeping(true)
         });
-    }
-
-    #[test]
-    fn bitmap_that_is_cleared_when_it_is_read() {
-        if kvm().is_some() {
-            model::check_all(|| {
-                let guest = guest(Kvm::new().unwrap());
-                let log = guest.bitmap(false);
-                guest.with_log(log)
-            });
-        }
     }
 
     /// The vCPUs and a device of the VMM: one log keeps its bits until they are cleared, the other does not.
@@ -139,7 +128,7 @@ mod kvm {
     fn bitmap_merged_with_that_of_a_device() {
         let Some(kvm) = kvm() else { return };
         let guest = guest(kvm);
-        let kvm = guest.bitmap(guest.has_manual_protection());
+        let kvm = guest.bitmap();
         let device = Arc::new(SharedBitmap::new(&guest.ram));
         let writes = marking(&guest.ram, &device);
         let log = vamoose_live::Merged::new(vec![kvm, device]);
