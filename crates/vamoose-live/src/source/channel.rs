@@ -28,6 +28,7 @@ use crate::{
 /// Sends a channel's share of every round.
 pub(super) struct Channel<'a> {
     number: usize,
+    layout: Layout,
     ram: &'a Ram,
     log: &'a dyn DirtyLog,
     writer: ChannelWriter,
@@ -38,7 +39,12 @@ pub(super) struct Channel<'a> {
     filling: Batch<'a>,
     /// The pages of the next packet, whose scan has been started.
     scanned: Batch<'a>,
-    packer: Packer,
+    /// Which pages of the next packet are zero, the offsets of its pages, and its header. The vectors are as long as a packet from
+    /// the beginning.
+    verdicts: Vec<bool>,
+    normal: Vec<u64>,
+    zero: Vec<u64>,
+    header: RamHeader,
 }
 
 /// Pages of a packet, all of one block. Its vectors are as long as a packet from the beginning.
@@ -52,8 +58,10 @@ impl<'a> Channel<'a> {
     /// Channel `number` of a migration, on the thread that runs it.
     pub(super) fn new(source: &'a Source, number: usize, writer: ChannelWriter) -> Self {
         let (layout, config) = (source.layout, &source.config);
+        let pages = layout.page_count();
         Self {
             number,
+            layout,
             ram: &source.ram,
             log: source.log.as_ref(),
             writer,
@@ -61,7 +69,10 @@ impl<'a> Channel<'a> {
             scan: zero_scan(layout, config),
             filling: Batch::new(layout),
             scanned: Batch::new(layout),
-            packer: Packer::new(layout),
+            verdicts: Vec::with_capacity(pages),
+            normal: Vec::with_capacity(pages),
+            zero: Vec::with_capacity(pages),
+            header: RamHeader::new(layout),
         }
     }
 
@@ -104,7 +115,7 @@ impl<'a> Channel<'a> {
             };
             self.filling.offsets.push(offset as u64);
             self.filling.slices.push(slice);
-            if self.filling.is_full(self.packer.layout) {
+            if self.filling.slices.len() == self.layout.page_count() {
                 self.turn_over()?;
             }
         }
@@ -126,25 +137,43 @@ impl<'a> Channel<'a> {
     }
 
     fn send_scanned(&mut self) -> Result<(), SourceError> {
-        let batch = &mut self.scanned;
-        if batch.slices.is_empty() {
+        let (channel, pages) = (self.number, self.scanned.slices.len());
+        if pages == 0 {
             return Ok(());
         }
-        let channel = self.number;
-        let number = self.packets.fetch_add(1, Ordering::Relaxed);
-        let verdicts = self.packer.no_verdicts(batch.slices.len());
+        self.verdicts.clear();
+        self.verdicts.resize(pages, false);
         if let Some(scan) = &mut self.scan {
-            scan.finish(&batch.slices, verdicts)?;
+            scan.finish(&self.scanned.slices, &mut self.verdicts)?;
         }
-        let header = self
-            .packer
-            .pack(self.ram, batch, number)
+        self.pack()
             .map_err(|source| SourceError::Packet { channel, source })?;
         self.writer
-            .write_memory(header, &batch.slices)
+            .write_memory(&mut self.header, &self.scanned.slices)
             .map_err(|source| SourceError::Channel { channel, source })?;
-        batch.clear();
+        self.scanned.offsets.clear();
+        self.scanned.slices.clear();
         Ok(())
+    }
+
+    /// Makes the header of the scanned pages. Of their memory, only that of the normal pages is kept.
+    fn pack(&mut self) -> Result<(), PacketError> {
+        let batch = &mut self.scanned;
+        self.normal.clear();
+        self.zero.clear();
+        for (index, (offset, is_zero)) in batch.offsets.iter().zip(&self.verdicts).enumerate() {
+            if *is_zero {
+                self.zero.push(*offset);
+            } else {
+                batch.slices.swap(self.normal.len(), index);
+                self.normal.push(*offset);
+            }
+        }
+        batch.slices.truncate(self.normal.len());
+        self.header.clear();
+        self.header.block = self.ram.blocks()[batch.block].name();
+        self.header.packet_num = self.packets.fetch_add(1, Ordering::Relaxed);
+        self.header.set_pages(&self.normal, &self.zero, self.layout)
     }
 }
 
@@ -169,72 +198,5 @@ impl Batch<'_> {
             offsets: Vec::with_capacity(layout.page_count()),
             slices: Vec::with_capacity(layout.page_count()),
         }
-    }
-
-    fn is_full(&self, layout: Layout) -> bool {
-        self.slices.len() == layout.page_count()
-    }
-
-    fn clear(&mut self) {
-        self.offsets.clear();
-        self.slices.clear();
-    }
-}
-
-/// Makes packets of pages. Its vectors are as long as a packet from the beginning.
-struct Packer {
-    layout: Layout,
-    verdicts: Vec<bool>,
-    normal: Vec<u64>,
-    zero: Vec<u64>,
-    header: RamHeader,
-}
-
-impl Packer {
-    fn new(layout: Layout) -> Self {
-        let count = layout.page_count();
-        Self {
-            layout,
-            verdicts: Vec::with_capacity(count),
-            normal: Vec::with_capacity(count),
-            zero: Vec::with_capacity(count),
-            header: RamHeader::new(layout),
-        }
-    }
-
-    /// A buffer for the verdicts on the next `count` pages, all of them "not zero".
-    fn no_verdicts(&mut self, count: usize) -> &mut [bool] {
-        self.verdicts.clear();
-        self.verdicts.resize(count, false);
-        &mut self.verdicts
-    }
-
-    /// The header of the packet of `batch`, on which there are verdicts. The batch keeps the memory of the normal pages
-    /// only.
-    fn pack(
-        &mut self,
-        ram: &Ram,
-        batch: &mut Batch<'_>,
-        number: u64,
-    ) -> Result<&mut RamHeader, PacketError> {
-        self.normal.clear();
-        self.zero.clear();
-        let mut kept = 0;
-        for (index, offset) in batch.offsets.iter().enumerate() {
-            if self.verdicts[index] {
-                self.zero.push(*offset);
-            } else {
-                self.normal.push(*offset);
-                batch.slices.swap(kept, index);
-                kept += 1;
-            }
-        }
-        batch.slices.truncate(kept);
-        self.header.clear();
-        self.header.block = ram.blocks()[batch.block].name();
-        self.header.packet_num = number;
-        self.header
-            .set_pages(&self.normal, &self.zero, self.layout)?;
-        Ok(&mut self.header)
     }
 }
