@@ -471,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_written_down() {
+    fn journal_that_cannot_be_written() {
         // The guest has not been requested to run: it can be tried again.
         let told = [
             (not_persisted(), "send unclear"),

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_a_message_is_left_alone() {
+    fn bytes_behind_a_message_stay() {
         let mut lines = Lines::default();
         let mut bytes = encode(&SourceMessage::State { len: 5 }).unwrap();
         bytes.extend(b"st\nte");

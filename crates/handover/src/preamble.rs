@@ -68,7 +68,7 @@ mod tests {
         }
 
         #[test]
-        fn what_parses_is_what_was_sent(bytes: [u8; PREAMBLE_LEN]) {
+        fn parsed_preamble_is_the_one_sent(bytes: [u8; PREAMBLE_LEN]) {
             if let Some(preamble) = Preamble::parse(&bytes) {
                 prop_assert_eq!(preamble.to_bytes(), bytes);
             }

@@ -717,7 +717,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_in_doubt_but_a_commit() {
+    fn only_a_commit_puts_the_guest_in_doubt() {
         let over = |guest| SourceState::Over { guest, cause: None };
         for (state, guest) in [
             (

@@ -154,7 +154,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_built_parses_back(uuid: [u8; 16], channel in 0u8..254, more in 1usize..=64) {
+        fn built_header_parses_back(uuid: [u8; 16], channel in 0u8..254, more in 1usize..=64) {
             let channels = (usize::from(channel) + more).min(MAX_CHANNELS);
             let initial = Initial::new(uuid, channel, channels).unwrap();
             prop_assert_eq!(Initial::parse(&initial.to_bytes()), Ok(initial));

@@ -575,7 +575,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_built_parses_back(
+        fn built_header_parses_back(
             name in "[a-z0-9./-]{1,40}",
             normal in vec(0u64..1 << 40, 0..100),
             zero in vec(0u64..1 << 40, 0..28),

@@ -639,7 +639,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_has_no_place_for_the_image_is_refused() {
+    fn memory_too_small_for_the_image_is_refused() {
         let memory = Memory::new(Backing::Anonymous, PAGE).unwrap();
         let error = Config::new(Kind::Kvm, memory.clone()).check().unwrap_err();
         assert!(error.to_string().contains("working set"), "{error}");

@@ -23,7 +23,7 @@ use vm_memory::{MmapRegion, VolatileMemory};
 const MEMORY: u64 = 16 << 20;
 
 #[test]
-fn it_writes_in_its_pattern_and_verifies() {
+fn guest_writes_in_its_pattern_and_verifies() {
     for kind in kinds() {
         for pattern in [Pattern::Sequential, Pattern::Random] {
             for vcpus in [1, 2, 7] {
@@ -60,7 +60,7 @@ fn it_writes_in_its_pattern_and_verifies() {
 }
 
 #[test]
-fn it_writes_its_working_set_and_nothing_else() {
+fn guest_writes_only_its_working_set() {
     for kind in kinds() {
         // Across the border of the two blocks.
         let working_set = (4 << 20) - 3 * PAGE..(4 << 20) + 4 * PAGE;

@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_payload_is_told() {
+    fn malformed_payload_is_described() {
         let reason = |payload: &[u8]| match unpack(payload, 2 * PAGE_SIZE) {
             Err(DecodeError::Corrupt { reason, .. }) => reason,
             other => panic!("{other:?}"),

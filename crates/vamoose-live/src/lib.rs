@@ -14,7 +14,7 @@
 //! - [`SourceGuest`] and [`DestinationGuest`]: implemented by the VMM: pause, resume, save, load.
 //! - [`Source`] and [`Destination`]: one migration. [`Handle`] watches and cancels it, [`Status`] has the names of
 //!   QEMU's `query-migrate`.
-//! - [`Transport`] and [`Acceptor`]: how the two reach each other, over sessions or plain connections.
+//! - [`Transport`] and [`Acceptor`]: how both reach each other, over sessions or plain connections.
 //! - [`protocol`]: messages and connections. [`GuestLocation`]: where the guest is when something breaks.
 //!
 //! Items that a VMM needs from the crates below are re-exported: methods and engines ([`MethodChoice`], [`Engines`], [`Registry`],
@@ -25,13 +25,13 @@
 //!
 //! # Connections
 //! A migration goes over a session ([`Transport::Session`], [`Acceptor::Sessions`]): the two ends authenticate each other,
-//! by keys ([`Keys`]) or certificates ([`Certificates`]), all is encrypted and checked, and connections that are lost are made
-//! again, for [`SessionConfig::reconnect_timeout`]. Pages have a checksum of their own, from before they are encoded to after
+//! by keys ([`Keys`]) or certificates ([`Certificates`]), all data is encrypted and checked, and lost connections are re-established
+//! within [`SessionConfig::reconnect_timeout`]. Pages have a checksum of their own, from before they are encoded to after
 //! they are decoded. Plain sockets ([`Transport::Plain`], [`Acceptor::Plain`]) have none of this. They are for zero-copy send,
-//! which a session does not support: it has to resend exactly what it sent, and guest memory changes.
+//! which a session does not support: a session has to resend exactly the bytes that it sent, and guest memory changes.
 //!
 //! # Example
-//! A VMM whose guest is a counter in its memory, and whose device state is that counter's address. The source
+//! The guest of this VMM is a counter in memory, and its device state is the counter's address. The source
 //! and the destination would be two processes, on two hosts with a key each.
 //!
 //! ```

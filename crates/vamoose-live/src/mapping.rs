@@ -65,7 +65,7 @@ pub(crate) enum Anonymous {
     HugePages,
 }
 
-/// Whether `block` is private memory without a file. Independent of who fills it, and costs little.
+/// Whether `block` is private memory without a file. Does not depend on what fills it, and costs little.
 pub(crate) fn anonymous(block: &RamBlock) -> io::Result<Anonymous> {
     let mappings = Mappings::read("/proc/self/maps")?;
     let parts = mappings.of(&block.addresses()).unwrap_or_default();
@@ -101,7 +101,7 @@ type FileId = (u32, u32, u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Anonymous,
-    /// Of a file that belongs to the kernel's own tmpfs, under whatever name.
+    /// Of a file in the kernel's own tmpfs.
     SharedMemory,
     /// Of any other file.
     SharedFile,
@@ -136,7 +136,7 @@ impl Mappings {
                 if page_size != ram.page_size() as u64 {
                     return Err(io::Error::other("pages of another size"));
                 }
-                // The kernel registers a mapping for one userfaultfd only, so it refuses that of another one's.
+                // The kernel registers a mapping with one userfaultfd only, so it refuses a mapping that another one has.
                 let start = mapping.start.max(addresses.start);
                 let end = mapping.end.min(addresses.end);
                 let probe = start..end.min((start / PROBE + 1) * PROBE);
@@ -195,7 +195,7 @@ impl Mappings {
         }
     }
 
-    /// The mappings of `addresses`, if they are all of it.
+    /// The mappings of `addresses`, if they cover all of it.
     fn of(&self, addresses: &Range<usize>) -> Option<&[Mapping]> {
         let parts = self.0.get(self.within(addresses))?;
         let whole = parts.first()?.start <= addresses.start && parts.last()?.end >= addresses.end;
@@ -203,7 +203,7 @@ impl Mappings {
         (whole && joined).then_some(parts)
     }
 
-    /// Which of them have some of `addresses`.
+    /// Indices of the mappings that overlap `addresses`.
     fn within(&self, addresses: &Range<usize>) -> Range<usize> {
         let first = self
             .0
@@ -246,7 +246,7 @@ impl Mapping {
         })
     }
 
-    /// `names_file`: whether the VMM has named the file that is mapped here, and that is in tmpfs.
+    /// `names_file`: whether the VMM has named the file that is mapped here, and the file is in tmpfs.
     fn backing(&self, names_file: bool) -> Backing {
         let Details {
             page_size,
@@ -325,7 +325,7 @@ impl TmpfsFile {
         }))
     }
 
-    /// Whether `mapping` shows it, as a part of a block at `address`.
+    /// Whether `mapping` maps this file, as a part of a block at `address`.
     fn is_at(&self, mapping: &Mapping, address: usize) -> bool {
         let of_block = i128::from(self.start) - address as i128;
         let of_mapping = i128::from(mapping.offset) - mapping.start as i128;
@@ -479,7 +479,7 @@ e000-f000 rw-s 00000000 00:01 4714 [anon_shmem:guest]
     }
 
     #[test]
-    fn what_another_userfaultfd_fills_is_left_to_smaps() {
+    fn memory_of_another_userfaultfd_is_looked_up_in_smaps() {
         let opened = Userfaultfd::open().and_then(|userfaultfd| {
             userfaultfd.choose_async_write_protection()?;
             Procmap::open()?.page_size(MAPS.as_ptr().addr())?;

@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_nothing_is_known_of_is_present() {
+    fn unknown_memory_is_present() {
         let shared_without_a_file = MmapRegionBuilder::new(PAGES * page_size())
             .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
             .with_mmap_flags(libc::MAP_SHARED | libc::MAP_ANONYMOUS);
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_filled_when_it_is_touched_is_present() {
+    fn memory_filled_by_userfaultfd_is_present() {
         let opened = Userfaultfd::open().and_then(|userfaultfd| {
             userfaultfd.choose_async_write_protection()?;
             Ok(userfaultfd)
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_the_vmm_fills_when_it_is_touched_is_present() {
+    fn memory_filled_by_the_vmm_is_present() {
         struct Lazy(MmapRegion);
 
         impl Region for Lazy {

@@ -1,8 +1,8 @@
-//! Log lines lie in the span `migration` of their migration, whichever of its threads writes them.
+//! All threads of a migration log in its span `migration`.
 
 use tracing::Span;
 
-/// `run`, on another thread, within the span of this one.
+/// `run`, in the current span, for another thread.
 pub(crate) fn in_span<T>(run: impl FnOnce() -> T) -> impl FnOnce() -> T {
     let span = Span::current();
     move || span.in_scope(run)

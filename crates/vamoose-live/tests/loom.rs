@@ -54,7 +54,7 @@ impl Guest {
 }
 
 #[test]
-fn nothing_marked_is_lost_and_data_comes_with_its_mark() {
+fn no_mark_is_lost_and_data_is_visible_with_its_mark() {
     let ram = two_pages();
     loom::model(move || {
         let guest = Guest::new(&ram);

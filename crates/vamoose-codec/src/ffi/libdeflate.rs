@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_stops_where_the_stream_ends() {
+    fn inflate_stops_at_the_end_of_the_stream() {
         let mut inflate = Inflate::new(Method::Qpl).unwrap();
         let stored = [1, 3, 0, 0xfc, 0xff, b'a', b'b', b'c', 9, 9, 9];
         let mut out = [0; 8];

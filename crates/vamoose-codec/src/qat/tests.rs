@@ -66,7 +66,7 @@ fn packets_of_one_member_go_through_the_library() {
 }
 
 #[test]
-fn what_its_software_writes_otherwise_than_hardware_is_not_sent() {
+fn payload_of_the_librarys_software_is_not_sent() {
     // Levels 1 and 9 are in the header then, and a full packet is a single member.
     for (level, count) in [(1, MOST), (9, MOST), (6, 17), (6, 128)] {
         let Some(engines) = engines(level) else {

@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_header_is_named() {
+    fn malformed_header_is_described() {
         assert_eq!(
             Header::parse(b"\x1f\x8c\x08"),
             Err("a member begins as no gzip does")

@@ -195,7 +195,7 @@ proptest! {
 
     /// Any mixture of faults: with every packet checked, every packet is right.
     #[test]
-    fn whatever_it_does_every_packet_is_right(
+    fn every_packet_is_right_despite_faults(
         method in prop::sample::select(&METHODS[..]),
         refuse in 0..60_u32,
         fail in 0..30_u32,

@@ -196,7 +196,7 @@ fn a_full_packet_is_eight_members() {
 }
 
 #[test]
-fn what_cannot_be_compressed_is_stored() {
+fn incompressible_pages_are_stored() {
     let sent = pages::pages(Kind::Random, 1, FULL);
     for level in LEVELS {
         let payload = encode(level, &sent);

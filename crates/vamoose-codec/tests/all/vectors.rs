@@ -62,7 +62,7 @@ fn a_qat_is_spared_what_qatzips_software_has_written() {
 }
 
 #[test]
-fn what_we_encode_decodes_to_the_same_ram_by_stock_libraries() {
+fn stock_libraries_decode_our_payloads() {
     let image = read("ram.img");
     for (method, level) in [
         (Method::None, None),

@@ -369,7 +369,7 @@ mod tests {
 
     /// madvise succeeds on all of these, and on none of them does MADV_DONTNEED make zeros.
     #[test]
-    fn memory_that_keeps_its_content_when_it_is_given_back_becomes_zero() {
+    fn memory_that_cannot_be_given_back_becomes_zero() {
         let len = 2048 * PAGE;
         for ram in [
             test_ram::shared_anonymous(len),

@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_done_already_is_reported_once() {
+    fn finished_work_is_reported_once() {
         with_thread(|make_zero, ended| {
             ended.send(()).unwrap();
             let reports = Cell::new(0);

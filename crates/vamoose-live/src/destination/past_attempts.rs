@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_given_up_is_aborted_and_what_is_not_remembered_is_unknown() {
+    fn failed_attempts_are_aborted_and_forgotten_ones_unknown() {
         let incarnation = Incarnation([7; 16]);
         let mut past = PastAttempts::new(incarnation);
         for number in 0..=MAX {

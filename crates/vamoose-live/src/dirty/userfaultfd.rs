@@ -14,8 +14,8 @@
 //!   page without one, which takes 2 MiB of page tables per GiB, and a page without a mark was written.
 //!
 //! # Short calls
-//! While the kernel protects a range, it takes the range out of the tables of every KVM guest that maps it, and guests
-//! wait that touch any of it. So it is asked for a [part](STEP) at a time.
+//! While the kernel protects a range, it removes the range from the tables of every KVM guest that maps it, and a guest that touches
+//! the range waits. So each call protects only a [part](STEP).
 
 use std::{
     io,
@@ -50,8 +50,8 @@ use crate::{
 /// takes 2 MiB of page tables per GiB even where it was never touched.
 ///
 /// # Requirements
-/// Linux 6.7 with userfaultfd, and /proc. No privilege, whatever the value of `vm.unprivileged_userfaultfd`: the log asks for
-/// faults of user mode only, and the kernel's are resolved all the same, because no fault is ever delivered. No other
+/// Linux 6.7 with userfaultfd, and /proc. No privilege, with any value of `vm.unprivileged_userfaultfd`: the log asks for
+/// faults of user mode only, and the kernel's own faults are resolved all the same, because no fault is ever delivered. No other
 /// userfaultfd may be registered on the memory.
 #[derive(Debug)]
 pub struct UserfaultLog {
@@ -220,7 +220,7 @@ impl DirtyLog for UserfaultLog {
         let Some(running) = running.take() else {
             return Ok(());
         };
-        // Closing would do, were there no copy of the file descriptor in a child that has not called exec yet.
+        // Closing alone is not enough: a child that has not called exec yet has a copy of the file descriptor.
         let mut result = Ok(());
         for index in 0..running.blocks.len() {
             let ended = running.userfaultfd.unregister(self.addresses(index));
@@ -230,7 +230,7 @@ impl DirtyLog for UserfaultLog {
     }
 }
 
-/// Bytes of a call: whole huge pages, of whatever size.
+/// Bytes of a call: whole huge pages of every size.
 fn step(anonymous: Anonymous) -> usize {
     match anonymous {
         Anonymous::BasePages => STEP,

@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_given_up_at_the_timeout_unless_the_rest_fits() {
+    fn migration_fails_at_the_timeout_unless_the_rest_fits() {
         let mut policy = policy(|config| {
             config.timeout = Some(SECOND);
             config.auto_converge = Some(AutoConverge::default());

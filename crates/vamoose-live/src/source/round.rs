@@ -84,7 +84,7 @@ const WINDOWS: usize = 32;
 const WINDOW_BYTES: usize = 1 << 30;
 
 impl Round {
-    /// A round of `pages` of `ram`, for so many channels.
+    /// A round of `pages` of `ram` over `channels` channels.
     pub(super) fn new(number: u64, pages: Pages, ram: &Ram, channels: usize) -> Self {
         let most_pages = pages.count(ram) / (WINDOWS * channels.max(1));
         let most_words = WINDOW_BYTES / ram.page_size() / 64;
@@ -200,7 +200,7 @@ impl Pages {
         }
     }
 
-    /// The chunks of `block`, which has so many pages: their words, and how many pages there are to send.
+    /// The chunks of `block`, which has `pages` pages: the words of each, and the number of its pages to send.
     fn chunks(&self, block: usize, pages: usize) -> impl Iterator<Item = (Range<usize>, usize)> {
         let bitmap = match self {
             Self::Touched(_) => None,
@@ -218,8 +218,8 @@ impl Pages {
     }
 }
 
-/// Joins `chunks`, words and pages in them, to windows that neither begin nor end with an empty one. A window of more than one chunk
-/// has at most so many pages to send, and so many words.
+/// Joins chunks, given by their words and their number of pages to send, to windows that neither begin nor end with an empty chunk. A
+/// window of several chunks has at most `most_pages` pages to send, and at most `most_words` words.
 fn join(
     chunks: impl Iterator<Item = (Range<usize>, usize)>,
     most_pages: usize,

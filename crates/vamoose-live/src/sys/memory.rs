@@ -19,16 +19,15 @@ pub(crate) fn is_zero(page: &VolatileSlice<'_>) -> bool {
     })
 }
 
-/// A part of a page is compared with this.
+/// Compared with each part of a page.
 const ZEROS: [u8; 4096] = [0; 4096];
 
-/// How memory of some kind is given back so that it is certain to read as zeros: madvise(2) succeeds on nearly
-/// all kinds with nearly all advice, whatever becomes of the content.
+/// How memory of one kind is given back so that it certainly reads as zeros. madvise(2) succeeds for nearly every kind of memory
+/// and advice, but does not always discard the content.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Punch {
     advice: Advice,
-    /// What can be given back: so many bytes, at addresses that are multiples of them. Huge pages are at multiples
-    /// of their size in memory and in their file.
+    /// Size and alignment of the areas that can be given back. Huge pages are aligned to their size in memory and in their file.
     unit: usize,
 }
 

@@ -172,7 +172,7 @@ fn cancelled(shape: &Shape, when: When, rng: &mut Rng) {
 }
 
 #[test]
-fn it_is_too_late_when_the_destination_was_told_to_run_the_guest() {
+fn cancel_after_commit_is_too_late() {
     if nothing_to_migrate() {
         return;
     }

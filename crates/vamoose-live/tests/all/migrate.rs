@@ -208,7 +208,7 @@ fn there_and_back_again() {
 }
 
 #[test]
-fn memory_that_was_never_touched_is_not_sent() {
+fn untouched_memory_is_not_sent() {
     for rig in Rig::all() {
         for backing in [Backing::Anonymous, Backing::Memfd] {
             let _watchdog = Watchdog::new(format!("untouched memory with {rig:?}, {backing:?}"));
@@ -569,7 +569,7 @@ fn a_page_that_becomes_zero_after_it_was_sent_arrives_as_zeros() {
 
 /// As a balloon does: the VMM gives memory back, and marks it.
 #[test]
-fn memory_that_was_given_back_arrives_as_zeros() {
+fn discarded_memory_arrives_as_zeros() {
     for (backing, advice) in [
         (Backing::Anonymous, Advice::LinuxDontNeed),
         (Backing::Memfd, Advice::LinuxRemove),
@@ -586,7 +586,7 @@ fn memory_that_was_given_back_arrives_as_zeros() {
 
 /// Its pages look like ones that were never touched.
 #[test]
-fn memory_that_a_snapshot_fills_when_it_is_touched_arrives() {
+fn memory_filled_from_a_snapshot_arrives() {
     let _watchdog = Watchdog::new("restored from a snapshot".into());
     let ((_, here), (_, there)) = (Shape::default().memory(), Shape::default().memory());
     let snapshot = match Snapshot::of(&here) {

@@ -254,7 +254,7 @@ mod kvm {
     }
 
     #[test]
-    fn what_is_no_vm_is_refused() {
+    fn other_file_than_a_vm_is_refused() {
         let ram = anonymous(&[1]);
         let file = memfd_create("no VM", MemfdFlags::CLOEXEC).unwrap();
         let slot = KvmSlot {
@@ -346,7 +346,7 @@ fn a_transparent_huge_page_is_logged_by_its_pages() {
 }
 
 #[test]
-fn memory_that_was_never_touched_is_quiet_until_it_is_written() {
+fn untouched_memory_is_not_reported_until_written() {
     if userfaultfd_is_missing() {
         return;
     }
@@ -367,7 +367,7 @@ fn memory_that_was_never_touched_is_quiet_until_it_is_written() {
 }
 
 #[test]
-fn what_the_kernel_writes_for_the_process_is_found_by_userfaultfd() {
+fn userfaultfd_finds_writes_by_the_kernel() {
     if userfaultfd_is_missing() {
         return;
     }

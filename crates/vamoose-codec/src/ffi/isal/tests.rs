@@ -8,7 +8,7 @@ fn pages(len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn deflate_stays_within_whatever_room_it_has() {
+fn deflate_stays_within_its_room() {
     let pages = pages(3 * 4096);
     let mut enough = vec![0; 1 << 20];
     for level in [1, 2, 3].map(Level) {
@@ -33,7 +33,7 @@ fn holds(payload: &[u8], pages: &[u8]) -> bool {
 }
 
 #[test]
-fn nothing_of_the_callers_is_pointed_to_after_a_call() {
+fn no_pointer_to_the_caller_remains_after_a_call() {
     let pages = pages(200_000);
     let mut out = vec![0; 1 << 20];
     let mut deflate = Deflate::new(Level(1));
@@ -76,7 +76,7 @@ mod one_shot {
     use crate::ffi::libdeflate::{Inflate, Inflated};
 
     #[test]
-    fn it_stays_within_whatever_room_it_has() {
+    fn output_stays_within_its_room() {
         let text: Vec<u8> = (0..12_288_u32)
             .map(|at| (((at * at) >> 5) ^ (at >> 3)).to_le_bytes()[0])
             .collect();
@@ -122,7 +122,7 @@ mod one_shot {
     }
 
     #[test]
-    fn nothing_of_the_callers_is_pointed_to_after_a_call() {
+    fn no_pointer_to_the_caller_remains_after_a_call() {
         for input in [
             vec![7; 65_536],
             (0..65_536_u32).map(|at| (at % 251) as u8).collect(),

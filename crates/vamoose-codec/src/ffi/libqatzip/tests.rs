@@ -137,7 +137,7 @@ fn the_librarys_own_software_is_never_allowed() {
 }
 
 #[test]
-fn what_cannot_be_loaded_is_absent() {
+fn unloadable_library_is_absent() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join(NAME);
     let nonsense = folder.path().join("nonsense.so");
@@ -614,7 +614,7 @@ fn more_than_a_session_is_for_does_not_reach_the_library() {
 }
 
 #[test]
-fn what_the_library_does_to_the_bytes_is_not_looked_at() {
+fn session_does_not_check_the_bytes() {
     let Some(stand_in) = StandIn::new() else {
         return;
     };

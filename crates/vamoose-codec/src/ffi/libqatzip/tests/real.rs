@@ -122,7 +122,7 @@ fn decodes_to(payload: &[u8], pages: &[u8]) {
 }
 
 #[test]
-fn it_is_loaded_from_a_file_that_names_its_version_and_prints_nothing() {
+fn library_file_names_its_version_and_nothing_is_printed() {
     let Some(real) = Real::open() else {
         return;
     };
@@ -196,7 +196,7 @@ fn its_members_are_read_by_all_at_every_level() {
 }
 
 #[test]
-fn it_reads_what_this_program_writes() {
+fn library_reads_our_payloads() {
     let Some(real) = Real::open() else {
         return;
     };
@@ -218,7 +218,7 @@ fn it_reads_what_this_program_writes() {
 }
 
 #[test]
-fn what_cannot_be_compressed_stays_within_the_bound() {
+fn incompressible_pages_stay_within_the_bound() {
     let Some(real) = Real::open() else {
         return;
     };
