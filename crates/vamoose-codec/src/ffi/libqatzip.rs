@@ -252,28 +252,19 @@ pub(crate) enum Failure {
         /// Bytes that it may have made.
         allowed: RangeInclusive<u32>,
     },
-    /// The caller gave more than the session was opened for.
-    #[error("{len} bytes were given to a QAT session for {max}")]
-    Input {
-        /// Bytes given.
-        len: usize,
-        /// Most bytes that fit.
-        max: usize,
-    },
-    /// The caller's output is too small for the result.
-    #[error("a QAT session has {len} bytes for an output of {room}")]
-    OutputFull {
-        /// Bytes of the result.
-        len: usize,
-        /// Bytes that fit.
-        room: usize,
-    },
-    /// The caller used a session on another thread than the one that opened it.
-    #[error("a QAT session was used by a thread that did not open it")]
-    WrongThread,
-    /// An earlier call on this session failed.
-    #[error("a QAT session was used after a call on it had failed")]
-    Spent,
+    /// The caller has not kept to the session's rules.
+    #[error("{0}")]
+    Misuse(&'static str),
+}
+
+impl Failure {
+    const INPUT: Self =
+        Self::Misuse("more bytes were given to a QAT session than it was opened for");
+    const OUTPUT_FULL: Self =
+        Self::Misuse("the output of a QAT session has no room for the result");
+    const WRONG_THREAD: Self =
+        Self::Misuse("a QAT session was used by a thread that did not open it");
+    const SPENT: Self = Self::Misuse("a QAT session was used after a call on it had failed");
 }
 
 /// What a library function returned, other than 0.
@@ -357,7 +348,7 @@ fn meaning(value: i64) -> Option<&'static str> {
 
 /// Access to the hardware for one thread: both directions, one packet at a time, without history.
 ///
-/// It may be moved to another thread, but cannot be used there: every call fails with [`Failure::WrongThread`]. If it is dropped
+/// It may be moved to another thread, but cannot be used there: every call fails with [`Failure::WRONG_THREAD`]. If it is dropped
 /// there, it leaks with its memory, since the library's functions that would free it must not be called there. After a
 /// `fork`, the child must not use it.
 pub(crate) struct Session {
@@ -434,13 +425,7 @@ impl Session {
             )
         };
         let made = self.checked_len("qzCompress", code, (taken, given), (made, 1..=room))?;
-        let most = out.len();
-        let Some(out) = out.get_mut(..made) else {
-            return Err(Failure::OutputFull {
-                len: made,
-                room: most,
-            });
-        };
+        let out = out.get_mut(..made).ok_or(Failure::OUTPUT_FULL)?;
         self.packed.copy_to(out)?;
         Ok(made)
     }
@@ -481,7 +466,7 @@ impl Session {
         self.handle.check()?;
         match self.state {
             State::Ready => Ok(()),
-            State::Spent | State::Lost => Err(Failure::Spent),
+            State::Spent | State::Lost => Err(Failure::SPENT),
         }
     }
 
@@ -584,7 +569,7 @@ impl Handle {
         if thread::current().id() == self.thread {
             Ok(())
         } else {
-            Err(Failure::WrongThread)
+            Err(Failure::WRONG_THREAD)
         }
     }
 }
@@ -637,13 +622,11 @@ impl Memory {
 
     /// `len`, if that many bytes fit.
     fn checked(&self, len: usize) -> Result<u32, Failure> {
-        match u32::try_from(len) {
-            Ok(len) if len <= self.len => Ok(len),
-            _ => Err(Failure::Input {
-                len,
-                max: self.len as usize,
-            }),
+        let len = size(len)?;
+        if len > self.len {
+            return Err(Failure::INPUT);
         }
+        Ok(len)
     }
 
     /// Puts `bytes` at the start, and returns how many there are.
@@ -699,10 +682,7 @@ fn succeeded(call: &'static str, code: c_int) -> Result<(), Absent> {
 
 /// A length as the library counts.
 fn size(len: usize) -> Result<u32, Failure> {
-    u32::try_from(len).map_err(|_| Failure::Input {
-        len,
-        max: u32::MAX as usize,
-    })
+    u32::try_from(len).map_err(|_| Failure::INPUT)
 }
 
 /// `QzLogLevel_T`: nothing is printed.

@@ -272,7 +272,7 @@ fn buffers_that_are_too_small_are_an_error_and_end_the_session() {
     assert_eq!(failure, Err(Failure::Code { call, code }));
     assert!(session.leaks());
     let spent = session.compress(&pages, &mut [0; 1 << 14]);
-    assert_eq!(spent, Err(Failure::Spent));
+    assert_eq!(spent, Err(Failure::SPENT));
 
     // No error to the library, which fills what there is.
     let mut session = open(&library, 1);
@@ -282,7 +282,7 @@ fn buffers_that_are_too_small_are_an_error_and_end_the_session() {
     let cut = matches!(failure, Err(Failure::Taken { claimed, given: all, .. }) if claimed < given && all == given);
     assert!(cut);
     let spent = decompress(&mut session, &payload, 4096);
-    assert_eq!(spent, Err(Failure::Spent));
+    assert_eq!(spent, Err(Failure::SPENT));
     assert!(!session.leaks());
 }
 
@@ -304,7 +304,7 @@ fn damaged_payloads_are_refused_and_end_the_session() {
         assert_eq!(failure, Err(DATA), "byte {at}");
         // The library would refuse everything from now on.
         let spent = decompress(&mut session, &good, pages.len());
-        assert_eq!(spent, Err(Failure::Spent), "byte {at}");
+        assert_eq!(spent, Err(Failure::SPENT), "byte {at}");
         assert!(!session.leaks());
     }
     let mut session = open(&library, 1);
