@@ -38,7 +38,7 @@ use std::{io, ops::Range};
 use thiserror::Error;
 
 pub use bitmap::Bitmap;
-pub(crate) use bitmap::{masks, ones, pages_in, set_pages};
+pub(crate) use bitmap::{count, masks, ones, pages_in, set_pages};
 pub(crate) use collect::collect;
 pub use kvm::{KvmDirtyLog, KvmSlot};
 pub use kvm_ring::{KvmDirtyRing, KvmRings};

@@ -32,7 +32,7 @@ use vamoose_link::{Conversation, ZeroCopyError, check_locked_memory, millis, ran
 
 use crate::{
     Bitmap, DirtyLog, GuestError, Handle, Ram, SourceError, SourceGuest, State, Status, chain,
-    dirty::collect,
+    dirty::{collect, count},
     mapping::backings,
     offload::Account,
     parallel,
@@ -231,7 +231,10 @@ impl<'a> Attempt<'a> {
             if self.send(link, pages, deadline)? == RoundEnd::TooLate {
                 return Err(self.timed_out());
             }
-            let dirty = self.collect(self.no_pages(), source.config.channels.into())?;
+            let dirty = self.collect(
+                Bitmap::for_blocks(&source.ram),
+                source.config.channels.into(),
+            )?;
             let left = count(&dirty);
             self.convergence.guest_dirtied(left, began.elapsed());
             let status = self.update_status(left);
@@ -326,12 +329,6 @@ impl<'a> Attempt<'a> {
         collect(source.log.as_ref(), &mut dirty, threads)?;
         source.shared.progress().status.ram.dirty_sync_count += 1;
         Ok(dirty)
-    }
-
-    fn no_pages(&self) -> Vec<Bitmap> {
-        let ram = &self.source.ram;
-        let blocks = 0..ram.blocks().len();
-        blocks.map(|block| Bitmap::new(ram.pages(block))).collect()
     }
 
     fn update_status(&self, dirty: usize) -> Status {
@@ -446,10 +443,6 @@ const IDLE_ROUND: Duration = Duration::from_millis(50);
 
 fn guest_error(what: &'static str, source: GuestError) -> SourceError {
     SourceError::Guest { what, source }
-}
-
-fn count(dirty: &[Bitmap]) -> usize {
-    dirty.iter().map(Bitmap::count).sum()
 }
 
 #[allow(

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use crate::Ram;
+
 /// The pages of one RAM block, a bit each; page 64·i + j is bit j of word i.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bitmap {
@@ -16,6 +18,12 @@ impl Bitmap {
             words: vec![0; pages.div_ceil(64)],
             pages,
         }
+    }
+
+    /// A bitmap for each block of `ram`, with no page set.
+    pub(crate) fn for_blocks(ram: &Ram) -> Vec<Self> {
+        let blocks = 0..ram.blocks().len();
+        blocks.map(|block| Self::new(ram.pages(block))).collect()
     }
 
     /// The words. Bits beyond the last page are never set.
@@ -71,6 +79,11 @@ impl Bitmap {
             *last &= u64::MAX >> (64 - used);
         }
     }
+}
+
+/// How many pages are set in all `bitmaps`.
+pub(crate) fn count(bitmaps: &[Bitmap]) -> usize {
+    bitmaps.iter().map(Bitmap::count).sum()
 }
 
 /// How many pages are set in `words`.

@@ -133,10 +133,9 @@ impl KvmDirtyRing {
         };
         let rings = vcpus.into_iter().map(|vcpu| ring(&vcpu));
         let rings = rings.collect::<Result<_, _>>();
-        let dirty = (0..ram.blocks().len()).map(|block| Bitmap::new(ram.pages(block)));
         let state = State {
             rings: rings.map_err(failed("mmap of a vCPU's dirty ring"))?,
-            dirty: dirty.collect(),
+            dirty: Bitmap::for_blocks(ram),
         };
         Ok(Self {
             slots,

@@ -17,26 +17,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// A dirty log that the VMM itself marks, from any thread at any time.
 #[derive(Debug)]
 pub struct SharedBitmap {
-    blocks: Vec<Pages>,
+    /// A bit for each page of each block, and the number of its pages.
+    blocks: Vec<(Box<[AtomicU64]>, usize)>,
     page_size: u64,
-}
-
-#[derive(Debug)]
-struct Pages {
-    words: Box<[AtomicU64]>,
-    count: usize,
 }
 
 impl SharedBitmap {
     /// A log for `ram`, with nothing marked.
     pub fn new(ram: &Ram) -> Self {
-        let pages = |index| {
-            let count = ram.pages(index);
-            let words = (0..count.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
-            Pages { words, count }
-        };
+        let blocks = (0..ram.blocks().len()).map(|index| {
+            let pages = ram.pages(index);
+            let words = (0..pages.div_ceil(64)).map(|_| AtomicU64::new(0));
+            (words.collect(), pages)
+        });
         Self {
-            blocks: (0..ram.blocks().len()).map(pages).collect(),
+            blocks: blocks.collect(),
             page_size: ram.page_size() as u64,
         }
     }
@@ -44,7 +39,7 @@ impl SharedBitmap {
     /// Marks the pages of `block` that the `len` bytes at `offset` lie in. To be called **after** they were
     /// written. Neither blocks nor allocates; bytes outside of the block are ignored.
     pub fn mark(&self, block: usize, offset: u64, len: u64) {
-        let Some(pages) = self.blocks.get(block) else {
+        let Some((words, pages)) = self.blocks.get(block) else {
             return;
         };
         if len == 0 {
@@ -54,27 +49,19 @@ impl SharedBitmap {
         let first = page(offset);
         let end = page(offset.saturating_add(len - 1))
             .saturating_add(1)
-            .min(pages.count);
+            .min(*pages);
         for (word, mask) in masks(first..end) {
             // Release: the thread that takes the bit sees the bytes written before. Needed even if the bit is set already, as
             // that was for an earlier write.
-            pages.words[word].fetch_or(mask, Ordering::Release);
+            words[word].fetch_or(mask, Ordering::Release);
         }
-    }
-
-    fn pages(&self, block: usize) -> &[AtomicU64] {
-        self.blocks
-            .get(block)
-            .map_or(&[][..], |pages| &pages.words[..])
     }
 }
 
 impl DirtyLog for SharedBitmap {
     fn start(&self) -> Result<(), DirtyLogError> {
-        for block in 0..self.blocks.len() {
-            self.pages(block).iter().for_each(|word| {
-                take(word);
-            });
+        for word in self.blocks.iter().flat_map(|(words, _)| words) {
+            take(word);
         }
         Ok(())
     }
@@ -89,7 +76,8 @@ impl DirtyLog for SharedBitmap {
         first_page: usize,
         dirty: &mut [u64],
     ) -> Result<(), DirtyLogError> {
-        let words = self.pages(block).iter().skip(first_page / 64);
+        let words = self.blocks.get(block).into_iter();
+        let words = words.flat_map(|(words, _)| words).skip(first_page / 64);
         for (dirty, word) in dirty.iter_mut().zip(words) {
             let taken = take(word);
             if taken != 0 {

@@ -22,7 +22,7 @@ use std::{
 
 use crate::{
     Bitmap, DirtyLog, DirtyLogError, Ram,
-    dirty::{ones, pages_in},
+    dirty::{count, ones, pages_in},
     present::Touched,
 };
 
@@ -196,7 +196,7 @@ impl Pages {
     pub(super) fn count(&self, ram: &Ram) -> usize {
         match self {
             Self::Touched(_) => (0..ram.blocks().len()).map(|block| ram.pages(block)).sum(),
-            Self::Written(dirty) | Self::Last(dirty) => dirty.iter().map(Bitmap::count).sum(),
+            Self::Written(dirty) | Self::Last(dirty) => count(dirty),
         }
     }
 
