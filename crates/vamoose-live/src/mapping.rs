@@ -182,16 +182,12 @@ impl Mappings {
         let file = block.file().and_then(|file| TmpfsFile::of(file).ok()?);
         let mappings = self.of(&block.addresses()).unwrap_or_default();
         let mut backings = mappings.iter().map(|mapping| {
-            let names_file = file
-                .as_ref()
-                .is_some_and(|file| file.is_at(mapping, block.address()));
-            mapping.backing(names_file)
+            let is_at = |file: &TmpfsFile| file.is_at(mapping, block.address());
+            mapping.backing(file.as_ref().is_some_and(is_at))
         });
-        let first = backings.next().unwrap_or(Backing::Other);
-        if backings.all(|backing| backing == first) {
-            first
-        } else {
-            Backing::Other
+        match backings.next() {
+            Some(first) if backings.all(|backing| backing == first) => first,
+            _ => Backing::Other,
         }
     }
 

@@ -166,7 +166,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         let mut receiving = Receiving::new(channels);
         loop {
             let arrived = receiving.connected();
-            let Some(event) = self.inbox.next(attempt.id, arrived.and(connected_by))? else {
+            let Some(event) = self.inbox.next(attempt.id, arrived.and(connected_by)) else {
                 return Err(DestinationError::Channels {
                     arrived: arrived.unwrap_or_default(),
                     channels: channels.into(),
@@ -211,7 +211,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         let timeout = attempt.settle_time();
         let deadline = Instant::now() + timeout;
         loop {
-            match self.inbox.next(attempt.id, Some(deadline))? {
+            match self.inbox.next(attempt.id, Some(deadline)) {
                 Some(Event::Message(_, commit @ SourceMessage::Commit { .. })) => {
                     return Ok(commit);
                 }
@@ -251,7 +251,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
             }
         );
         let deadline = Instant::now() + REASON_TIMEOUT;
-        while cut_short && let Ok(Some(event)) = self.inbox.next(attempt.id, Some(deadline)) {
+        while cut_short && let Some(event) = self.inbox.next(attempt.id, Some(deadline)) {
             match event {
                 Event::Message(_, SourceMessage::Abort { cause }) => {
                     return DestinationError::Aborted { cause };
@@ -274,7 +274,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         self.report(attempt, guest, DestinationEvent::Message(commit));
         let total_time = attempt.start.elapsed();
         while !attempt.done.settled
-            && let Ok(Some(event)) = self.inbox.next(attempt.id, Some(deadline))
+            && let Some(event) = self.inbox.next(attempt.id, Some(deadline))
         {
             match event {
                 Event::Message(_, message) => {

@@ -2,8 +2,7 @@
 
 use std::{
     collections::HashMap,
-    io,
-    sync::mpsc::{Receiver, RecvTimeoutError},
+    sync::mpsc::Receiver,
     time::{Duration, Instant},
 };
 
@@ -40,7 +39,7 @@ impl<'env> Inbox<'env> {
     /// When the VMM has cancelled.
     pub(super) fn wait_for_source(&mut self) -> Result<(AttemptId, Prepare), DestinationError> {
         loop {
-            match self.wait(None)? {
+            match self.wait(None) {
                 Some(Event::Connected {
                     number,
                     attempt,
@@ -65,13 +64,9 @@ impl<'env> Inbox<'env> {
     }
 
     /// The next event of `current`; `None` when `deadline` has passed.
-    pub(super) fn next(
-        &mut self,
-        current: AttemptId,
-        deadline: Option<Instant>,
-    ) -> Result<Option<Event>, DestinationError> {
+    pub(super) fn next(&mut self, current: AttemptId, deadline: Option<Instant>) -> Option<Event> {
         loop {
-            match self.wait(deadline)? {
+            match self.wait(deadline) {
                 Some(Event::Connected {
                     number,
                     attempt,
@@ -82,7 +77,7 @@ impl<'env> Inbox<'env> {
                         self.answer(attempt, message, &connection.stream);
                     } else if self.is_of_source(&connection) {
                         self.controls.insert(number, connection);
-                        return Ok(Some(Event::Message(number, message)));
+                        return Some(Event::Message(number, message));
                     } else {
                         warn!("refusing another peer than the source of attempt {current}");
                         connection.stream.shut_down();
@@ -98,7 +93,7 @@ impl<'env> Inbox<'env> {
                     | Event::State(number, _)
                     | Event::Disconnected(number, _),
                 ) if !self.controls.contains_key(&number) => {}
-                event => return Ok(event),
+                event => return event,
             }
         }
     }
@@ -157,14 +152,9 @@ impl<'env> Inbox<'env> {
         stream.shut_down();
     }
 
-    /// The next event of any attempt; `None` when `deadline` has passed.
-    fn wait(&self, deadline: Option<Instant>) -> Result<Option<Event>, DestinationError> {
-        match receive_until(&self.events, deadline) {
-            Ok(event) => Ok(Some(event)),
-            Err(RecvTimeoutError::Timeout) => Ok(None),
-            Err(RecvTimeoutError::Disconnected) => {
-                Err(io::Error::from(io::ErrorKind::BrokenPipe).into())
-            }
-        }
+    /// The next event of any attempt; `None` when `deadline` has passed. The coordinator itself has a sender, so the channel is
+    /// never disconnected.
+    fn wait(&self, deadline: Option<Instant>) -> Option<Event> {
+        receive_until(&self.events, deadline).ok()
     }
 }

@@ -1,6 +1,6 @@
 //! A source's connections to its destination: over a session, or plain.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{io, time::Duration};
 
 use vamoose_link::{Address, Remote, Session, Socket, Stream, dial};
 
@@ -72,17 +72,10 @@ impl Redialer {
 }
 
 /// The address of `destination` that `socket` is connected to.
-fn peer_address(socket: &Socket, destination: &Address) -> std::io::Result<Address> {
+fn peer_address(socket: &Socket, destination: &Address) -> io::Result<Address> {
     let Socket::Tcp(stream) = socket else {
         return Ok(destination.clone());
     };
     let peer = stream.peer_addr()?;
-    let host = match peer {
-        SocketAddr::V6(peer) if peer.scope_id() != 0 => {
-            format!("{}%{}", peer.ip(), peer.scope_id())
-        }
-        peer => peer.ip().to_string(),
-    };
-    let port = peer.port();
-    Ok(Address::Tcp { host, port })
+    format!("tcp:{peer}").parse().map_err(io::Error::other)
 }
