@@ -22,7 +22,7 @@ pub struct Preamble {
 pub enum ConnectionKind {
     /// The conversation of this crate, in lines of JSON.
     Control,
-    /// Memory, in whatever format the engine uses.
+    /// Memory, in the format of the engine.
     Data,
 }
 

@@ -70,8 +70,8 @@ impl SourceState {
         }
     }
 
-    /// Whether `aborted` from this destination proves that the guest has never run there. After a `commit`, only the destination that
-    /// accepted the attempt can prove it.
+    /// Whether `aborted` from this destination proves that the guest has never run there. After a `commit`, only the destination
+    /// that accepted the attempt can prove it.
     pub fn accepts_abort_of(&self, from: Incarnation) -> bool {
         match self {
             Self::Moving { incarnation: None } | Self::Returning { .. } => true,
@@ -144,8 +144,8 @@ pub enum SourceEvent {
         /// How it was before.
         last: LastSeen,
     },
-    /// After [`SourceAction::Resume`] the guest is here as before: running if it ran. Or the guest is found running here
-    /// without that.
+    /// After [`SourceAction::Resume`], the guest is here as before: running if it ran. Also reported for a guest that was found
+    /// running here without this action.
     Resumed,
     /// The guest could not be resumed, or this is not known.
     NotResumed { reason: String },

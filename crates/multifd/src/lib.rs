@@ -15,7 +15,7 @@
 //! Read 12 bytes, let [`Prelude::parse`] decide, read the rest of that header, parse it with
 //! [`RamHeader::parse`] or [`DeviceStateHeader::parse`], then read the payload whose checked length
 //! the header gives. All integers are big endian. Every length and count is checked against a
-//! [`Layout`] before anybody can allocate or index by it, and no input makes this crate panic.
+//! [`Layout`] before it is used as a length or an index, and no input makes this crate panic.
 //!
 //! The facts come from experiments with stock QEMU 7.2 and 10.0; the recorded streams in this
 //! crate's `tests/` hold it to them.

@@ -1,4 +1,4 @@
-//! RAM packets: which pages of which RAM block, how encoded, and whether a SYNC.
+//! RAM packets: the pages of a RAM block, their encoding, and whether the packet is a SYNC.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! Hardware with a software fallback: whatever the device does, every packet is processed.
+//! Hardware with a software fallback, so that every packet is processed even if the device fails.
 //!
 //! ```text
 //!            device ──ok──> shape right? ──yes──> check due? ──no──> out

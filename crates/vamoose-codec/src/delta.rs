@@ -20,7 +20,7 @@ use multifd::Method;
 
 use crate::DecodeError;
 
-/// What a packet's page is.
+/// The form of a page in a packet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mark {
     /// No version of the page is used or kept.
@@ -51,7 +51,7 @@ pub const fn table_len(pages: usize) -> usize {
     HEAD + pages * MARK
 }
 
-/// Writes the table to the beginning of `out`, which is at least [as long](table_len). `method` is that of the pages.
+/// Writes the table to the beginning of `out`, which has at least [`table_len`] bytes. `method` encodes the pages.
 ///
 /// # Errors
 /// When the pages cannot be encoded by this method here.

@@ -18,7 +18,7 @@
 //!   is sent with each page, 60 to 110 bytes. That costs a wait of microseconds per packet and the construction of the code.
 //!   A page that does not become shorter is sent as it is.
 //!
-//! Pages that software compresses are compressed by qpl's engine for the same level.
+//! For pages that a device does not compress, qpl's software engine of the same level does.
 //!
 //! docs/engines.md has the figures, measured with the **model** of an IAA (`bench/benches/iaa.rs`). At level 0 the device takes
 //! most of the time. At level 1 it is the construction of the code, about 150 µs a packet.

@@ -6,8 +6,8 @@
 //!                                           the page size, the page as it is
 //! ```
 //!
-//! IAA's window is 4 KiB. Within a page of 4096 bytes no distance is longer, whatever encodes it. Larger pages could have longer
-//! distances, so this method does not encode them. It decodes larger pages of peers without that limit.
+//! IAA's window is 4 KiB. Within a page of 4096 bytes, no distance is longer. Larger pages could have longer distances, so this
+//! method does not encode them. It decodes larger pages, whose peers do not have that limit.
 //!
 //! # Engines
 //! Level 0 is for links that are faster than processors: ISA-L's level 0, one pass over each page, with the fixed Huffman code

@@ -243,7 +243,7 @@ impl Registry {
         })
     }
 
-    /// Checks the hardware that `accel` names. Method none is no contradiction: the hardware may decode what is received.
+    /// Checks the hardware that `accel` names. Method none is allowed: the hardware may decode received packets.
     fn check_named(&self, accel: Accel, method: Method) -> Result<(), SettingsError> {
         let mut hardware = self.hardware.iter();
         let Some(hardware) = hardware.find(|hardware| hardware.named_by == Some(accel)) else {
@@ -294,7 +294,7 @@ impl Engines {
         }
     }
 
-    /// Method and level of what is encoded.
+    /// Method and level of the encoder.
     pub fn settings(&self) -> &Settings {
         &self.settings
     }

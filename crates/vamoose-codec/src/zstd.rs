@@ -95,7 +95,7 @@ const MAX_TABLE_LOG: u32 = MAX_ENCODER_WINDOW_LOG + 1;
 const LAST_LEVEL_WITH_SMALL_TABLES: i32 = 9;
 
 /// Log of the largest window that a peer may ask us to keep: 128 MiB, the limit of stock QEMU, so
-/// that whatever goes to a QEMU directly also goes through us.
+/// that every stream that a QEMU accepts is accepted here, too.
 const MAX_DECODER_WINDOW_LOG: u32 = 27;
 
 fn parameters(level: i32) -> frame::Parameters {

@@ -46,8 +46,8 @@ fn receive_guest(order: &Order) -> Result<()> {
     let guest = Guest::incoming(&order.shape.config(memory))?;
     let engines = order.hardware.engines(Settings::default())?;
     let mut config = DestinationConfig::new(engines);
-    // The memory has just been mapped. A KVM guest's image is already in it, but the source has the same image in the same place, so
-    // that none of its pages is ever sent as zeros.
+    // The memory has just been mapped. A KVM guest's image is already in it, but the source has the same image in the same place,
+    // so that none of its pages is ever sent as zeros.
     config.memory_is_zero = true;
     config.copy = order.dsa.page_copy(&order.hardware)?;
     let (acceptor, address) = order.link.listen(&order.listen, config.stall_timeout)?;

@@ -153,8 +153,8 @@ impl Destination {
     /// and keep the process until it returns.
     ///
     /// # Errors
-    /// After any error the guest has never run here, and the source knows or will find out. Guest memory may
-    /// hold anything. `run` may be called again for another attempt, but not after a guest has arrived.
+    /// After any error, the guest has never run here, and the source knows that or will find out. The content of guest memory is
+    /// undefined. `run` may be called again for another attempt, but not after a guest has arrived.
     pub fn run(&mut self, guest: &mut dyn DestinationGuest) -> Result<Arrival, DestinationError> {
         if self.arrived {
             return Err(DestinationError::AlreadyArrived);

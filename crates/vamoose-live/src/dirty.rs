@@ -14,16 +14,16 @@
 //! - Only the migration watches and clears, only between [`start`](DirtyLog::start) and [`stop`](DirtyLog::stop), and a page
 //!   only **before** it reads the page. A write in between is then part of the data that was read, or is logged again. A bit
 //!   cleared after reading would lose the write.
-//! - A log may clear in [`collect`](DirtyLog::collect) already, if its mechanism reads and clears at once. Only the caller knows
-//!   the returned pages then.
+//! - A log may already clear in [`collect`](DirtyLog::collect), if its mechanism reads and clears at once. Then only the caller has
+//!   the returned pages.
 //! - Large memory is watched and cleared in windows of up to 1 GiB, by several threads at once, while the guest runs and other
-//!   windows are read. So `start` should be short, and leave to `watch` what takes a time for each page.
+//!   windows are read. So `start` should be short. Work whose time grows with the number of pages belongs in `watch`.
 //! - A component whose writes a log does not see (device emulation with KVM's log, a vhost-user process
 //!   with this process's page tables) has to mark the page in a log of its own **after** the write;
 //!   [`Merged`] makes one log of several.
-//! - A failed migration leaves nothing behind. `stop` ends logging, and bits that were collected or cleared before have no
-//!   meaning any more. The next attempt begins with `start` and sends every page, because its destination has none. So no
-//!   failure can lose a page.
+//! - A failed migration leaves nothing behind. `stop` ends logging, and bits that were collected or cleared before have lost their
+//!   meaning. The next attempt begins with `start` and sends every page, because its destination has none. So no failure can lose
+//!   a page.
 
 mod bitmap;
 mod collect;
@@ -56,9 +56,9 @@ pub trait DirtyLog: Send + Sync {
     /// When the mechanism cannot be set up.
     fn start(&self) -> Result<(), DirtyLogError>;
 
-    /// From here on, writes to `pages` of `block` are recorded. Earlier writes need not be. The first page is a multiple of 64, and
-    /// so is the end, unless it is the end of the block. Called once for each page after
-    /// `start`, before the page is read, and before the first [`collect`](DirtyLog::collect).
+    /// From here on, writes to `pages` of `block` are recorded. Earlier writes need not be recorded. The first page is a multiple
+    /// of 64, and so is the end, unless it is the end of the block. Called once for each page after `start`, before the page is
+    /// read, and before the first [`collect`](DirtyLog::collect).
     ///
     /// # Errors
     /// When the mechanism fails. The migration has to end.
@@ -96,7 +96,7 @@ pub trait DirtyLog: Send + Sync {
         Ok(())
     }
 
-    /// Ends logging, after any of the above has failed too. Writes cost nothing any more.
+    /// Ends logging, also after any of the above has failed. Writes no longer cost anything.
     ///
     /// # Errors
     /// When the mechanism cannot be taken down.

@@ -114,8 +114,7 @@ impl SourceError {
     }
 }
 
-/// A destination that did not receive a guest. Its memory may hold anything; it can be used for another
-/// attempt.
+/// A destination that did not receive a guest. The content of its memory is undefined; it can be used for another attempt.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]

@@ -25,10 +25,10 @@
 //!
 //! # Connections
 //! A migration goes over a session ([`Transport::Session`], [`Acceptor::Sessions`]): the two ends authenticate each other,
-//! by keys ([`Keys`]) or certificates ([`Certificates`]), all data is encrypted and checked, and lost connections are re-established
-//! within [`SessionConfig::reconnect_timeout`]. Pages have a checksum of their own, from before they are encoded to after
-//! they are decoded. Plain sockets ([`Transport::Plain`], [`Acceptor::Plain`]) have none of this. They are for zero-copy send,
-//! which a session does not support: a session has to resend exactly the bytes that it sent, and guest memory changes.
+//! by keys ([`Keys`]) or certificates ([`Certificates`]), all data is encrypted and checked, and lost connections are
+//! re-established within [`SessionConfig::reconnect_timeout`]. Pages have a checksum of their own, from before they are encoded to
+//! after they are decoded. Plain sockets ([`Transport::Plain`], [`Acceptor::Plain`]) have none of this. They are for zero-copy
+//! send, which a session does not support: a session has to resend exactly the bytes that it sent, and guest memory changes.
 //!
 //! # Example
 //! The guest of this VMM is a counter in memory, and its device state is the counter's address. The source

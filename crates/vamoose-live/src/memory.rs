@@ -18,8 +18,8 @@ pub trait Region: Send + Sync {
     /// private memory. The file of a shared mapping shows which parts were never written.
     fn file(&self) -> Option<&FileOffset>;
 
-    /// Whether a page that was never touched can get something other than zeros when it is touched, as in
-    /// a guest that is restored from a snapshot page by page. Such memory is read and sent as a whole.
+    /// Whether an untouched page may get other content than zeros when it is touched, as in a guest that is restored from a
+    /// snapshot page by page. Such memory is read and sent as a whole.
     ///
     /// Memory that a userfaultfd fills (missing or minor mode) is recognised without this. This is for VMMs that fill memory in
     /// another way, or begin to do so while a migration runs.

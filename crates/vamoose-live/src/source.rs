@@ -98,8 +98,8 @@ impl Source {
     ///
     /// # Errors
     /// Zero-copy send over a session is refused: see [`SourceConfig::zero_copy`].
-    /// [`SourceError::guest`] returns where the guest is after an error: here, running as before, with
-    /// very few exceptions. Another migration may be tried at once.
+    /// [`SourceError::guest`] returns where the guest is after an error: with few exceptions here, running as before. Another
+    /// migration may be tried at once.
     pub fn run(
         self,
         destination: &Transport,

@@ -10,9 +10,8 @@
 //! 3. **Counters are differences.** `total_in` and `total_out` are 32 bits wide and wrap at 4 GiB,
 //!    which ISA-L allows for (it only subtracts them); we never read them.
 //!
-//! The same input may be encoded in different bytes: at the start of a stream ISA-L's assembly hashes the third
-//! position of what a register happens to hold (`write_first_byte`; e.g. the state's address), and so may miss a
-//! match there. The output is correct in any case.
+//! The same input may be encoded differently each time: at the start of a stream, ISA-L's assembly hashes whatever value a
+//! register holds (`write_first_byte`; e.g. the state's address), and may miss a match there. The output is correct in any case.
 
 use std::{alloc, ptr, ptr::NonNull};
 

@@ -204,7 +204,7 @@ impl DirtyLog for KvmDirtyRing {
         Ok(())
     }
 
-    /// Also empties the rings, so that no vCPU waits for a harvest.
+    /// Also empties the rings, so that no vCPU is left waiting for a harvest.
     fn stop(&self) -> Result<(), DirtyLogError> {
         let switched = self.slots.set_logging(false);
         let mut state = lock(&self.state);

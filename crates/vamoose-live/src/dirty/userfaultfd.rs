@@ -14,8 +14,8 @@
 //!   page without one, which takes 2 MiB of page tables per GiB, and a page without a mark was written.
 //!
 //! # Short calls
-//! While the kernel protects a range, it removes the range from the tables of every KVM guest that maps it, and a guest that touches
-//! the range waits. So each call protects only a [part](STEP).
+//! While the kernel protects a range, it removes the range from the tables of every KVM guest that maps it, and a guest that
+//! touches the range waits. So each call protects only a [part](STEP).
 
 use std::{
     io,

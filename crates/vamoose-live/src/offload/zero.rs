@@ -1,4 +1,4 @@
-//! Which pages of guest memory are all zeros: those need no payload, only their offset.
+//! Finds the pages of guest memory that are zero, of which only the offset is sent.
 
 use std::{collections::VecDeque, num::NonZeroU32, sync::Arc};
 

@@ -218,8 +218,8 @@ impl Pages {
     }
 }
 
-/// Joins chunks, given by their words and their number of pages to send, to windows that neither begin nor end with an empty chunk. A
-/// window of several chunks has at most `most_pages` pages to send, and at most `most_words` words.
+/// Joins chunks, given by their words and their number of pages to send, to windows that neither begin nor end with an empty
+/// chunk. A window of several chunks has at most `most_pages` pages to send, and at most `most_words` words.
 fn join(
     chunks: impl Iterator<Item = (Range<usize>, usize)>,
     most_pages: usize,
