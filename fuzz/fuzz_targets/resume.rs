@@ -202,7 +202,7 @@ fn connect(ends: &mut [End; 2], now: Instant) {
     }
     for at in 0..2 {
         let (near, far) = pair(ends, at);
-        let accepted = near.state.accepts(far.state.received());
+        let accepted = near.state.on_resume_offset(far.state.received());
         accepted.expect("a right peer has what it says");
         near.connection = near.state.on_connection();
         near.state.end_attach();

@@ -3,9 +3,12 @@
 //! ```text
 //!            Stopped (GuestDied while stopped)                running
 //!  Moving ─────────────────────────────> Committing ────────────────> Over(Destination)
-//!    │ Failed, Cancelled                     │ │ └── ended, moved-on ──> Over(Lost), Over(MovedOn)
-//!    │                                       │ └── aborted ─> Returning ── Resumed ─> Over(Source)
-//!    └─> Returning, or Over(Lost)            └─ anything else: still Committing, decided InDoubt
+//!    │                                       │ │ └── ended, moved-on ──> Over(Lost), Over(MovedOn)
+//!    │ Failed, GaveUp, NotPersisted,         │ └── aborted, NotPersisted, ─> Returning ── Resumed ─> Over(Source)
+//!    │ aborted, refused                      │     Refused if direct
+//!    ├─────────────> Returning               └─ no proof: still Committing; this run may end InDoubt
+//!    │ GuestDied, FoundSent
+//!    └─────────────> Over(Lost), Over(Gone)
 //! ```
 //!
 //! Only a sent `commit` is evidence that the guest may be elsewhere: see [`SourceState::guest`]. Only Committing is in doubt.
@@ -35,12 +38,12 @@ pub struct Source {
 pub enum SourceState {
     /// The guest belongs to the source.
     Moving {
-        /// The destination that has accepted the attempt.
+        /// Of the destination that has accepted the attempt; `None` until one has.
         incarnation: Option<Incarnation>,
     },
     /// `commit` has been sent, or is about to be.
     Committing {
-        /// The destination that has accepted the attempt.
+        /// Of the destination that has accepted the attempt.
         incarnation: Option<Incarnation>,
         /// The source's VMM has ended: the guest cannot resume here.
         guest_died: bool,
@@ -70,8 +73,8 @@ impl SourceState {
         }
     }
 
-    /// Whether `aborted` from this destination proves that the guest has never run there. After a `commit`, only the destination
-    /// that accepted the attempt can prove it.
+    /// Whether `aborted` from this destination proves that the guest has never run there. Once a destination has accepted the
+    /// attempt, only that one can prove it.
     pub fn accepts_abort_of(&self, from: Incarnation) -> bool {
         match self {
             Self::Moving { incarnation: None } | Self::Returning { .. } => true,
@@ -100,7 +103,7 @@ pub enum LastSeen {
     /// The guest was stopped, for the switchover or by its owner, and had not run since the
     /// migration began to send it. If the destination's copy is complete, that copy is the guest.
     Stopped,
-    /// No process has followed it.
+    /// No source process was following the guest when its VMM ended.
     Unknown,
 }
 
@@ -112,11 +115,10 @@ pub enum SourceEvent {
     Message(DestinationMessage),
     /// A connection has been opened, after [`SourceAction::Dial`].
     Connected,
-    /// The connection has ended. `complete`: closed by the destination's system behind all that the destination
-    /// had sent, so that nothing can have been lost. Ended without notice, out of order or by the source itself
-    /// otherwise.
+    /// The connection has ended.
     Closed {
-        /// See above.
+        /// The destination's system closed the connection after everything that the destination had sent, so nothing was lost.
+        /// Otherwise the connection broke off, was closed out of order, or was closed by the source.
         complete: bool,
     },
     /// The destination's address refuses connections.
@@ -144,8 +146,8 @@ pub enum SourceEvent {
         /// How it was before.
         last: LastSeen,
     },
-    /// After [`SourceAction::Resume`], the guest is here as before: running if it ran. Also reported for a guest that was found
-    /// running here without this action.
+    /// After [`SourceAction::Resume`]: the guest is here, running if it was to run. Also reported when the guest is found running
+    /// here without a `Resume`.
     Resumed,
     /// The guest could not be resumed, or this is not known.
     NotResumed { reason: String },
@@ -163,12 +165,12 @@ pub enum SourceAction {
     /// Send this on the open connection. Success proves nothing. Without a connection, report an incomplete
     /// [`SourceEvent::Closed`].
     Send(SourceMessage),
-    /// Open a new connection of this attempt, after a while, and report it.
+    /// After a pause, open a new connection of this attempt; report [`SourceEvent::Connected`] or [`SourceEvent::Refused`].
     Dial,
     /// Give the guest back to its owner here, with everything that belongs to it: running or paused, by
     /// [`Source::resume`]. Report the result.
     Resume,
-    /// This run is over. After [`GuestLocation::InDoubt`] another run may ask again.
+    /// This run is over. Unless the state is [`SourceState::Over`], another run may continue the attempt.
     Decide(Decision),
 }
 
@@ -189,7 +191,7 @@ impl Source {
             resume,
             direct: false,
             started: false,
-            // It is not known what the earlier process has sent.
+            // The destination may have sent messages to the earlier process that are not in the journal.
             message_lost: true,
             runs_here: false,
         }
@@ -239,7 +241,7 @@ impl Source {
             } => self.committing(event, incarnation, guest_died),
             SourceState::Returning { cause } => self.returning(event, cause),
             SourceState::Over { .. } => match event {
-                // The decision is final. The destination is not asked to forget it.
+                // The decision stands. Without a journal entry, `settled` must not be sent: the destination keeps its own.
                 SourceEvent::NotPersisted { .. } => self.decided(),
                 // Late answers.
                 _ => Vec::new(),
@@ -269,7 +271,7 @@ impl Source {
             }
             // `Stopped`: a person is mistaken, for the journal knows that no migration of this attempt had begun.
             SourceEvent::Stopped | SourceEvent::FoundSent if incarnation.is_none() => {
-                let cause = "the source's VMM has sent the guest, and not for this attempt, which had not begun to send";
+                let cause = "the source's VMM has sent the guest in another migration; this attempt had not begun to send";
                 self.over(GuestLocation::Gone, Some(cause.to_owned()), [])
             }
             SourceEvent::Stopped => self.commit(incarnation, false),
@@ -288,7 +290,7 @@ impl Source {
         match last {
             LastSeen::Stopped if incarnation.is_some() => self.commit(incarnation, true),
             LastSeen::Unknown if incarnation.is_some() => {
-                self.end_without_word(GuestLocation::Gone, cause)
+                self.end_without_message(GuestLocation::Gone, cause)
             }
             // Nothing was sent for this attempt, and it is unknown what became of the guest.
             LastSeen::Unknown => self.over(GuestLocation::Gone, Some(cause), []),
@@ -303,9 +305,9 @@ impl Source {
 
     /// Sends the destination no message: its copy may be all that is left, and a person has to decide. An incomplete
     /// copy ends there by itself.
-    fn end_without_word(&mut self, guest: GuestLocation, cause: String) -> Vec<SourceAction> {
+    fn end_without_message(&mut self, guest: GuestLocation, cause: String) -> Vec<SourceAction> {
         let cause = format!(
-            "{cause}; if it ended in the switchover, the destination has all of the guest and keeps it, paused"
+            "{cause}; if the source's VMM ended in the switchover, the destination has the whole guest and keeps it paused"
         );
         self.over(guest, Some(cause), [])
     }
@@ -315,11 +317,11 @@ impl Source {
             incarnation,
             guest_died,
         };
-        vec![SourceAction::Persist, self.ask()]
+        vec![SourceAction::Persist, self.commit_or_abort()]
     }
 
-    /// Asks the destination for the outcome. A guest that runs here must not be started there.
-    fn ask(&self) -> SourceAction {
+    /// `commit`, which also asks for the outcome when it is repeated. If the guest runs here, `abort`: it must not be started there.
+    fn commit_or_abort(&self) -> SourceAction {
         if self.runs_here {
             return abort("the guest runs at the source");
         }
@@ -342,7 +344,7 @@ impl Source {
     ) -> Vec<SourceAction> {
         match event {
             SourceEvent::Message(message) => self.answered(message, guest_died),
-            SourceEvent::Connected | SourceEvent::AskAgain => vec![self.ask()],
+            SourceEvent::Connected | SourceEvent::AskAgain => vec![self.commit_or_abort()],
             SourceEvent::Closed { complete } => {
                 self.message_lost |= !complete;
                 vec![SourceAction::Dial]
@@ -365,11 +367,11 @@ impl Source {
             }
             // The entry that `commit` depends on was not written, so `commit` has not been sent.
             SourceEvent::NotPersisted { reason } if guest_died => {
-                self.end_without_word(GuestLocation::Lost, reason)
+                self.end_without_message(GuestLocation::Lost, reason)
             }
             SourceEvent::NotPersisted { reason } => self.fail(reason),
             SourceEvent::GuestDied { .. } => {
-                // Found out again when this is restored, so the journal need not know.
+                // Not persisted here: a restored source finds out again that its VMM has ended.
                 self.state = SourceState::Committing {
                     incarnation: accepted_by,
                     guest_died: true,
@@ -410,7 +412,8 @@ impl Source {
                 self.take_back(cause, guest_died)
             }
             DestinationMessage::Aborted { .. } => in_doubt(
-                "the answer is of another destination than the one that accepted the guest".into(),
+                "the answer came from another destination than the one that accepted the attempt"
+                    .into(),
             ),
             DestinationMessage::Ended { cause } => {
                 self.over(GuestLocation::Lost, Some(cause), [SETTLED])
@@ -435,7 +438,8 @@ impl Source {
 
     fn returning(&mut self, event: SourceEvent, cause: String) -> Vec<SourceAction> {
         match event {
-            // On `abort` a destination that does not know the outcome ends its VMM; on `settled` one that does drops its entry.
+            // A destination that does not know the outcome ends its VMM on `abort`. One that knows it drops its journal entry on
+            // `settled`.
             SourceEvent::Resumed => {
                 let abort = abort(&cause);
                 self.over(GuestLocation::Source, Some(cause), [abort, SETTLED])
@@ -564,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn behind_the_commit_only_the_destination_that_accepted_gives_it_back() {
+    fn after_commit_only_the_accepting_destination_can_return_the_guest() {
         for (event, actions) in [
             (aborted(ACCEPTED), "persist, resume"),
             (aborted(ANOTHER), "decide in doubt"),
@@ -616,7 +620,7 @@ mod tests {
             }
             follow(&mut source, [(gone.clone(), actions)]);
         }
-        // It is not known what the earlier process has sent.
+        // The destination may have sent messages to the earlier process that are not in the journal.
         let mut restored = Source::restore(COMMITTING, true).direct();
         follow(&mut restored, [(gone, "dial")]);
     }
@@ -694,7 +698,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_is_found_sent_needs_a_word() {
+    fn a_guest_found_sent_needs_confirmation() {
         let moving = SourceState::Moving {
             incarnation: Some(ACCEPTED),
         };

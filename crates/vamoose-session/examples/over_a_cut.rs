@@ -76,7 +76,7 @@ fn connect(
     let (near_has, far_has) = (near.received(), far.received());
     let attach = |end: &mut StreamState, peer_has| {
         end.begin_attach(now);
-        end.accepts(peer_has)?;
+        end.on_resume_offset(peer_has)?;
         let connection = end.on_connection().ok_or("the stream has ended")?;
         end.end_attach();
         Ok::<_, Box<dyn Error>>(connection)

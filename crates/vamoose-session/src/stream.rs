@@ -5,8 +5,8 @@
 //!            events                                                      effects
 //!  on_header, on_data        ┌──────────────────────────────┐
 //!  ────────────────────────> │ received ── acknowledged     │ poll_transmit: frames lent, or an acknowledgement
-//!  write_packet, finish      │ window: acknowledged .. next │ ──────────────────────────────────────────────────>
-//!  ────────────────────────> │ link: Up ─> Down ─> Closed   │ take_effects: disconnect, reconnect, ended, changed
+//!  write_copy, _buffer,      │ window: acknowledged .. next │ ──────────────────────────────────────────────────>
+//!  finish ─────────────────> │ link: Up ─> Down ─> Closed   │ take_effects: what to close, dial, send, wake
 //!  on_connection, _lost,     │        ^──────┘              │ ──────────────────────────────────────────────────>
 //!  on_timeout                └──────────────────────────────┘ next_timeout
 //! ```
@@ -18,13 +18,13 @@
 //! Connections are numbered. Events of any connection but the current one are ignored: the peer sends those bytes again.
 //!
 //! # Timeouts
-//! | constant or setting | of | counted from | what it ends |
+//! | constant or setting | of | counted from | on expiry |
 //! |---|---|---|---|
-//! | [`HEARTBEAT`] | a connection | the last byte sent | the pause: an acknowledgement is sent |
-//! | [`SILENCE`] | a connection | the last byte that came, unless some wait unread | the connection |
-//! | [`Timeouts::reconnect`] | a stream that was up | the first loss since a frame came | the stream |
-//! | [`OPENING`] | a stream that was never up, or is being attached; if longer than `reconnect` | the same | the stream |
-//! | [`Timeouts::stall`] | a writer | the last byte that the peer acknowledged | the stream |
+//! | [`HEARTBEAT`] | a connection | the last byte sent | an acknowledgement is sent |
+//! | [`SILENCE`] | a connection | the last byte that came, unless some wait unread | the connection is given up |
+//! | [`Timeouts::reconnect`] | a stream that had a connection | the first loss since a frame came | the stream ends |
+//! | the longer of [`OPENING`] and `reconnect` | a stream that never had a connection, or for which one is being attached | the first loss since a frame came, or creation | the stream ends |
+//! | [`Timeouts::stall`] | a writer | the last byte that the peer acknowledged | the stream ends |
 
 use std::{
     mem,
@@ -58,7 +58,7 @@ pub const ACKNOWLEDGE_IDLE: u64 = 4 << 10;
 /// Timeouts chosen by the caller.
 #[derive(Clone, Copy, Debug)]
 pub struct Timeouts {
-    /// Time without progress after which the stream is lost.
+    /// Time after the loss of a connection without a frame since, at which the stream is given up.
     pub reconnect: Duration,
     /// Time without an acknowledgement after which a waiting writer fails.
     pub stall: Duration,
@@ -76,7 +76,7 @@ pub struct StreamState {
     incoming: Incoming,
     link: Link,
     last_connection: ConnectionId,
-    /// Start of the current time without progress, if any.
+    /// When the stream first lost its connection, or was created, without receiving a frame since.
     troubled: Option<Instant>,
     /// Position of the last corrupt frame: offsets received, and acknowledged by the peer.
     corrupt_at: Option<(u64, u64)>,
@@ -145,7 +145,7 @@ pub enum FrameEvent {
     Acknowledgement,
     /// The stream's end.
     End,
-    /// Ignored: the connection is not the current one, or no longer.
+    /// Nothing to do: the connection is not, or no longer, the current one, or the header has just ended it or the stream.
     Nothing,
 }
 
@@ -176,12 +176,12 @@ pub enum StreamError {
     Aborted,
     #[error("the connection was lost, and there is no thread to make another one: {error}")]
     NoThread { error: std::io::ErrorKind },
-    #[error("the connection was lost ({cause}) and not back after {seconds} s")]
+    #[error("there has been no connection for {seconds} s ({cause})")]
     Lost { cause: Arc<str>, seconds: u64 },
     #[error("the connection was lost ({cause}), and the peer refuses to go on: {refusal}")]
     Refused { cause: Arc<str>, refusal: Refusal },
     #[error(
-        "twice in a row on {path}: {corruption}; this path, or the memory of a host, changes what it carries"
+        "data was corrupted twice in a row on {path}: {corruption}; this network path, or the memory of a host, is faulty"
     )]
     Corrupt {
         path: Arc<str>,
@@ -238,7 +238,7 @@ impl StreamState {
                 has_ended: false,
             },
             link: Link::Down {
-                cause: "there was none yet".into(),
+                cause: "there was none before".into(),
             },
             last_connection: ConnectionId(0),
             troubled: Some(now),
@@ -317,11 +317,11 @@ impl StreamState {
         self.attaching = self.attaching.saturating_sub(1);
     }
 
-    /// Takes the offset from which a resuming peer wants to go on.
+    /// Applies the offset from which a resuming peer wants to continue.
     ///
     /// # Errors
     /// When the peer cannot have received that much.
-    pub fn accepts(&mut self, peer_has: u64) -> Result<(), AcknowledgeError> {
+    pub fn on_resume_offset(&mut self, peer_has: u64) -> Result<(), AcknowledgeError> {
         self.acknowledge(peer_has)
     }
 
@@ -334,9 +334,9 @@ impl StreamState {
         self.link = Link::Up(self.last_connection);
         self.was_up = true;
         self.incoming.announced = None;
-        // The handshake has told the peer.
+        // The handshake has told the peer this offset.
         self.incoming.acknowledged = self.incoming.received;
-        // Even if nothing is sent again, the peer sees that the connection works.
+        // So that the peer sees that the connection works even if there is nothing to send again.
         self.incoming.acknowledgement_due = true;
         self.window.rewind();
         self.effects.changed = true;
@@ -564,7 +564,8 @@ impl StreamState {
         now: Instant,
     ) -> FrameEvent {
         self.effects.corrupt = true;
-        // The offset of a peer that only acknowledges does not change; acknowledgements tell its frames apart.
+        // Two corrupt headers at the same received offset may be different frames if the peer only acknowledges: the acknowledged
+        // offset distinguishes these. The offset of a data frame identifies it on its own.
         let acknowledged = match corruption {
             Corruption::Header(_) => self.window.acknowledged(),
             Corruption::Bytes { .. } => 0,
@@ -632,7 +633,8 @@ impl StreamState {
         Ok(())
     }
 
-    /// Whether `len` more bytes may be written now. `bounds` limit the unacknowledged bytes.
+    /// Whether `len` more bytes may be written now. `bounds` limit the unacknowledged bytes; with hardly any of these, any `len` may be
+    /// written.
     pub fn has_room(&self, len: usize, bounds: Bounds) -> bool {
         let unacknowledged = self.unacknowledged();
         // A peer that waits for more acknowledges so few bytes only with its next heartbeat.
@@ -654,9 +656,9 @@ impl StreamState {
         }
     }
 
-    /// Whether the peer has acknowledged nothing for the stall timeout while a writer waited. If so, the stream has ended.
-    /// A peer without a connection does not stall.
-    pub fn is_stalled(&mut self, progress: &mut Progress, now: Instant) -> bool {
+    /// Ends the stream if the peer has acknowledged nothing for the stall timeout while a writer waited, and returns whether it did.
+    /// Time without a connection does not count.
+    pub fn end_if_stalled(&mut self, progress: &mut Progress, now: Instant) -> bool {
         let is_up = matches!(self.link, Link::Up(_));
         if progress.acknowledged != self.acknowledged() || !is_up {
             *progress = self.progress(now);
@@ -790,11 +792,11 @@ impl Seen {
 pub struct Bounds {
     /// On any link.
     pub usual: usize,
-    /// On a fast and long link. All streams together stay within the session's window.
+    /// On a fast and long link. All streams together stay within the session's limit.
     pub most: usize,
 }
 
-/// Size of the window: twice the bytes delivered in a round trip, within [`Bounds`].
+/// Unacknowledged bytes that are allowed: twice the bytes delivered in a round trip, within [`Bounds`].
 #[derive(Debug, Default)]
 struct Allowance {
     wanted: usize,

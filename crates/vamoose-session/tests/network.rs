@@ -493,7 +493,7 @@ impl Network {
                 }
                 near.give_back();
                 let has = near.state.received();
-                let accepted = near.state.accepts(received).is_ok();
+                let accepted = near.state.on_resume_offset(received).is_ok();
                 let is_stale = stream.attempt.is_none_or(|(attempt, _, _)| attempt != on);
                 ensure!(accepted || is_stale, "{received} is not accepted");
                 let connection = &mut stream.connections[on];
@@ -512,7 +512,7 @@ impl Network {
                     return Ok(());
                 };
                 near.give_back();
-                let accepted = near.state.accepts(received);
+                let accepted = near.state.on_resume_offset(received);
                 ensure!(accepted.is_ok(), "{accepted:?}");
                 let id = near.state.on_connection();
                 stream.connections[on].ids[CLIENT] = id;

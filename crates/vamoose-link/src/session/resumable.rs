@@ -477,7 +477,7 @@ impl ResumableStream {
             }
             let now = Instant::now();
             let progress = progress.get_or_insert_with(|| core.state.progress(now));
-            match core.state.is_stalled(progress, now) {
+            match core.state.end_if_stalled(progress, now) {
                 true => self.carry_out(core),
                 false => self.wait_for_peer(core, &mut seen_turn, LOOK),
             }
@@ -546,7 +546,7 @@ impl ResumableStream {
             return Err(io::ErrorKind::NotConnected.into());
         }
         let progress = progress.get_or_insert_with(|| core.state.progress(now));
-        let is_stalled = core.state.is_stalled(progress, now);
+        let is_stalled = core.state.end_if_stalled(progress, now);
         self.carry_out(core);
         match is_stalled || connection.seen().is_silent() {
             true => Err(io::ErrorKind::TimedOut.into()),
@@ -971,7 +971,8 @@ impl Drop for Attaching<'_> {
 impl Attaching<'_> {
     /// Whether the stream can continue with a peer that has received this much.
     pub(crate) fn accepts(self, peer_has: u64) -> Result<Self, AcknowledgeError> {
-        self.stream.update(|state| state.accepts(peer_has))?;
+        self.stream
+            .update(|state| state.on_resume_offset(peer_has))?;
         Ok(self)
     }
 

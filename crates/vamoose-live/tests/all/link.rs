@@ -193,7 +193,7 @@ fn a_guest_whose_link_does_not_come_back_goes_on_at_the_source() {
             "{error}"
         );
         assert!(
-            chain(&error).contains("not back after 2 s"),
+            chain(&error).contains("no connection for 2 s"),
             "{}",
             chain(&error)
         );
