@@ -31,7 +31,7 @@ pub enum Hindrance {
     #[error("{}", .0.join("; "))]
     Obstacles(Vec<String>),
     /// No destination accepts the guest.
-    #[error("no destination accepts it: {}", list(.0))]
+    #[error("no destination accepts the guest: {}", list(.0))]
     NoDestination(Vec<String>),
 }
 
@@ -42,7 +42,7 @@ impl Plan {
         if spread.left_over(fleet) == 0 {
             return spread;
         }
-        // Spread evenly, guests may leave no room for large ones.
+        // Spread evenly, guests may leave so little room on each host that a later one fits nowhere.
         let tight = Self::placed(fleet, Preference::Tight);
         match tight.left_over(fleet) < spread.left_over(fleet) {
             true => tight,
@@ -121,11 +121,14 @@ pub(crate) fn refusal(fleet: &Fleet, guest: &Guest, host: HostId, free: u64) -> 
     if let Some(why) = guest.barred.get(&host) {
         Some(why.clone())
     } else if guest.cpus > cpus {
-        Some(format!("it has {cpus} CPUs, the guest {}", guest.cpus))
+        Some(format!(
+            "the host has {cpus} CPUs, the guest needs {}",
+            guest.cpus
+        ))
     } else if guest.memory > free {
         let [free, needed] = [free, guest.memory].map(|bytes| bytes >> 20);
         Some(format!(
-            "it has {free} MiB of memory left, the guest needs {needed} MiB"
+            "the host has {free} MiB of memory left, the guest needs {needed} MiB"
         ))
     } else {
         None

@@ -5,13 +5,16 @@
 //!  Moving ─────────────────────────────> Committing ────────────────> Over(Destination)
 //!    │                                       │ │ └── ended, moved-on ──> Over(Lost), Over(MovedOn)
 //!    │ Failed, GaveUp, NotPersisted,         │ └── aborted, NotPersisted, ─> Returning ── Resumed ─> Over(Source)
-//!    │ aborted, refused                      │     Refused if direct
+//!    │ aborted, refused                      │     ConnectionRefused if direct
 //!    ├─────────────> Returning               └─ no proof: still Committing; this run may end InDoubt
 //!    │ GuestDied, FoundSent
 //!    └─────────────> Over(Lost), Over(Gone)
 //! ```
 //!
-//! Only a sent `commit` is evidence that the guest may be elsewhere: see [`SourceState::guest`]. Only Committing is in doubt.
+//! The main transitions: events begin with a capital letter, messages do not. If the guest's VMM has ended, what would lead to Returning
+//! leads to Over(Lost).
+//!
+//! In this attempt, only a `commit` can let the guest run at the destination: see [`SourceState::guest`]. So only Committing is in doubt.
 
 use serde::{Deserialize, Serialize};
 
@@ -74,7 +77,7 @@ impl SourceState {
     }
 
     /// Whether `aborted` from this destination proves that the guest has never run there. Once a destination has accepted the
-    /// attempt, only that one can prove it.
+    /// attempt, only that one can prove it. In Returning it is already proven.
     pub fn accepts_abort_of(&self, from: Incarnation) -> bool {
         match self {
             Self::Moving { incarnation: None } | Self::Returning { .. } => true,
@@ -100,8 +103,8 @@ impl SourceState {
 pub enum LastSeen {
     /// The guest ran at the source until its VMM ended. The destination's copy is incomplete or older.
     Running,
-    /// The guest was stopped, for the switchover or by its owner, and had not run since the
-    /// migration began to send it. If the destination's copy is complete, that copy is the guest.
+    /// The guest was stopped, for the switchover or by its owner, and did not run again before its VMM ended. If the destination's
+    /// copy is complete, that copy is the guest.
     Stopped,
     /// No source process was following the guest when its VMM ended.
     Unknown,
@@ -117,12 +120,12 @@ pub enum SourceEvent {
     Connected,
     /// The connection has ended.
     Closed {
-        /// The destination's system closed the connection after everything that the destination had sent, so nothing was lost.
-        /// Otherwise the connection broke off, was closed out of order, or was closed by the source.
+        /// The destination's operating system closed the connection, and everything that the destination had sent has been received.
+        /// Otherwise the connection was reset or broke off, or the source closed it.
         complete: bool,
     },
     /// The destination's address refuses connections.
-    Refused,
+    ConnectionRefused,
     /// It is time to ask again: no answer came, or an answer that decides nothing.
     AskAgain,
     /// This run of the source stops asking: it was cancelled, or the time is over.
@@ -165,7 +168,7 @@ pub enum SourceAction {
     /// Send this on the open connection. Success proves nothing. Without a connection, report an incomplete
     /// [`SourceEvent::Closed`].
     Send(SourceMessage),
-    /// After a pause, open a new connection of this attempt; report [`SourceEvent::Connected`] or [`SourceEvent::Refused`].
+    /// After a pause, open a new connection of this attempt; report [`SourceEvent::Connected`] or [`SourceEvent::ConnectionRefused`].
     Dial,
     /// Give the guest back to its owner here, with everything that belongs to it: running or paused, by
     /// [`Source::resume`]. Report the result.
@@ -269,7 +272,8 @@ impl Source {
                 self.resume = running;
                 vec![SourceAction::Persist]
             }
-            // `Stopped`: a person is mistaken, for the journal knows that no migration of this attempt had begun.
+            // No destination has accepted the attempt, so nothing of it can have been sent. A person who vouched for `Stopped` is
+            // mistaken.
             SourceEvent::Stopped | SourceEvent::FoundSent if incarnation.is_none() => {
                 let cause = "the source's VMM has sent the guest in another migration; this attempt had not begun to send";
                 self.over(GuestLocation::Gone, Some(cause.to_owned()), [])
@@ -335,7 +339,8 @@ impl Source {
         vec![SourceAction::Persist, SourceAction::Resume]
     }
 
-    /// `commit` has been sent: only messages of the destination that accepted the attempt count.
+    /// `commit` may have been sent: `aborted` counts only from the destination that accepted the attempt. The other answers say that the
+    /// guest has run, whoever gives them.
     fn committing(
         &mut self,
         event: SourceEvent,
@@ -349,14 +354,14 @@ impl Source {
                 self.message_lost |= !complete;
                 vec![SourceAction::Dial]
             }
-            SourceEvent::Refused if !self.direct || self.message_lost => {
+            SourceEvent::ConnectionRefused if !self.direct || self.message_lost => {
                 vec![SourceAction::Dial]
             }
-            SourceEvent::Refused if self.started => {
+            SourceEvent::ConnectionRefused if self.started => {
                 let cause = "the destination began to run the guest, and has ended".to_owned();
                 self.over(GuestLocation::Lost, Some(cause), [])
             }
-            SourceEvent::Refused => {
+            SourceEvent::ConnectionRefused => {
                 let cause = "the destination has ended before it ran the guest".to_owned();
                 self.take_back(cause, guest_died)
             }
@@ -563,7 +568,7 @@ mod tests {
             follow(&mut Source::new(true), told);
         }
         // These decide nothing.
-        let told = [running(), unknown(), SourceEvent::Refused].map(|event| (event, ""));
+        let told = [running(), unknown(), SourceEvent::ConnectionRefused].map(|event| (event, ""));
         follow(&mut Source::new(true).direct(), told);
     }
 
@@ -589,7 +594,7 @@ mod tests {
                 "",
             ),
             (closed(true), "dial"),
-            (SourceEvent::Refused, "dial"),
+            (SourceEvent::ConnectionRefused, "dial"),
             (SourceEvent::Connected, "send commit"),
             (SourceEvent::AskAgain, "send commit"),
             // Its entry was not written, so that it has not been sent.
@@ -601,7 +606,7 @@ mod tests {
 
     #[test]
     fn a_direct_network_proves_the_end_of_a_destination_whose_messages_all_came() {
-        let gone = SourceEvent::Refused;
+        let gone = SourceEvent::ConnectionRefused;
         let starting = message(DestinationMessage::Starting);
         for (events, actions) in [
             (vec![closed(true)], "persist, resume"),
@@ -626,7 +631,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_that_dies_when_all_has_been_sent_commits() {
+    fn a_guest_that_dies_after_all_was_sent_is_committed() {
         let died = |last| SourceEvent::GuestDied { last };
         let mut source = Source::new(true);
         follow(
@@ -639,7 +644,7 @@ mod tests {
         for (event, actions) in [
             (running(), "persist, send settled, decide destination"),
             (aborted(ACCEPTED), "persist, decide lost"),
-            // The only copy may be the destination's, to which nothing has been sent.
+            // The only copy may be the destination's, so it gets no `abort`.
             (not_persisted(), "persist, decide lost"),
         ] {
             follow(&mut source.clone(), [(event, actions)]);
@@ -687,7 +692,7 @@ mod tests {
         follow(&mut returning(), told);
         for (last, actions) in [
             (LastSeen::Stopped, "persist, decide lost"),
-            // Another tool may have moved it when it had gone on.
+            // The guest may have resumed, and another tool may have moved it.
             (LastSeen::Unknown, "persist, decide gone"),
         ] {
             follow(
@@ -780,7 +785,7 @@ mod tests {
         follow(&mut source, [(prepared(), "persist")]);
         let commit = |resume| SourceAction::Send(SourceMessage::Commit { resume });
         assert!(source.handle(SourceEvent::Stopped).contains(&commit(false)));
-        // As its owner has it at the end.
+        // The guest ends up as its owner last wanted it.
         for wishes in [vec![false], vec![false, true], vec![true, false]] {
             let mut source = Source::new(true);
             follow(&mut source, [(prepared(), "persist")]);

@@ -20,10 +20,10 @@ pub(super) enum Time {
     Real,
 }
 
-/// Virtual time of one submission, accepted or not, so that loops of retries end.
+/// Virtual time in nanoseconds of one submission, accepted or not, so that loops of retries end.
 const SUBMISSION: u64 = 100;
 
-/// Shorter waits in real time yield instead of sleeping, which takes longer.
+/// Shorter waits in real time, in nanoseconds, yield instead of sleeping, which takes longer.
 const NAP: u64 = 100_000;
 
 #[derive(Debug)]
@@ -52,7 +52,8 @@ impl Driver {
         self.machine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Calls `next` to submit descriptors until none is left, or one is refused.
+    /// Calls `next` to submit descriptors until none is left, or one is refused. `next` returns `None` if no descriptor is left,
+    /// `Some(None)` if one was accepted, and `Some(Some(_))` if one was refused.
     pub(super) fn submit(
         &self,
         mut next: impl FnMut(&mut Machine) -> Option<Option<Refusal>>,
@@ -87,6 +88,7 @@ impl Driver {
         })
     }
 
+    /// Waits for a while, at most until `deadline`, unless `record` is complete. The caller repeats this.
     pub(super) fn pause(&self, record: &Record, deadline: u64) {
         if record.status() != 0 {
             return;
@@ -138,7 +140,7 @@ impl Driver {
         }
     }
 
-    /// Does what is due in real time. Returns that time.
+    /// Advances the machine to the present, which is returned in nanoseconds since the start.
     fn catch_up(&self, machine: &mut Machine) -> u64 {
         let now = nanoseconds(self.start.elapsed());
         match machine.next_due() {

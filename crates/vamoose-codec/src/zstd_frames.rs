@@ -5,11 +5,11 @@
 //! how many bytes of pages it holds and has no checksum. A packet in which zstd finds next to nothing is sent raw, as method
 //! none.
 //!
-//! Pages of which the receiver has earlier versions are encoded after these, as zstd's prefix: what has not changed, or has
-//! moved, becomes a match.
+//! If the receiver has earlier versions of a packet's pages, these versions are zstd's prefix when the pages are encoded: what has not
+//! changed, or has moved, becomes a match.
 //!
 //! # Memory
-//! Both sides work from slice to slice, without a window of their own. An encoder's tables are no
+//! Both sides work from slice to slice, without a window buffer of their own. An encoder's tables are no
 //! larger than its packets, or [`MAX_WINDOW_LOG`], call for: 1 MiB up to level 2, 4 MiB up to level 6,
 //! 12 MiB up to level 12 and 20 MiB above. A decoder has 0.2 MiB, whatever its peer sends.
 
@@ -33,13 +33,13 @@ pub(crate) const ENGINES: &[Software] = &[Software {
     compressor: |level| Ok(Box::new(Compressor::new(level)?)),
 }];
 
-/// Log of the largest window, and with it of the largest tables: 1 MiB, as in [`zstd`]. Only packets of
-/// more than that could use more.
+/// Log of the largest window of a packet without earlier versions, and of the largest tables of any packet: 1 MiB, as in method zstd.
+/// Only larger packets could use more.
 const MAX_WINDOW_LOG: u32 = 20;
 
 /// At level 1, zstd's least match is 7 bytes, and pages have many shorter ones: with 5, samples of real guests' memory (base, pg,
 /// redis, jvm, web) take 4.5, 6.0, 2.3, 2.8 and 4.0 % fewer bytes, and 8 to 11 % more CPU time. A table of more than 2^14 entries
-/// saves less than 1 % more, for 6 %: it does not fit in the first cache.
+/// saves less than 1 % more bytes and costs 6 % more CPU time: it does not fit in the L1 cache.
 const DENSER_LEVEL: i32 = 1;
 const DENSER_MATCH: u32 = 5;
 const DENSER_HASH_LOG: u32 = 14;
@@ -71,7 +71,7 @@ impl Compress for Compressor {
         "zstd"
     }
 
-    /// Finds no room where too little would be saved.
+    /// Fails with [`CompressError::OutputFull`] if the frame would save too little.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let room = most_worth_sending(pages.len()).min(out.len());
         let result = self.context.compress2(&mut out[..room], pages);
@@ -86,7 +86,7 @@ impl Compress for Compressor {
     ) -> Result<usize, CompressError> {
         let room = most_worth_sending(pages.len()).min(out.len());
         let all = log_of(earlier.len() + pages.len());
-        // zstd finds only matches that its hash table has room for: of a prefix, the last 8 bytes for each entry.
+        // zstd indexes only the last part of a prefix, 8 bytes for each entry of its hash table: so one entry for every 8 bytes.
         let hash = log_of(earlier.len()).saturating_sub(3);
         let set = |context: &mut CCtx<'static>, hash, window| {
             context.set_parameter(CParameter::HashLog(hash))?;
@@ -112,10 +112,11 @@ impl Compress for Compressor {
 /// Log of the least hash table of a packet with earlier versions: large enough for the pages themselves.
 const LEAST_HASH_LOG: u32 = 16;
 
-/// Log of the largest window, which reaches from a packet's last page to the first earlier version. It takes no memory.
+/// Log of the largest window of a packet with earlier versions: it reaches from the last page to the first version. It takes no memory,
+/// as zstd reads the caller's slices.
 const LONGEST_WINDOW_LOG: u32 = 27;
 
-/// The number of bits that count to `len`.
+/// The base-2 logarithm of `len`, rounded up.
 fn log_of(len: usize) -> u32 {
     usize::BITS - len.saturating_sub(1).leading_zeros()
 }

@@ -22,9 +22,9 @@
 //! |---|---|---|---|
 //! | [`HEARTBEAT`] | a connection | the last byte sent | an acknowledgement is sent |
 //! | [`SILENCE`] | a connection | the last byte that came, unless some wait unread | the connection is given up |
-//! | [`Timeouts::reconnect`] | a stream that had a connection | the first loss since a frame came | the stream ends |
-//! | the longer of [`OPENING`] and `reconnect` | a stream that never had a connection, or for which one is being attached | the first loss since a frame came, or creation | the stream ends |
-//! | [`Timeouts::stall`] | a writer | the last byte that the peer acknowledged | the stream ends |
+//! | [`Timeouts::reconnect`] | a stream that had a connection | the first loss after the last received frame | the stream ends |
+//! | the longer of [`OPENING`] and `reconnect` | a stream that never had a connection, or for which one is being attached | the first loss after the last received frame, or the creation | the stream ends |
+//! | [`Timeouts::stall`] | a writer | the beginning of its wait, or the peer's last acknowledgement; time without a connection does not count | the stream ends |
 
 use std::{
     mem,
@@ -58,7 +58,7 @@ pub const ACKNOWLEDGE_IDLE: u64 = 4 << 10;
 /// Timeouts chosen by the caller.
 #[derive(Clone, Copy, Debug)]
 pub struct Timeouts {
-    /// Time after the loss of a connection without a frame since, at which the stream is given up.
+    /// Time after which the stream is given up, from the first loss of a connection after the last received frame.
     pub reconnect: Duration,
     /// Time without an acknowledgement after which a waiting writer fails.
     pub stall: Duration,
@@ -76,11 +76,12 @@ pub struct StreamState {
     incoming: Incoming,
     link: Link,
     last_connection: ConnectionId,
-    /// When the stream first lost its connection, or was created, without receiving a frame since.
+    /// The first loss of a connection after the last received frame, or the creation if no frame has come yet.
     troubled: Option<Instant>,
-    /// Position of the last corrupt frame: offsets received, and acknowledged by the peer.
+    /// What identifies the last corrupt frame: the offset received here and, for a corrupt header, the offset that the peer has
+    /// acknowledged.
     corrupt_at: Option<(u64, u64)>,
-    /// As [`Header::waited`]: of the reader at this end, and of the peer's.
+    /// Share of its time that the reader at this end waits for the network, as in [`Header::waited`]; then the same of the peer's reader.
     waited: u8,
     peer_waited: u8,
     was_up: bool,
@@ -126,7 +127,7 @@ pub struct Effects {
     pub disconnect: bool,
     /// Find another connection, if this end is the client.
     pub reconnect: bool,
-    /// The stream has ended: forget it.
+    /// The stream is closed: forget it.
     pub ended: bool,
     /// This end has given up the stream: send [`StreamState::abort`] before the connection is shut down.
     pub abort: bool,
@@ -143,7 +144,7 @@ pub enum FrameEvent {
     Data(Header),
     /// The peer acknowledges what it has received.
     Acknowledgement,
-    /// The stream's end.
+    /// The peer has ended its direction.
     End,
     /// Nothing to do: the connection is not, or no longer, the current one, or the header has just ended it or the stream.
     Nothing,
@@ -305,7 +306,8 @@ impl StreamState {
         true
     }
 
-    /// Detaches the current connection, if there is one, without counting this as a loss. Nothing more is received on it.
+    /// Detaches the current connection, if there is one, without asking for another. Nothing more is received on it, and the time without
+    /// a connection counts from here.
     pub fn detach(&mut self, now: Instant) {
         if let Link::Up(_) = self.link {
             self.go_down("another connection takes its place".into(), now);
@@ -633,22 +635,22 @@ impl StreamState {
         Ok(())
     }
 
-    /// Whether `len` more bytes may be written now. `bounds` limit the unacknowledged bytes; with hardly any of these, any `len` may be
-    /// written.
+    /// Whether `len` more bytes may be written now. `bounds` limit the unacknowledged bytes; below [`ACKNOWLEDGE_IDLE`] of these, any
+    /// `len` may be written.
     pub fn has_room(&self, len: usize, bounds: Bounds) -> bool {
         let unacknowledged = self.unacknowledged();
-        // A peer that waits for more acknowledges so few bytes only with its next heartbeat.
+        // An idle peer acknowledges fewer bytes than this only with its next heartbeat. The writer must not wait for that.
         (unacknowledged as u64) < ACKNOWLEDGE_IDLE
             || unacknowledged + len <= self.allowance.limit(bounds)
     }
 
-    /// Reports the connection's round-trip time. The window follows the bytes delivered per round trip.
+    /// Reports the connection's round-trip time. The allowance follows the bytes delivered per round trip.
     pub fn on_round_trip(&mut self, round_trip: Duration, now: Instant) {
         self.allowance
             .follow(self.window.acknowledged(), round_trip, now);
     }
 
-    /// A writer begins to wait.
+    /// The progress of the peer when a writer begins to wait, for [`end_if_stalled`](Self::end_if_stalled).
     pub fn progress(&self, now: Instant) -> Progress {
         Progress {
             acknowledged: self.acknowledged(),
@@ -740,7 +742,7 @@ impl StreamState {
         }
     }
 
-    /// The frame that tells the peer that the stream was given up.
+    /// The frame that tells the peer that this end has dropped the stream.
     pub fn abort(&self) -> [u8; HEADER_LEN] {
         Header::empty(Kind::Abort, self.window.unsent(), 0).encode()
     }
@@ -790,9 +792,9 @@ impl Seen {
 /// Limits of a stream's unacknowledged bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
-    /// On any link.
+    /// On any network path.
     pub usual: usize,
-    /// On a fast and long link. All streams together stay within the session's limit.
+    /// On a network path with a high rate and a long round trip. All streams together stay within the session's limit.
     pub most: usize,
 }
 

@@ -81,8 +81,8 @@ fn hindrance_has_the_reason_of_each_destination() {
     assert!(matches!(large, Hindrance::NoDestination(_)), "{large:?}");
     assert_eq!(
         large.to_string(),
-        "no destination accepts it: a: it has 8 MiB of memory left, the guest needs 9 MiB; b: another CPU; c: it has 2 \
-         CPUs, the guest 4"
+        "no destination accepts the guest: a: the host has 8 MiB of memory left, the guest needs 9 MiB; b: another CPU; c: the host has 2 \
+         CPUs, the guest needs 4"
     );
 }
 

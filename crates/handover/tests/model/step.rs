@@ -575,7 +575,7 @@ impl Now {
             Step::Dial => self.dial(),
             Step::Refuse => {
                 self.take_driver_doing();
-                self.happens(SourceEvent::Refused);
+                self.happens(SourceEvent::ConnectionRefused);
             }
             Step::AskAgain { .. } => self.happens(SourceEvent::AskAgain),
             Step::StillReceiving(attempt) => {
@@ -949,7 +949,7 @@ impl Now {
         let Some(driver) = &self.driver else { return };
         let (attempt, host) = (driver.attempt, driver.host);
         if self.servers[usize::from(host)].is_none() {
-            self.happens(SourceEvent::Refused);
+            self.happens(SourceEvent::ConnectionRefused);
             return;
         }
         self.connections.push(Connection {

@@ -8,7 +8,7 @@
 //! A page that was never touched is a page fault for the device. Touching it first does not pay: then the page is in the
 //! processor's cache, and copying takes the processor less time than a submission. So a device that met only faults is
 //! skipped for a while, because the next pages are likely to be untouched as well. The processor repeats a copy that a fault
-//! ended: a move is one page, so nothing of it is done.
+//! ended: a move is one page, so none of it was copied.
 
 use std::{sync::Arc, time::Duration};
 
@@ -22,7 +22,7 @@ pub struct Move {
     pub source: u64,
     /// Address of the destination, which must not overlap with any other source or destination.
     pub destination: u64,
-    /// Number of bytes, at least one.
+    /// Number of bytes, at least one, within one page.
     pub len: u32,
 }
 
@@ -98,8 +98,8 @@ impl Copier {
                 .map(|outcome| outcome.status_and_result(moves.len() - 1 - index).0);
             match status {
                 Some(SUCCESS) => done.by_device += 1,
-                // Where a record is lost nothing is written any more either: a batch is complete after its members (DSA
-                // 3.0, 3.8).
+                // Also if the descriptor's own record is missing, the device no longer writes: a batch completes only after all its
+                // descriptors (DSA specification, version 3.0, section 3.8).
                 Some(_) => {
                     by_processor(index);
                     done.failed += 1;

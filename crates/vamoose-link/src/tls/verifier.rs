@@ -43,14 +43,15 @@ pub(super) type RefusalSlot = Arc<OnceLock<Refusal>>;
 /// Verifies the peer of one connection.
 pub(super) struct PeerVerifier {
     pub(super) trust: Arc<Trust>,
-    /// The dialled host, at the client. A client may be any host.
+    /// At the client: the dialled host. `None` at the server, where any host may connect.
     pub(super) host: Option<String>,
     pub(super) algorithms: WebPkiSupportedAlgorithms,
     pub(super) refusal: RefusalSlot,
 }
 
 impl PeerVerifier {
-    /// Verifies the peer by what it has shown; `verify_chain` verifies a certificate's chain.
+    /// Verifies the peer. `shown` is its certificate, or with [`Trust::Keys`] its public key, which rustls passes in the same type.
+    /// `verify_chain` verifies a certificate's chain.
     fn verify(
         &self,
         shown: &CertificateDer<'_>,
@@ -58,7 +59,7 @@ impl PeerVerifier {
     ) -> Result<(), Error> {
         match &*self.trust {
             Trust::Certificates { chains, allow } => {
-                verify_chain(chains).map_err(of_chain)?;
+                verify_chain(chains).map_err(chain_error)?;
                 self.verify_names(shown, allow.as_deref())
             }
             Trust::Keys(trusted) => self.verify_key(shown, trusted),
@@ -130,8 +131,9 @@ impl PeerVerifier {
     }
 }
 
-/// A wrong signature of a certificate or a revocation list means that another authority has the same name, as after a renewal.
-fn of_chain(error: Error) -> Error {
+/// Replaces two errors of a chain. A wrong signature means that another authority has the same name, as after a renewal: the issuer is
+/// unknown. An invalid revocation list leaves the status unknown.
+fn chain_error(error: Error) -> Error {
     match error {
         Error::InvalidCertificate(CertificateError::BadSignature) => {
             CertificateError::UnknownIssuer.into()
@@ -168,7 +170,7 @@ impl ServerCertVerifier for PeerVerifier {
             ChainVerifier::OfServers(verifier) => verifier
                 .verify_server_cert(end_entity, intermediates, server_name, ocsp, now)
                 .map(drop),
-            // Would accept any name.
+            // A verifier of clients does not check the server's name.
             ChainVerifier::OfClients(_) => Err(CertificateError::NotValidForName.into()),
         })?;
         Ok(ServerCertVerified::assertion())

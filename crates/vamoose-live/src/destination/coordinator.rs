@@ -27,8 +27,8 @@ use crate::{
     protocol::PrepareDetails, spans::in_span,
 };
 
-/// How much longer the destination answers than the source asks. A source whose connections are refused concludes that the
-/// guest never ran here, which must be true.
+/// How much longer the destination answers than the source asks. A source whose connections are refused may conclude that the guest
+/// never ran here, so the destination must not stop listening while the source may still ask.
 const LINGER: Duration = Duration::from_secs(30);
 
 /// Longest settle time that a source can ask for.
@@ -43,6 +43,7 @@ const REASON_TIMEOUT: Duration = Duration::from_millis(100);
 pub(super) struct Coordinator<'scope, 'env> {
     pub(super) config: &'env DestinationConfig,
     pub(super) memory: &'env GuestRam<'env>,
+    /// Whether the guest belongs to this destination.
     pub(super) arrived: &'env mut bool,
     /// Until a source has made an offer.
     pub(super) make_zero: Option<MakeZero<'env>>,
@@ -50,6 +51,7 @@ pub(super) struct Coordinator<'scope, 'env> {
     pub(super) events_in: SyncSender<Event>,
     pub(super) scope: &'scope Scope<'scope, 'env>,
     pub(super) stats: Arc<Stats>,
+    /// Counters of the pages that DSA copied into guest memory.
     pub(super) copied: Option<Account>,
 }
 
@@ -165,10 +167,11 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         let connected_by = Instant::now().checked_add(timeout);
         let mut receiving = Receiving::new(channels);
         loop {
-            let arrived = receiving.connected();
-            let Some(event) = self.inbox.next(attempt.id, arrived.and(connected_by)) else {
+            // `None` once all channels are connected: then there is no deadline.
+            let connected = receiving.connected();
+            let Some(event) = self.inbox.next(attempt.id, connected.and(connected_by)) else {
                 return Err(DestinationError::Channels {
-                    arrived: arrived.unwrap_or_default(),
+                    arrived: connected.unwrap_or_default(),
                     channels: channels.into(),
                     seconds: timeout.as_secs(),
                 });
@@ -334,7 +337,7 @@ impl DestinationHost for Host<'_, '_> {
     }
 
     fn run(&mut self, resume: bool) -> Option<DestinationEvent> {
-        // Also if the VMM panics.
+        // Before the guest resumes, so that it is also set if the VMM panics meanwhile.
         *self.arrived = true;
         let resumed = if resume { self.guest.resume() } else { Ok(()) };
         if let Err(source) = resumed {
@@ -359,7 +362,7 @@ impl DestinationHost for Host<'_, '_> {
         Some(DestinationEvent::Started { state })
     }
 
-    /// The guest has not run and will not: there is nothing else to end.
+    /// Ends nothing: the guest has never run here, and ends with this process.
     fn end(&mut self) -> Option<DestinationEvent> {
         let cause = String::new();
         Some(DestinationEvent::Died { cause })

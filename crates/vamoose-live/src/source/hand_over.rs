@@ -133,7 +133,7 @@ impl SourceHost for HandOver<'_, '_, '_> {
             }
             Err(SourceError::Dial(SocketError { source, .. })) if is_refused(&source) => {
                 self.last = "connection refused".to_owned();
-                SourceEvent::Refused
+                SourceEvent::ConnectionRefused
             }
             Err(error) => {
                 self.last = chain(&error);

@@ -351,7 +351,7 @@ impl SourceHost for Host<'_, '_> {
                     attempt.last_problem = chain(&error);
                     if matches!(&error, ControlError::Dial(error) if error.is_connection_refused())
                     {
-                        return Some(SourceEvent::Refused);
+                        return Some(SourceEvent::ConnectionRefused);
                     }
                 }
             }
