@@ -161,27 +161,12 @@ pub struct Builder {
     machine: Machine,
     ram: u64,
     content: (Fill, u64),
-    backend: Backend,
     preallocate: bool,
     incoming: bool,
     paused: bool,
     kvm: bool,
     namespace: Option<String>,
     arguments: Vec<OsString>,
-}
-
-/// The kind of memory that a guest's RAM is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Backend {
-    /// A shared file with the content of [`Builder::content`]; QEMU creates it if the content is zeros. All other kinds start with
-    /// zeros.
-    File,
-    /// A memfd.
-    Memfd,
-    /// A memfd of huge pages.
-    HugeMemfd,
-    /// Private memory of the process, which nothing else can read.
-    Private,
 }
 
 #[derive(Clone, Debug)]
@@ -235,7 +220,6 @@ impl Builder {
             machine,
             ram,
             content: (Fill::Zero, 0),
-            backend: Backend::File,
             preallocate: false,
             incoming: false,
             paused: false,
@@ -248,12 +232,6 @@ impl Builder {
     /// Sets the initial content of RAM, see [`ram::write`]. The default is zeros.
     pub fn content(mut self, fill: Fill, seed: u64) -> Self {
         self.content = (fill, seed);
-        self
-    }
-
-    /// Sets the kind of RAM, a file by default.
-    pub fn backend(mut self, backend: Backend) -> Self {
-        self.backend = backend;
         self
     }
 
@@ -326,7 +304,7 @@ impl Builder {
         let ram_dir = ram_dir(self.ram)?;
         let ram = ram_dir.path().join("ram");
         let (fill, seed) = &self.content;
-        if self.backend == Backend::File && !matches!(fill, Fill::Zero) {
+        if !matches!(fill, Fill::Zero) {
             ram::write(&ram, self.ram, fill, *seed)?;
         }
         let qmp = listen(&dir.path().join("qmp-lab"))?;
@@ -347,11 +325,6 @@ impl Builder {
         let serial = match self.machine {
             Machine::Bare | Machine::Firmware(_) | Machine::Bios => None,
             Machine::Linux { .. } => Some(qemu.accept(&serial)?),
-        };
-        let ram = match self.backend {
-            Backend::File => ram,
-            Backend::Memfd | Backend::HugeMemfd => memfd(qemu.child.id())?,
-            Backend::Private => PathBuf::from("/nonexistent"),
         };
         Ok(Qemu {
             qmp,
@@ -381,15 +354,9 @@ impl Builder {
         // First, so that QEMU listens here once it has connected to the other socket.
         command.args(["-qmp", &format!("unix:{dir}/qmp,server=on,wait=off")]);
         command.args(["-qmp", &format!("unix:{dir}/qmp-lab")]);
-        let backend = match self.backend {
-            Backend::File => format!("memory-backend-file,share=on,mem-path={ram}"),
-            Backend::Memfd => "memory-backend-memfd,share=on".to_owned(),
-            Backend::HugeMemfd => {
-                "memory-backend-memfd,share=on,hugetlb=on,hugetlbsize=2M".to_owned()
-            }
-            Backend::Private => "memory-backend-ram".to_owned(),
-        };
-        let backend = format!("{backend},id=mem,size={kib}K,prealloc={prealloc}");
+        let backend = format!(
+            "memory-backend-file,share=on,mem-path={ram},id=mem,size={kib}K,prealloc={prealloc}"
+        );
         command.args(["-object", &backend, "-m", &format!("{kib}k")]);
         let machine = match &self.machine {
             Machine::Bare => "none",
@@ -510,18 +477,6 @@ impl Qemu {
     pub(crate) fn take_serial(&mut self) -> Option<UnixStream> {
         self.serial.take()
     }
-}
-
-/// The memfd that holds a QEMU's RAM.
-fn memfd(pid: u32) -> Result<PathBuf> {
-    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
-        let path = entry?.path();
-        let is_it = |to: &PathBuf| to.to_string_lossy().contains("memfd:memory-backend");
-        if fs::read_link(&path).as_ref().is_ok_and(is_it) {
-            return Ok(path);
-        }
-    }
-    bail!("process {pid} has no memfd for RAM")
 }
 
 /// Starting takes longest if all memory is touched first.

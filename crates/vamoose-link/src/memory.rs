@@ -76,25 +76,6 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, left: &Left<'_>) -> io::Result<usi
     usize::try_from(received).map_err(|_| io::Error::last_os_error())
 }
 
-/// Bytes written to a socket that the peer has not acknowledged (TCP) or read (unix) (SIOCOUTQ, tcp(7);
-/// a unix socket counts the kernel memory they take).
-pub(crate) fn queued(socket: BorrowedFd<'_>) -> Option<usize> {
-    let mut bytes: libc::c_int = 0;
-    // SAFETY: The request, SIOCOUTQ by its other name, writes an int to the given address.
-    let result = unsafe {
-        libc::ioctl(
-            socket.as_raw_fd(),
-            libc::TIOCOUTQ,
-            ptr::from_mut(&mut bytes),
-        )
-    };
-    if result == 0 {
-        usize::try_from(bytes).ok()
-    } else {
-        None
-    }
-}
-
 /// Progress of a TCP connection (tcp_info, tcp(7)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TcpProgress {

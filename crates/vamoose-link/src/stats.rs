@@ -133,8 +133,8 @@ impl Stats {
         add(&self.syncs, 1);
     }
 
-    /// Counts a packet of pages that was sent or placed.
-    pub fn add_packet(&self, normal: usize, zero: usize, page_bytes: usize) {
+    /// Counts a packet of pages that was sent.
+    pub(crate) fn add_packet(&self, normal: usize, zero: usize, page_bytes: usize) {
         add(&self.packets, 1);
         add(&self.normal_pages, normal);
         add(&self.zero_pages, zero);

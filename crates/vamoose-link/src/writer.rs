@@ -6,11 +6,10 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use multifd::{Layout, Method, PacketError, RamHeader};
-use rustix::event::{PollFd, PollFlags};
 use thiserror::Error;
 use vamoose_codec::{EncodeError, Engines, Settings};
 use vm_memory::VolatileSlice;
@@ -22,7 +21,6 @@ use crate::{
     is_stall, lock, memory,
     pages::{PageSource, copy_from_guest},
     stats::cpu_timed,
-    wait_for,
     zero_copy::{self, ZeroCopy},
 };
 
@@ -114,12 +112,14 @@ impl ChannelWriter {
 
     fn on(sender: Sender, encoder: PacketEncoder) -> Self {
         let layout = sender.layout;
+        let mut sync = RamHeader::new(layout);
+        sync.sync = true;
         Self {
             sender,
             encoder,
             delta: None,
             restores: false,
-            sync: RamHeader::new(layout),
+            sync,
             header: Vec::with_capacity(layout.ram_header_len()),
             payload: vec![0; layout.max_payload()].into(),
             copy: Vec::new(),
@@ -219,50 +219,14 @@ impl ChannelWriter {
     /// # Errors
     /// As [`ChannelWriter::write`] and [`ChannelWriter::flush`].
     pub fn write_sync(&mut self, packet_num: u64) -> Result<(), WriteError> {
-        self.write_empty(true, packet_num)?;
+        self.sync.packet_num = packet_num;
+        self.header.clear();
+        self.sync.write(self.sender.layout, &mut self.header);
+        // Past the pacer: all channels wait for a SYNC.
+        self.sender.send_now(&self.header, Payload::Borrowed(&[]))?;
         // Before any writer of the channel continues.
         self.sender.channel.epoch.fetch_add(1, Ordering::Relaxed);
         self.flush()
-    }
-
-    /// Sends a packet without pages, and waits until the peer has begun to read it, and so has finished with everything
-    /// before it. Works over unix sockets only.
-    ///
-    /// Until `is_due` says that the peer has a reason to read on, the wait has no limit; from then on, the stall timeout applies.
-    ///
-    /// # Errors
-    /// As [`ChannelWriter::write`], and if the channel is not a unix socket.
-    pub fn wait_for_reader(
-        &mut self,
-        packet_num: u64,
-        is_due: &dyn Fn() -> bool,
-    ) -> Result<(), WriteError> {
-        self.write_empty(false, packet_num)?;
-        let stream = &self.sender.channel.stream;
-        let socket = stream.socket().ok_or_else(cannot_be_seen)?;
-        let timeout = match stream.stall_timeout() {
-            Duration::ZERO => Duration::MAX,
-            timeout => timeout,
-        };
-        let (mut pause, mut due) = (SHORTEST_PAUSE, None);
-        loop {
-            let is_read = socket.is_read().ok_or_else(cannot_be_seen)?;
-            let wait = if is_read { Duration::ZERO } else { pause };
-            // No events are requested: only the end of the connection is reported, after which the kernel has
-            // discarded unread bytes.
-            let mut end = [PollFd::new(socket, PollFlags::empty())];
-            if wait_for(&mut end, wait).map_err(WriteError::Io)? {
-                return Err(WriteError::Io(io::ErrorKind::BrokenPipe.into()));
-            }
-            if is_read {
-                return Ok(());
-            }
-            pause = (pause * 2).min(LONGEST_PAUSE);
-            if is_due() && due.get_or_insert_with(Instant::now).elapsed() >= timeout {
-                let seconds = timeout.as_secs();
-                return Err(WriteError::TimedOut { seconds });
-            }
-        }
     }
 
     /// Waits until the kernel has released all pages sent without a copy: the peer's kernel has their bytes, or this one
@@ -286,15 +250,6 @@ impl ChannelWriter {
         if let Some(channel) = Arc::into_inner(self.sender.channel) {
             channel.stream.finish();
         }
-    }
-
-    fn write_empty(&mut self, sync: bool, packet_num: u64) -> Result<(), WriteError> {
-        self.sync.sync = sync;
-        self.sync.packet_num = packet_num;
-        self.header.clear();
-        self.sync.write(self.sender.layout, &mut self.header);
-        // Past the pacer: all channels wait for a SYNC.
-        self.sender.send_now(&self.header, Payload::Borrowed(&[]))
     }
 
     fn write_ram(
@@ -388,14 +343,6 @@ impl ChannelWriter {
         }
         Ok(())
     }
-}
-
-/// Pauses between checks whether the peer has read: there is no event for it.
-const SHORTEST_PAUSE: Duration = Duration::from_micros(20);
-const LONGEST_PAUSE: Duration = Duration::from_millis(1);
-
-fn cannot_be_seen() -> WriteError {
-    WriteError::Io(io::ErrorKind::Unsupported.into())
 }
 
 /// The result of encoding a packet's pages.

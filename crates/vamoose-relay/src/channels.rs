@@ -5,20 +5,18 @@
 //!  otherwise:           [ read, decode ] ─> exchange ─> [ encode, write ]  one thread per channel and side
 //!  several streams:     [ read, decode ] ─> exchange ─> [ encode, write ]  one thread per outgoing stream
 //!  QEMU decodes:        [ read, write ]                                    one thread per channel
-//!  placement:           [ read, decode into QEMU's memory; SYNCs and the rest: write ]  one thread per channel
 //! ```
 //!
 //! One thread for both sides is cheaper: it sends a packet while that is in the cache, no other thread has to wake up, and half as
 //! many packets wait in the relay. No barrier is needed: packets after a SYNC stay after it on their channel, and
 //! the destination waits for the SYNCs of all channels, as it does without a relay.
 
-use multifd::{Layout, PacketKind};
+use multifd::PacketKind;
 use vamoose_link::{ChannelReader, ChannelWriter, Packet, Received, Stats, WriteError};
 
 use crate::{
     Config, RelayError, ZeroPages,
     exchange::{Closed, ReaderEnd, Work, WriterEnd},
-    placement::{PlaceError, Placement},
     syncs::Syncs,
 };
 
@@ -31,14 +29,12 @@ pub(crate) struct Out<'a> {
 }
 
 /// Forwards the packets of one channel to another one, in order, until the source ends the channel. A packet is
-/// - written into the destination's memory, if it belongs into a RAM block of `placement` (module `placement` has the rules);
 /// - forwarded as it is, if the destination QEMU decodes the packets itself. QEMU's decoder has a state, so it has to decode all
 ///   packets from the first to the last;
 /// - decoded and encoded otherwise.
 pub(crate) fn pass_on(
     reader: &mut ChannelReader,
     writer: &mut ChannelWriter,
-    placement: Option<&Placement>,
     config: &Config,
     out: Out<'_>,
 ) -> Result<(), RelayError> {
@@ -46,8 +42,6 @@ pub(crate) fn pass_on(
     let channel = out.channel;
     let read = |error| RelayError::SourceChannel(channel, error);
     let write = |error| RelayError::DestinationChannel(channel, error);
-    let mut placer = placement.map(|placement| Placer::new(placement, config.layout, out));
-    let passed = config.passed.filter(|_| placement.is_none());
     while reader.read_start(&mut packet).map_err(read)? == Received::Packet {
         if packet.kind() == PacketKind::DeviceState {
             writer.write(&mut packet).map_err(write)?;
@@ -55,12 +49,7 @@ pub(crate) fn pass_on(
         }
         // Before zero pages are detected or expanded, which leaves the SYNC.
         let (sync, method) = (sync_of(&packet), packet.ram().method);
-        let is_placed = match &mut placer {
-            Some(placer) => placer.place(reader, writer, &mut packet)?,
-            None => false,
-        };
-        match passed.filter(|_| !packet.ram().is_empty()) {
-            _ if is_placed => {}
+        match config.passed.filter(|_| !packet.ram().is_empty()) {
             Some(announced) if announced != method => {
                 return Err(RelayError::OtherMethod(channel, method, announced));
             }
@@ -78,79 +67,9 @@ pub(crate) fn pass_on(
         }
         if let Some(packet_num) = sync {
             send_sync(writer, packet_num, out).map_err(write)?;
-            if let Some(placer) = &mut placer {
-                placer.synced(packet_num);
-            }
         }
     }
     Ok(())
-}
-
-/// Writes the pages of one channel into the destination's memory.
-struct Placer<'a> {
-    placement: &'a Placement,
-    page_size: usize,
-    out: Out<'a>,
-    /// SYNCs sent on this channel.
-    syncs: u64,
-    /// The last SYNC, until QEMU is known to have continued after it.
-    behind: Option<u64>,
-}
-
-impl<'a> Placer<'a> {
-    fn new(placement: &'a Placement, layout: Layout, out: Out<'a>) -> Self {
-        Self {
-            placement,
-            page_size: layout.page_size(),
-            out,
-            syncs: 0,
-            behind: None,
-        }
-    }
-
-    /// Reads and writes the pages of a packet, if they belong into one of the RAM blocks.
-    fn place(
-        &mut self,
-        reader: &mut ChannelReader,
-        writer: &mut ChannelWriter,
-        packet: &mut Packet,
-    ) -> Result<bool, RelayError> {
-        let Out {
-            channel,
-            stats,
-            syncs,
-        } = self.out;
-        let failed = |error| RelayError::Placement(channel, error);
-        if packet.ram().is_empty() {
-            return Ok(false);
-        }
-        let Some(block) = self.placement.block(&packet.ram().block) else {
-            return Ok(false);
-        };
-        if self.syncs == 0 {
-            return Err(failed(PlaceError::TooEarly));
-        }
-        if let Some(packet_num) = self.behind.take() {
-            let is_due = || syncs.is_marked(self.syncs);
-            let waited = writer.wait_for_reader(packet_num, &is_due);
-            waited.map_err(|error| RelayError::DestinationChannel(channel, error))?;
-        }
-        // Before `place`: closing the placement waits for writes in progress, and must not wait for the source.
-        let read = reader.read_rest(packet);
-        read.map_err(|error| RelayError::SourceChannel(channel, error))?;
-        let placed = self.placement.place(block, packet, syncs.main_has_pages());
-        placed.map_err(failed)?;
-        let header = packet.ram();
-        let (normal, zero) = (header.normal_offsets().len(), header.zero_offsets().len());
-        stats.add_packet(normal, zero, normal * self.page_size);
-        Ok(true)
-    }
-
-    /// Notes a SYNC that has been sent on this channel.
-    fn synced(&mut self, packet_num: u64) {
-        self.syncs += 1;
-        self.behind = Some(packet_num);
-    }
 }
 
 /// Takes the packets of one channel to the exchange, until the source ends the channel or all writers have ended.
@@ -294,7 +213,7 @@ mod tests {
             stats: &stats,
             syncs: &Syncs::new(1),
         };
-        let passed = pass_on(&mut reader, &mut writer, None, &config, out);
+        let passed = pass_on(&mut reader, &mut writer, &config, out);
         let is_refused = matches!(
             passed,
             Err(RelayError::OtherMethod(0, Method::Zlib, Method::Zstd))

@@ -2,7 +2,7 @@
 
 use std::{
     num::{NonZeroU64, NonZeroUsize},
-    sync::{Arc, Mutex},
+    sync::Mutex,
     time::Duration,
 };
 
@@ -11,7 +11,7 @@ use vamoose_link::{
     Address, MethodChoice, Remote, Session, Socket, SocketError, Stream, dial, lock,
 };
 
-use crate::{Placement, RelayError};
+use crate::RelayError;
 
 /// What a relay does with pages.
 #[derive(Clone)]
@@ -35,9 +35,6 @@ pub struct Config {
     /// Packets encoded in parallel per channel, for engines with a latency. More than 1 has an effect only
     /// where the method's packets are independent (auto, lz4, zstd-frames, qpl, qatzip).
     pub streams: NonZeroUsize,
-    /// The destination's memory, to which the relay writes pages. Requires as many outgoing channels as incoming ones, and a
-    /// single stream.
-    pub placement: Option<Arc<Placement>>,
     /// The method of all packets, if the destination QEMU decodes them itself. Requires as many outgoing channels as incoming
     /// ones, and a single stream.
     pub(crate) passed: Option<Method>,
@@ -61,7 +58,6 @@ impl Config {
             stall_timeout: Duration::from_secs(15),
             zero_pages: ZeroPages::Pass,
             streams: NonZeroUsize::MIN,
-            placement: None,
             passed: None,
         }
     }

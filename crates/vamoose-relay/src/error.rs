@@ -6,7 +6,7 @@ use multifd::{InitialError, Method};
 use thiserror::Error;
 use vamoose_link::{DialError, ReadError, SocketError, WriteError};
 
-use crate::{PlaceError, gateway::AnnounceError};
+use crate::gateway::AnnounceError;
 
 /// The direction of bytes on a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,19 +77,8 @@ pub enum RelayError {
     SourceChannel(usize, #[source] ReadError),
     #[error("destination, channel {0}")]
     DestinationChannel(usize, #[source] WriteError),
-    #[error(
-        "pages cannot be written into the destination's memory: the channels out are not those in, or have several streams"
-    )]
-    NotPlaced,
-    #[error(
-        "pages cannot be written into the destination's memory: nothing proves that the QEMU of the monitor is the one that \
-         listens for the migration"
-    )]
-    OtherQemu,
     #[error("source, channel {0}: a packet is of method {1}, and {2} was announced")]
     OtherMethod(usize, Method, Method),
-    #[error("channel {0}: cannot write to the destination's memory")]
-    Placement(usize, #[source] PlaceError),
     #[error("the source closed channel {0} while its main stream goes on")]
     ChannelClosed(usize),
     #[error("main stream, {}: cannot read from the {}", .0, .0.sender())]

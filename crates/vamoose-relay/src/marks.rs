@@ -32,8 +32,6 @@ pub(crate) struct Marks {
     unlisted: u64,
     /// The source sends FLUSH, so EOS is not a mark.
     flushes: bool,
-    /// A page with content has been seen.
-    pages: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -81,7 +79,6 @@ impl Marks {
             section: Section::Start,
             unlisted: 0,
             flushes: false,
-            pages: false,
         }
     }
 
@@ -131,16 +128,6 @@ impl Marks {
         self.item = None;
     }
 
-    /// Whether pages with content may have been sent: some were seen, or the stream cannot be parsed any more.
-    pub(crate) fn may_have_pages(&self) -> bool {
-        self.pages || self.are_over()
-    }
-
-    /// Whether the search for marks has ended.
-    pub(crate) fn are_over(&self) -> bool {
-        self.item.is_none()
-    }
-
     fn is_mark(&mut self, item: Item, value: u64) -> bool {
         match (item, value) {
             (Item::Record, FLUSH) => {
@@ -181,7 +168,6 @@ impl Marks {
 
     fn after_record(&mut self, value: u64) -> Option<Item> {
         let flags = value & (self.page_size - 1);
-        self.pages |= [PAGE, PAGE_IN_SAME_BLOCK].contains(&flags);
         match flags {
             MEM_SIZE if self.section == Section::Start => {
                 self.unlisted = value - flags;
@@ -316,19 +302,6 @@ mod tests {
                 assert_eq!(marks([&main[..]]).len(), syncs, "{folder} {channel}");
             }
         }
-    }
-
-    #[test]
-    fn pages_on_the_main_stream_are_noticed() {
-        let main = recorded("qemu-10.0.2-none", "main.bin.zst");
-        let mut marks = Marks::new(Layout::X86);
-        let start = marks.next(&main).unwrap();
-        assert!(!marks.may_have_pages());
-        // A record in place of what follows the footer: a part of the section, and a page.
-        let footer = &main[start..start + 5];
-        let part = [&[0x02][..], &footer[1..], &(0x1000 | PAGE).to_be_bytes()].concat();
-        assert_eq!(marks.next(&[footer, &part].concat()), None);
-        assert!(marks.may_have_pages());
     }
 
     #[test]

@@ -27,7 +27,7 @@ use std::{
     fs, io,
     path::PathBuf,
     thread,
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
 use rustix::{
@@ -35,7 +35,6 @@ use rustix::{
     fd::OwnedFd,
     io::Errno,
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
-    time::{ClockId, clock_gettime},
 };
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -58,21 +57,6 @@ pub struct ProcessId {
 }
 
 impl ProcessId {
-    /// The process that has this number now.
-    #[cfg(test)]
-    pub(crate) fn of(pid: u32) -> Option<Self> {
-        Some(QemuProcess::open(pid).ok()??.id)
-    }
-
-    /// A time shortly after the process's start, by this host's present clock. `None` if unknown.
-    pub(crate) fn started(self) -> Option<SystemTime> {
-        let tick = 1000 / rustix::param::clock_ticks_per_second().max(1);
-        let start = Duration::from_millis(self.start_time.checked_add(1)?.checked_mul(tick)?);
-        let now = Duration::try_from(clock_gettime(ClockId::Boottime)).ok()?;
-        // The tick after its start may not have come yet.
-        SystemTime::now().checked_sub(now.saturating_sub(start))
-    }
-
     /// Whether this very process is alive. False proves that it has ended, with all its threads. A
     /// zombie has ended. An error proves nothing.
     pub(crate) fn is_alive(self) -> Result<bool, ProcessError> {
@@ -121,8 +105,6 @@ pub(crate) enum ProcessError {
     },
     #[error("cannot list processes, is /proc mounted?")]
     NoProc(#[source] io::Error),
-    #[error("process {0} has ended")]
-    Ended(u32),
     #[error("cannot end process {0}, end it by hand")]
     Kill(u32, #[source] io::Error),
     #[error(
@@ -315,7 +297,6 @@ mod tests {
         let (mut child, process) = sleeper();
         let id = process.id;
         assert!(id.is_alive().unwrap() && !process.has_ended().unwrap());
-        assert!(id.started().unwrap() <= SystemTime::now());
         process.end(LIMIT).unwrap();
         // A zombie first, then gone.
         for _ in 0..2 {

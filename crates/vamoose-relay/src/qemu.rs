@@ -1,7 +1,6 @@
 //! One QEMU: its identity and abilities, and its settings before, during and after a migration.
 
 mod disks;
-mod ram_blocks;
 mod schema;
 mod settings;
 
@@ -21,7 +20,6 @@ use crate::{
     process::{ProcessError, ProcessId, QemuProcess},
     qmp::{Event, Qmp, QmpError},
 };
-pub(crate) use ram_blocks::RamBlock;
 use schema::Schema;
 use settings::Settings;
 

@@ -29,7 +29,7 @@ use vamoose_link::{
 };
 
 use crate::{
-    Accept, Config, Dialer, Placement, RelayError,
+    Accept, Config, Dialer, RelayError,
     downtime::Switchover,
     exchange::exchange,
     first_bytes::UnclassifiedConnection,
@@ -200,30 +200,6 @@ impl Relay<'_> {
         cache.map(Arc::new)
     }
 
-    /// The memory to write pages to, if it belongs to the QEMU at the other end of `destination`.
-    fn placement(
-        &self,
-        is_one_to_one: bool,
-        destination: &Connections,
-    ) -> Result<Option<&Placement>, RelayError> {
-        let Some(placement) = self.config.placement.as_deref() else {
-            return Ok(None);
-        };
-        let mut connections = destination.channels.iter().chain([&destination.main]);
-        let obstacle = if !is_one_to_one {
-            RelayError::NotPlaced
-        } else if !connections.all(|stream| placement.is_behind(stream)) {
-            RelayError::OtherQemu
-        } else {
-            return Ok(Some(placement));
-        };
-        if placement.is_demanded {
-            return Err(obstacle);
-        }
-        warn!("sending pages to QEMU: {obstacle}");
-        Ok(None)
-    }
-
     /// The writers of all channels, in the order of the channels.
     fn writers(
         &self,
@@ -279,7 +255,6 @@ impl Relay<'_> {
             "relaying a multifd migration"
         );
         let is_one_to_one = incoming == outgoing && self.streams() == 1;
-        let placement = self.placement(is_one_to_one, &destination)?;
         let pacer = max_bandwidth.map(|rate| Arc::new(Pacer::new(rate)));
         let streams = self.streams();
         let writers = self.writers(destination.channels, streams, pacer.as_ref())?;
@@ -301,9 +276,6 @@ impl Relay<'_> {
         let loaded = Cell::new(None);
         let on_loaded = || {
             loaded.set(Some(Instant::now()));
-            if let Some(placement) = placement {
-                placement.close();
-            }
             (self.on_loaded)();
         };
         let outcome = thread::scope(|scope| {
@@ -313,7 +285,6 @@ impl Relay<'_> {
                 stats: self.stats,
                 syncs: &syncs,
                 config: self.config,
-                placement,
             };
             if is_one_to_one {
                 for (channel, (reader, writer)) in readers.zip(writers).enumerate() {

@@ -36,7 +36,7 @@ use vamoose_link::{
     SocketError, random_id,
 };
 
-use crate::{Journal, JournalError, Observer, PlacementMode, UnderWay, service::Draining};
+use crate::{Journal, JournalError, Observer, UnderWay, service::Draining};
 pub(crate) use job::Job;
 use jobs::Jobs;
 use listener::most_connections;
@@ -66,8 +66,6 @@ pub struct ServerConfig {
     pub state_dir: PathBuf,
     /// Decodes the pages, and encodes them for the QEMUs, which are set up for method none.
     pub engines: Engines,
-    /// Whether pages are written into the memory of the QEMUs.
-    pub placement: PlacementMode,
     /// Whether a QEMU that supports zstd decodes the pages itself. Their checksums are not compared then.
     pub qemu_decodes: bool,
     /// Configuration of the sessions with sources.

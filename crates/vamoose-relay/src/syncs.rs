@@ -31,10 +31,6 @@ struct State {
     /// SYNCs sent on each channel.
     out: Vec<u64>,
     last: Option<Instant>,
-    /// Marks sent on the main stream.
-    marked: u64,
-    /// Pages with content may have been sent on the main stream.
-    main_has_pages: bool,
     /// The main stream waits for a SYNC.
     awaited: bool,
     given_up: bool,
@@ -57,8 +53,6 @@ impl Syncs {
             state: Mutex::new(State {
                 out: vec![0; channels],
                 last: None,
-                marked: 0,
-                main_has_pages: false,
                 awaited: false,
                 given_up: false,
             }),
@@ -76,26 +70,6 @@ impl Syncs {
         if state.awaited {
             self.changed.notify_all();
         }
-    }
-
-    /// Whether the mark that belongs to SYNC `number` has been sent, so that the destination continues once it has that SYNC.
-    pub(crate) fn is_marked(&self, number: u64) -> bool {
-        lock(&self.state).marked >= number
-    }
-
-    /// Whether pages with content may have been sent on the main stream.
-    pub(crate) fn main_has_pages(&self) -> bool {
-        lock(&self.state).main_has_pages
-    }
-
-    fn note_pages(&self, marks: &Marks) {
-        if marks.may_have_pages() {
-            lock(&self.state).main_has_pages = true;
-        }
-    }
-
-    fn mark(&self, number: u64) {
-        lock(&self.state).marked = number;
     }
 
     /// When the last SYNC was sent.
@@ -199,22 +173,12 @@ impl Witness for BehindSyncs<'_> {
         while let Some(end) = self.marks.next(&piece[followed..]) {
             followed += end;
             self.found += 1;
-            self.syncs.note_pages(&self.marks);
             // Without its last byte, the mark has no effect.
             write(&piece[written..followed - 1])?;
-            self.syncs.mark(self.found - 1);
             written = followed - 1;
             self.wait()?;
         }
-        self.syncs.note_pages(&self.marks);
         write(&piece[written..])?;
-        // If marks cannot be recognized any more, the destination does not wait for a SYNC.
-        let marked = if self.marks.are_over() {
-            u64::MAX
-        } else {
-            self.found
-        };
-        self.syncs.mark(marked);
         self.state.sent();
         Ok(())
     }

@@ -19,7 +19,7 @@ use multifd::{Layout, Method};
 use serde::{Deserialize, Serialize};
 use vamoose_codec::{Accel, DecodedBy, Engines, Framing, Registry, Settings, Verify, info};
 use vamoose_link::{Address, MethodChoice, Peers};
-use vamoose_relay::{Config, PlacementMode};
+use vamoose_relay::Config;
 
 use crate::{devices::DevicePath, report::write_json};
 
@@ -476,27 +476,6 @@ impl FromStr for Size {
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.0)
-    }
-}
-
-/// How pages get into the destination's QEMU.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub enum PlacementName {
-    /// Where it is possible
-    Auto,
-    /// Or refuse the migration
-    On,
-    /// Send all pages to QEMU
-    Off,
-}
-
-impl From<PlacementName> for PlacementMode {
-    fn from(name: PlacementName) -> Self {
-        match name {
-            PlacementName::Auto => Self::Auto,
-            PlacementName::On => Self::On,
-            PlacementName::Off => Self::Off,
-        }
     }
 }
 

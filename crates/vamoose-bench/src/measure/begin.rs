@@ -85,11 +85,7 @@ impl Ends<'_> {
         let mut command = self.there.command(self.vamoose);
         command.args(["relay", "--insecure", "--session", "listen"]);
         command.args(["--connect", &inside]);
-        if !cell.contender.far_options.is_empty() {
-            // Placement needs the location of the guest's memory.
-            command.arg("--qmp").arg(self.destination.qmp_socket());
-            command.args(&cell.contender.far_options);
-        }
+        command.args(&cell.contender.far_options);
         let listen = format!("tcp:{}:0", self.there.address());
         let (far, to) = listening(command.args(["--listen", &listen]))?;
         let (near, address) = self.near_relay(cell, &to, &["--session", "connect"])?;

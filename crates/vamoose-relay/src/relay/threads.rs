@@ -10,7 +10,7 @@ use vamoose_link::{ChannelReader, ChannelWriter, Pacer, Stats, Stream};
 
 use super::supervisor::Report;
 use crate::{
-    Config, Direction, Placement, channels,
+    Config, Direction, channels,
     channels::Out,
     exchange::{ReaderEnd, WriterEnd},
     main_stream::{MainState, Pump, ReturnWitness, Witness},
@@ -24,7 +24,6 @@ pub(super) struct Threads<'scope, 'env> {
     pub(super) stats: &'env Arc<Stats>,
     pub(super) syncs: &'env Syncs,
     pub(super) config: &'env Config,
-    pub(super) placement: Option<&'env Placement>,
 }
 
 impl<'scope, 'env> Threads<'scope, 'env> {
@@ -55,17 +54,17 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         mut reader: ChannelReader,
         mut writer: ChannelWriter,
     ) {
-        let (config, placement, out) = (self.config, self.placement, self.out(channel));
-        self.spawn(move |report| {
-            match channels::pass_on(&mut reader, &mut writer, placement, config, out) {
+        let (config, out) = (self.config, self.out(channel));
+        self.spawn(
+            move |report| match channels::pass_on(&mut reader, &mut writer, config, out) {
                 Ok(()) => {
                     writer.finish();
                     report(Report::ChannelRead { channel });
                     report(Report::ChannelWritten);
                 }
                 Err(error) => report(Report::Failed(error)),
-            }
-        });
+            },
+        );
     }
 
     pub(super) fn forward_main(

@@ -14,7 +14,7 @@ use vamoose_link::{Address, MethodChoice, Session};
 
 use super::{DestinationQemu, Job, Server, job::Transfer};
 use crate::{
-    Config, Dialer, Instance, JournalError, NotPlaced, Placement, PlacementMode, chain,
+    Config, Dialer, Instance, JournalError, chain,
     control::{Offer, Request},
     journal::{AtDestination, Record, now},
     process::ProcessError,
@@ -85,7 +85,7 @@ impl Server {
         Ok((job, answer))
     }
 
-    /// The relay's configuration. `set_up` adds how pages get into QEMU's memory.
+    /// The relay's configuration. `set_up` adds the method that QEMU decodes.
     fn relay_config(&self, request: &Request) -> Result<Config, PrepareError> {
         let method = request.method.as_str();
         let mut known = Method::ALL.iter().map(|method| method.name());
@@ -107,8 +107,9 @@ impl Server {
         config: &mut Config,
         incoming: &Address,
     ) -> Result<(), PrepareError> {
-        let may_decode = self.config.qemu_decodes && self.config.placement != PlacementMode::On;
-        config.passed = may_decode.then(|| decoded_by(qemu, request)).flatten();
+        if self.config.qemu_decodes {
+            config.passed = decoded_by(qemu, request);
+        }
         let parameters = json!({
             "multifd-channels": request.channels,
             "multifd-compression": config.passed.unwrap_or(Method::None).name(),
@@ -116,25 +117,15 @@ impl Server {
         // late-block-activate: the disks stay the source's until the commit.
         let optional = ["late-block-activate", "events"];
         qemu.set_up(&["multifd", "return-path"], &optional, parameters)?;
-        // After `set_up`, because placement depends on the migration's capabilities.
-        let placement = match config.passed {
-            None => Placement::of(qemu, self.config.placement, config.layout),
-            Some(_) => {
-                let name = &request.name;
-                info!("{name}: QEMU decodes the pages itself, their checksums are not compared");
-                Ok(None)
-            }
-        };
-        let ready = placement
-            .map_err(PrepareError::NotPlaced)
-            .and_then(|placement| {
-                config.placement = placement;
-                Ok(listen(qemu, incoming)?)
-            });
-        if ready.is_err() {
+        if config.passed.is_some() {
+            let name = &request.name;
+            info!("{name}: QEMU decodes the pages itself, their checksums are not compared");
+        }
+        let listening = listen(qemu, incoming);
+        if listening.is_err() {
             qemu.put_back();
         }
-        ready
+        Ok(listening?)
     }
 
     /// The monitor of the QEMU called `name`; the name comes from a peer and must stay in its folder.
@@ -175,8 +166,6 @@ pub(super) enum PrepareError {
     Uuid(String, String),
     #[error("the destination's guest has {0} bytes of RAM, the source's {1}")]
     Ram(u64, u64),
-    #[error("pages cannot be written into the memory of its QEMU, as --placement on demands")]
-    NotPlaced(#[source] NotPlaced),
     #[error(transparent)]
     Journal(#[from] JournalError),
     #[error("the system refused")]

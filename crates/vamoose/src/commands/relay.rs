@@ -2,23 +2,19 @@
 
 use std::{
     net::IpAddr,
-    path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use multifd::Layout;
 use tracing::{info, warn};
 use vamoose_link::{Address, Hangup, Listener, Sessions, Stats};
-use vamoose_relay::{Accept, Dialer, Outcome, Placement, Relay, ZeroPages};
+use vamoose_relay::{Accept, Dialer, Outcome, Relay, ZeroPages};
 
 use vamoose::{
     link::LinkOptions,
-    options::{
-        Access, Encoding, JsonReport, MethodName, PlacementName, Switch, refuse_open_address,
-    },
+    options::{Access, Encoding, JsonReport, MethodName, Switch, refuse_open_address},
     report::Report,
 };
 
@@ -63,21 +59,6 @@ pub(crate) struct Options {
     /// Zero-page detection in this relay, for a source that does not detect zero pages
     #[arg(long, value_enum, default_value_t = ZeroPageDetection::None)]
     zero_page_detection: ZeroPageDetection,
-    /// QMP socket of the destination's QEMU, to write pages straight into its memory
-    ///
-    /// For a guest whose memory is shared (share=on), in QEMU 8.0 and later, on the same host. QEMU must wait for the
-    /// migration on a unix socket, with as many channels as the source has, and with -S.
-    #[arg(long, value_name = "PATH")]
-    qmp: Option<PathBuf>,
-    /// Whether pages are written there
-    #[arg(
-        long,
-        value_enum,
-        default_value_t = PlacementName::Auto,
-        value_name = "MODE",
-        requires = "qmp"
-    )]
-    placement: PlacementName,
     #[command(flatten)]
     access: Access,
     #[command(flatten)]
@@ -128,18 +109,6 @@ impl Options {
         }
     }
 
-    /// The memory of the destination's QEMU, if pages are to be written there.
-    fn placement(&self, layout: Layout) -> Result<Option<Arc<Placement>>> {
-        let Some(qmp) = &self.qmp else {
-            return Ok(None);
-        };
-        if !matches!(self.connect[..], [Address::Unix(_)]) {
-            bail!("--qmp needs a destination QEMU that listens on a unix socket");
-        }
-        Placement::at(qmp, self.placement.into(), layout)
-            .context("cannot write pages into QEMU's memory")
-    }
-
     fn accept(&self, stall_timeout: Duration) -> Result<Box<dyn Accept>> {
         let listener = Listener::bind_for(&self.listen, stall_timeout, self.access.peers())?;
         let address = listener.address().clone();
@@ -181,7 +150,6 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             bail!("--zero-page-detection cpu would undo --zero-pages expand: choose one");
         }
     };
-    config.placement = options.placement(config.layout)?;
     let dialer = options.dialer(config.stall_timeout)?;
     let accept = options.accept(config.stall_timeout)?;
     let start = Instant::now();

@@ -15,7 +15,7 @@ use vamoose_relay::{Server, ServerConfig};
 
 use vamoose::link::{LinkOptions, page_caches};
 use vamoose::metrics::{self, Counts, MetricsOption};
-use vamoose::options::{Access, Hardware, PlacementName, Size, StallTimeout, StateDir};
+use vamoose::options::{Access, Hardware, Size, StallTimeout, StateDir};
 use vamoose::watchable;
 
 /// Accept incoming migrations for QEMUs waiting on this host
@@ -45,12 +45,7 @@ pub(crate) struct Options {
     /// An orphaned guest is neither run nor terminated: `vamoose attempts` lists it.
     #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     orphan_timeout: u64,
-    /// Write pages straight into the memory of QEMUs
-    ///
-    /// For guests with shared memory (share=on of memory-backend-memfd or memory-backend-file), in QEMU 8.0 and later.
-    #[arg(long, value_enum, default_value_t = PlacementName::Off, value_name = "MODE")]
-    placement: PlacementName,
-    /// Decoder of pages of method zstd, if the QEMU supports it and --placement is not on
+    /// Decoder of pages of method zstd, if the QEMU supports it
     #[arg(long, value_enum, default_value_t = Decoder::Vamoose, value_name = "DECODER")]
     decoder: Decoder,
     /// Seconds for migrations under way to finish after SIGTERM
@@ -92,7 +87,6 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         qmp_dir: options.qmp_dir.clone(),
         state_dir: options.state_dir.path()?,
         engines,
-        placement: options.placement.into(),
         qemu_decodes: options.decoder == Decoder::Qemu,
         sessions,
         peers: options.access.peers(),

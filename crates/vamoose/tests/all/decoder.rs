@@ -57,7 +57,6 @@ fn other_methods_are_decoded_for_qemu() -> Result<()> {
         (&BY_QEMU[..], "auto"),
         (&BY_QEMU[..], "lz4"),
         (&BY_QEMU[..], "zlib"),
-        (&["--decoder", "qemu", "--placement", "on"], "zstd"),
         (&[][..], "zstd"),
     ] {
         let said = moves(&source, &destination, serve, &["--method", method])?;

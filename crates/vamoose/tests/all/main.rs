@@ -28,7 +28,6 @@ mod old_destination;
 mod owner;
 mod paths;
 mod paused;
-mod placement;
 mod probe;
 mod relay;
 mod relay_end;
