@@ -1,8 +1,9 @@
 //! Sends each mark of the main stream after the SYNCs that belong to it.
 //!
 //! A destination that has read a mark in the main stream (see `marks`) waits for the mark's SYNCs, one from each channel. If a
-//! relay dies before it has sent them, QEMU 7.2 hangs. So **a mark is sent only after its SYNCs have been sent on all channels**.
-//! Whatever breaks then, the destination has all that it waits for, as it does without a relay.
+//! relay dies before it has sent them, the destination's main thread waits for ever, and so does its monitor (7.2, 10.0, 11.1). So
+//! **a mark is sent only after its SYNCs have been sent on all channels**: whatever breaks, the destination has all that it waits
+//! for, as it does without a relay.
 //!
 //! This causes no delay: the destination would wait at the mark anyway, and reads SYNCs before their mark. Marks and SYNCs are
 //! counted, so either may come first.
