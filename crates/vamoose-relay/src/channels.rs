@@ -3,7 +3,7 @@
 //! ```text
 //!  as many out as in:   [ read, decode, encode, write ]                    one thread per channel
 //!  otherwise:           [ read, decode ] ─> exchange ─> [ encode, write ]  one thread per channel and side
-//!  several streams:     [ read, decode ] ─> exchange ─> [ encode, write ]  one thread per outgoing stream
+//!  several encoders:    [ read, decode ] ─> exchange ─> [ encode, write ]  one thread per encoder
 //!  QEMU decodes:        [ read, write ]                                    one thread per channel
 //! ```
 //!
@@ -22,7 +22,7 @@ use crate::{
 
 /// A channel to the destination, and its counters.
 #[derive(Clone, Copy)]
-pub(crate) struct Out<'a> {
+pub(crate) struct OutgoingChannel<'a> {
     pub(crate) channel: usize,
     pub(crate) stats: &'a Stats,
     pub(crate) syncs: &'a Syncs,
@@ -36,7 +36,7 @@ pub(crate) fn pass_on(
     reader: &mut ChannelReader,
     writer: &mut ChannelWriter,
     config: &Config,
-    out: Out<'_>,
+    out: OutgoingChannel<'_>,
 ) -> Result<(), RelayError> {
     let mut packet = Packet::new(config.layout);
     let channel = out.channel;
@@ -49,7 +49,7 @@ pub(crate) fn pass_on(
         }
         // Before zero pages are detected or expanded, which leaves the SYNC.
         let (sync, method) = (sync_of(&packet), packet.ram().method);
-        match config.passed.filter(|_| !packet.ram().is_empty()) {
+        match config.decoded_by_qemu.filter(|_| !packet.ram().is_empty()) {
             Some(announced) if announced != method => {
                 return Err(RelayError::OtherMethod(channel, method, announced));
             }
@@ -115,7 +115,7 @@ pub(crate) fn read(
 pub(crate) fn write(
     writer: &mut ChannelWriter,
     end: &WriterEnd,
-    out: Out<'_>,
+    out: OutgoingChannel<'_>,
 ) -> Result<(), RelayError> {
     let channel = out.channel;
     let failed = |error| RelayError::DestinationChannel(channel, error);
@@ -155,7 +155,11 @@ fn sync_of(packet: &Packet) -> Option<u64> {
     is_sync.then(|| packet.ram().packet_num)
 }
 
-fn send_sync(writer: &mut ChannelWriter, packet_num: u64, out: Out<'_>) -> Result<(), WriteError> {
+fn send_sync(
+    writer: &mut ChannelWriter,
+    packet_num: u64,
+    out: OutgoingChannel<'_>,
+) -> Result<(), WriteError> {
     writer.write_sync(packet_num)?;
     out.syncs.sent(out.channel);
     // Each SYNC is sent on all channels, and counted once.
@@ -198,7 +202,7 @@ mod tests {
         let (mut source, incoming) = UnixStream::pair().unwrap();
         let (outgoing, mut qemu) = UnixStream::pair().unwrap();
         let mut config = Config::new(Engines::software(Settings::default()));
-        config.passed = Some(Method::Zstd);
+        config.decoded_by_qemu = Some(Method::Zstd);
         let stats = Arc::<Stats>::default();
         let (layout, decoder) = (config.layout, Decoder::new(config.layout));
         let encoder = config.method.encoder(layout, stats.health()).unwrap();
@@ -208,7 +212,7 @@ mod tests {
         let good = packet(Method::Zstd, &config);
         let bad = packet(Method::Zlib, &config);
         source.write_all(&[&good[..], &bad].concat()).unwrap();
-        let out = Out {
+        let out = OutgoingChannel {
             channel: 0,
             stats: &stats,
             syncs: &Syncs::new(1),

@@ -34,10 +34,10 @@ pub struct Config {
     pub zero_pages: ZeroPages,
     /// Packets encoded in parallel per channel, for engines with a latency. More than 1 has an effect only
     /// where the method's packets are independent (auto, lz4, zstd-frames, qpl, qatzip).
-    pub streams: NonZeroUsize,
+    pub encoders: NonZeroUsize,
     /// The method of all packets, if the destination QEMU decodes them itself. Requires as many outgoing channels as incoming
-    /// ones, and a single stream.
-    pub(crate) passed: Option<Method>,
+    /// ones, and a single encoder per channel.
+    pub(crate) decoded_by_qemu: Option<Method>,
     /// Whether to send differences for pages that were sent before, where that is shorter. Requires a session whose server keeps
     /// the pages, and a method whose packets can hold differences.
     pub delta: bool,
@@ -57,8 +57,8 @@ impl Config {
             max_bandwidth: None,
             stall_timeout: Duration::from_secs(15),
             zero_pages: ZeroPages::Pass,
-            streams: NonZeroUsize::MIN,
-            passed: None,
+            encoders: NonZeroUsize::MIN,
+            decoded_by_qemu: None,
         }
     }
 }

@@ -6,7 +6,7 @@
 //!  reader N ─┘                                           └─ writer M   give_back()
 //! ```
 //!
-//! A channel has one or several writers (**streams**), which encode the channel's packets in parallel, so that an engine with a
+//! A channel has one or several writers (**encoders**), which encode the channel's packets in parallel, so that an engine with a
 //! latency stays busy. The writers of a channel share its socket.
 //!
 //! Between two SYNCs no page appears twice, so any writer may take any packet: the queue is shared,
@@ -24,15 +24,15 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use multifd::Layout;
 use vamoose_link::{Packet, lock};
 
-/// The ends for `readers` readers and for `streams` writers on each of `channels` channels, in the order of the channels, and
+/// The ends for `readers` readers and for `encoders` writers on each of `channels` channels, in the order of the channels, and
 /// their barriers.
 pub(crate) fn exchange(
     readers: usize,
     channels: usize,
-    streams: usize,
+    encoders: usize,
     layout: Layout,
 ) -> (Vec<ReaderEnd>, Vec<WriterEnd>, Barriers) {
-    let writers = channels * streams;
+    let writers = channels * encoders;
     let packets = (PACKETS_PER_CHANNEL * readers.max(channels)).max(readers + writers);
     let (give, take) = bounded(packets);
     for _ in 0..packets {
@@ -51,7 +51,7 @@ pub(crate) fn exchange(
     let mut barriers = vec![read, sent.clone()];
     let mut writer_ends = Vec::with_capacity(writers);
     for _ in 0..channels {
-        let taken = Arc::new(Barrier::new(streams));
+        let taken = Arc::new(Barrier::new(encoders));
         barriers.push(taken.clone());
         let end = WriterEnd {
             work: next.clone(),
@@ -59,7 +59,7 @@ pub(crate) fn exchange(
             taken,
             sync: sent.clone(),
         };
-        writer_ends.extend(vec![end; streams]);
+        writer_ends.extend(vec![end; encoders]);
     }
     (vec![end; readers], writer_ends, Barriers(barriers))
 }
@@ -237,9 +237,9 @@ mod tests {
         rounds: &[Vec<usize>],
         readers: usize,
         channels: usize,
-        streams: usize,
+        encoders: usize,
     ) -> Vec<Vec<Seen>> {
-        let (reader_ends, writer_ends, _barriers) = exchange(readers, channels, streams, LAYOUT);
+        let (reader_ends, writer_ends, _barriers) = exchange(readers, channels, encoders, LAYOUT);
         let sockets: Vec<_> = (0..channels).map(|_| Mutex::new(Vec::new())).collect();
         thread::scope(|scope| {
             for (reader, end) in reader_ends.into_iter().enumerate() {
@@ -255,7 +255,7 @@ mod tests {
                 });
             }
             for (writer, end) in writer_ends.into_iter().enumerate() {
-                let socket = &sockets[writer / streams];
+                let socket = &sockets[writer / encoders];
                 scope.spawn(move || {
                     while let Ok(work) = end.next() {
                         match work {
@@ -290,10 +290,10 @@ mod tests {
         fn nothing_crosses_a_sync_and_nothing_is_lost(
             readers in 1usize..5,
             channels in 1usize..5,
-            streams in 1usize..4,
+            encoders in 1usize..4,
             rounds in proptest::collection::vec(proptest::collection::vec(0usize..12, 5), 1..5),
         ) {
-            let seen = run(&rounds, readers, channels, streams);
+            let seen = run(&rounds, readers, channels, encoders);
             for (round, packets) in rounds.iter().enumerate() {
                 let of_round = |seen: &Vec<Seen>| {
                     seen.split(|s| *s == Seen::Sync).nth(round).map_or(0, |round_seen| {
@@ -314,10 +314,10 @@ mod tests {
     /// More packets that wait would falsify the bandwidth that the source measures.
     #[test]
     fn readers_that_are_ahead_wait_for_a_writer() {
-        for (readers, channels, streams, packets) in
+        for (readers, channels, encoders, packets) in
             [(2, 3, 1, 6), (4, 1, 1, 8), (2, 2, 1, 4), (2, 2, 3, 8)]
         {
-            let (reader_ends, writer_ends, _) = exchange(readers, channels, streams, LAYOUT);
+            let (reader_ends, writer_ends, _) = exchange(readers, channels, encoders, LAYOUT);
             let (reader, writer) = (reader_ends[0].clone(), &writer_ends[0]);
             let (tell, submitted) = bounded(packets + 1);
             let reads = thread::spawn(move || {

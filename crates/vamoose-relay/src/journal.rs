@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  STATE-DIR/source-ID.json          one attempt of which this host is the source
-//!  STATE-DIR/destination-ID.json     one of which it is the destination
+//!  STATE-DIR/destination-ID.json     one attempt of which this host is the destination
 //!  STATE-DIR/*.lock                  held by the process that drives the attempt
 //! ```
 //!

@@ -21,13 +21,13 @@ use vamoose_link::Stream;
 use crate::{
     Relay, RelayError, chain,
     first_bytes::{Arrivals, Closes, FirstBytes, UnclassifiedConnection},
-    main_stream::{Unseen, forward},
+    main_stream::{NoWitness, forward},
 };
 
 /// Limit of silent connections. A source opens one.
 const MOST_SILENT: usize = 16;
 
-/// Handles these connections and the ones in `silent`, until the migration ends.
+/// Handles new connections, and those in `silent`, until the migration ends.
 pub(crate) fn attend(relay: &Relay<'_>, silent: Vec<UnclassifiedConnection>) {
     let mut arrivals = Arrivals::new(relay.accept, relay.hangup, silent);
     arrivals.closes = Closes::Newest;
@@ -50,7 +50,7 @@ pub(crate) fn attend(relay: &Relay<'_>, silent: Vec<UnclassifiedConnection>) {
     });
 }
 
-/// Reads the available bytes, and handles the connection once it is classified. Returns whether it is still unclassified.
+/// Reads the bytes that have arrived, and handles the connection once it is classified. Returns whether it is still unclassified.
 fn is_unclassified<'scope, 'env>(
     scope: &'scope Scope<'scope, 'env>,
     relay: &'env Relay<'env>,
@@ -92,7 +92,7 @@ fn pass(relay: &Relay<'_>, near: &Arc<Stream>, first: [u8; 4]) {
     };
     info!("passing a channel for post-copy on");
     relay.stats.add_received(first.len());
-    if let Err(error) = forward(near, &far, relay.stats, Unseen, Unseen) {
+    if let Err(error) = forward(near, &far, relay.stats, NoWitness, NoWitness) {
         debug!("a channel for post-copy broke: {}", chain(&error));
     }
 }

@@ -206,9 +206,9 @@ pub(crate) fn forward(
 }
 
 /// Ignores the bytes.
-pub(crate) struct Unseen;
+pub(crate) struct NoWitness;
 
-impl Witness for Unseen {}
+impl Witness for NoWitness {}
 
 /// Large enough for a migration without multifd to be cheap.
 const PIECE: usize = 128 * 1024;

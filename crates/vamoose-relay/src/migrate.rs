@@ -44,7 +44,7 @@ pub use error::{Cause, Failure};
 use hand_over::{Attempt, HandOver};
 use socket::listen_beside;
 pub(crate) use source::SourceQemu;
-use watch::Beside;
+use watch::SourceRelay;
 
 /// One migration to be driven.
 pub struct Migration<'a> {
@@ -253,14 +253,15 @@ impl Migration<'_> {
         let span = Span::current();
         thread::scope(|scope| {
             let relay = scope.spawn(|| span.in_scope(|| relay.relay()));
-            let beside = Beside {
+            let source_relay = SourceRelay {
                 address: listener.address(),
                 stats: &stats,
                 session: &session,
                 hangup: &hangup,
                 has_ended: &|| relay.is_finished(),
             };
-            let (decision, mut ended) = match self.watch(hand_over, source, &beside, observe) {
+            let (decision, mut ended) = match self.watch(hand_over, source, &source_relay, observe)
+            {
                 // The guest is paused, so the commit comes first, even before the end of the relay.
                 Ok(account) => {
                     let decision = hand_over.finish(SourceEvent::Stopped, Some(source));
@@ -338,7 +339,7 @@ impl Migration<'_> {
         }))
     }
 
-    /// Whether the attempt was a migration as asked for now.
+    /// Whether the attempt had the same server and name as this migration.
     fn is_asked_for(&self, record: &Record<AtSource>) -> bool {
         record.side.to == self.to.address() && record.name == self.name
     }

@@ -22,7 +22,7 @@ use vamoose_link::Stream;
 use crate::{
     Outcome, Relay, RelayError, Summary, chain,
     first_bytes::{Arrivals, FirstBytes, UnclassifiedConnection, classify},
-    main_stream::{MainState, ReturnWitness, Unseen, Witness, Write, forward},
+    main_stream::{MainState, NoWitness, ReturnWitness, Witness, Write, forward},
 };
 
 /// The kind of connections that are forwarded as bytes.
@@ -245,7 +245,7 @@ impl Connection<'_> {
     fn pass(&self, far: &Arc<Stream>) -> Result<(), RelayError> {
         let stats = self.relay.stats;
         if !self.follows_main() {
-            return forward(&self.stream, far, stats, Unseen, Unseen);
+            return forward(&self.stream, far, stats, NoWitness, NoWitness);
         }
         let main = MainState::default();
         let there = FirstPiece {

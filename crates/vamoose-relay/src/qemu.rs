@@ -99,7 +99,7 @@ pub enum QemuError {
     Inactive(String),
     #[error("cannot create a socket")]
     Listener(#[source] io::Error),
-    /// The monitor's path leads to another QEMU than before, or that is not known.
+    /// The monitor's path leads to another QEMU than before, or to one that cannot be identified.
     #[error("the monitor now belongs to a different QEMU")]
     Replaced,
     #[error("QEMU's answer to `{0}` lacks `{1}`")]
@@ -237,7 +237,7 @@ impl Qemu {
         Ok(status == MigrationStatus::Completed && is_switchover(&self.state()?))
     }
 
-    /// Calls `ask` at every event and at intervals, until it breaks. Fails with the last state if that does not happen in time.
+    /// Calls `ask` at every event and at intervals, until it returns `Break`. Fails with the last state after the timeout.
     /// The events stay queued.
     pub(crate) fn ask_until<T>(
         &mut self,

@@ -92,7 +92,7 @@ pub enum QmpError {
     /// The connection broke. That alone does not prove that QEMU has ended.
     #[error("{0}: the connection to QEMU broke")]
     Broken(PathBuf, #[source] io::Error),
-    #[error("{path}: QEMU sent what is not QMP: {problem}")]
+    #[error("{path}: QEMU sent invalid QMP: {problem}")]
     Garbage { path: PathBuf, problem: String },
     #[error("{path}: QEMU refused `{command}`: {description}")]
     Refused {

@@ -175,14 +175,14 @@ impl Relay<'_> {
         Ok(Connections { main, channels })
     }
 
-    /// Streams of each outgoing channel.
-    fn streams(&self) -> usize {
+    /// Encoders of each outgoing channel.
+    fn encoders(&self) -> usize {
         // The source QEMU's method may be one whose packets depend on each other.
         if self.config.restore {
             return 1;
         }
         match self.config.method.framing() {
-            Framing::Packet => self.config.streams.get(),
+            Framing::Packet => self.config.encoders.get(),
             Framing::Stream => 1,
         }
     }
@@ -204,16 +204,16 @@ impl Relay<'_> {
     fn writers(
         &self,
         channels: Vec<Arc<Stream>>,
-        streams: usize,
+        encoders: usize,
         pacer: Option<&Arc<Pacer>>,
     ) -> Result<Vec<ChannelWriter>, RelayError> {
         let layout = self.config.layout;
         let encoder = || self.config.method.encoder(layout, self.stats.health());
-        let mut writers = Vec::with_capacity(channels.len() * streams);
+        let mut writers = Vec::with_capacity(channels.len() * encoders);
         for stream in channels {
             let stats = self.stats.clone();
             let first = ChannelWriter::new(stream, layout, encoder()?, pacer.cloned(), stats);
-            for _ in 1..streams {
+            for _ in 1..encoders {
                 writers.push(first.sibling(encoder()?));
             }
             writers.push(first);
@@ -254,10 +254,10 @@ impl Relay<'_> {
             engine = method.engine(),
             "relaying a multifd migration"
         );
-        let is_one_to_one = incoming == outgoing && self.streams() == 1;
         let pacer = max_bandwidth.map(|rate| Arc::new(Pacer::new(rate)));
-        let streams = self.streams();
-        let writers = self.writers(destination.channels, streams, pacer.as_ref())?;
+        let encoders = self.encoders();
+        let is_one_to_one = incoming == outgoing && encoders == 1;
+        let writers = self.writers(destination.channels, encoders, pacer.as_ref())?;
         let first = source.channels.first();
         let kept = first.and_then(|stream| DeltaReceiver::of(stream, *layout));
         let kept = kept.map(Arc::new);
@@ -292,13 +292,13 @@ impl Relay<'_> {
                 }
             } else {
                 let (reader_ends, writer_ends, all) =
-                    exchange(incoming, outgoing, streams, *layout);
+                    exchange(incoming, outgoing, encoders, *layout);
                 barriers = Some(all);
                 for (channel, (reader, end)) in readers.zip(reader_ends).enumerate() {
                     threads.read(channel, reader, end);
                 }
                 for (index, (writer, end)) in writers.into_iter().zip(writer_ends).enumerate() {
-                    threads.write(index / streams, writer, end);
+                    threads.write(index / encoders, writer, end);
                 }
             }
             let (near, far) = (&source.main, &destination.main);
@@ -308,7 +308,7 @@ impl Relay<'_> {
             drop(threads);
             let span = Span::current();
             scope.spawn(move || span.in_scope(|| late::attend(self, silent)));
-            let ends = incoming + outgoing * streams;
+            let ends = incoming + outgoing * encoders;
             let supervisor = Supervisor::new(&main_state, &syncs, *stall_timeout, ends, &on_loaded);
             let outcome = supervisor.run(&reports, self.hangup);
             self.hangup.hang_up();

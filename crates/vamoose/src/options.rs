@@ -91,7 +91,7 @@ impl Encoding {
         if let Some(delta) = self.delta {
             config.delta = delta == Switch::On;
         }
-        config.streams = self.encoders;
+        config.encoders = self.encoders;
         config.layout = Layout::new(page_size).context("--page-size")?;
         config.max_bandwidth = self.max_bandwidth.map(Size::rate).transpose()?;
         config.stall_timeout = self.stall_timeout.duration();

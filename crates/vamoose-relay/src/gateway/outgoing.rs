@@ -48,7 +48,7 @@ pub(super) struct OutgoingMigration {
     slots: Arc<Slots>,
     observer: Arc<dyn Observer>,
     content: Mutex<Content>,
-    /// Accepted connections that nobody has read from yet.
+    /// Accepted connections that have not been read yet.
     held: Mutex<VecDeque<Arc<Stream>>>,
     announced: Mutex<Option<Announced>>,
     guest: Mutex<Option<String>>,
@@ -192,7 +192,7 @@ impl OutgoingMigration {
                 Some(FirstBytes::Main | FirstBytes::Channel) => break Content::Migration,
                 Some(FirstBytes::Tls) => break Content::Opaque("it is TLS"),
                 Some(FirstBytes::Other) => {
-                    break Content::Opaque("its first bytes are none of QEMU's migration");
+                    break Content::Opaque("it does not begin like a migration of QEMU");
                 }
                 Some(FirstBytes::Silent) => {
                     self.announce()?;

@@ -1,4 +1,4 @@
-//! One attempt from the source's side: crate `handover` decides, and this carries it out.
+//! One attempt from the source's side. Carries out the decisions of crate `handover`.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -113,7 +113,7 @@ impl<'a> HandOver<'a> {
         }
     }
 
-    /// Reports an event that only the journal has to know.
+    /// Reports an event that only changes the journal.
     fn record(&mut self, event: SourceEvent) -> Result<(), Cause> {
         self.driver.handle(event);
         let attempt = &mut self.attempt;
@@ -217,12 +217,12 @@ impl<'a> Attempt<'a> {
                 "{guest}; asking the server again until it answers: {}",
                 self.last_problem
             );
-            // A cancel from before cannot have been meant for this.
+            // An earlier cancel was not meant to give up the question.
             self.cancel.store(false, Ordering::Relaxed);
         }
     }
 
-    /// Only a user who knows that the answer is being waited for can end that.
+    /// Whether the user has cancelled the wait for an answer. Counts only after the warning that the server is being asked again.
     fn given_up(&self) -> Option<SourceEvent> {
         (self.warned && self.cancel.load(Ordering::Relaxed)).then(|| SourceEvent::GaveUp {
             cause: format!("cancelled; before that: {}", self.last_problem),
@@ -235,8 +235,8 @@ impl<'a> Attempt<'a> {
         self.wait_for_abort() && self.record_confirmation()
     }
 
-    /// Waits until the destination confirms that it has given the guest up. If it does not, a later command notifies it, or a
-    /// person there.
+    /// Waits until the destination confirms that it has given the guest up. Without the confirmation, a later command notifies
+    /// the destination, or an operator does.
     fn confirm_abort(&mut self) {
         if self.their_cause.is_none() && !self.wait_for_abort() {
             warn!(
@@ -250,7 +250,7 @@ impl<'a> Attempt<'a> {
         self.record_confirmation();
     }
 
-    /// Records that the destination knows of the failure; whether that was written.
+    /// Records that the destination knows of the failure. Returns whether the record was written.
     fn record_confirmation(&mut self) -> bool {
         self.entry.record.side.confirmed = true;
         let written = self.entry.write();
@@ -330,7 +330,7 @@ impl SourceHost for Host<'_, '_> {
         None
     }
 
-    /// Opens a connection, as soon as one can be had.
+    /// Connects to the server; tries again until that succeeds or the user gives up.
     fn dial(&mut self, source: &Source) -> Option<SourceEvent> {
         let attempt = &mut self.attempt;
         attempt.control = None;

@@ -254,10 +254,10 @@ impl SourceQemu {
         true
     }
 
-    /// Gives the guest back to its owner here, whatever has been done to it.
+    /// Gives the guest back to its owner on this host, in whatever state the migration has left it.
     pub(crate) fn resume(&mut self, should_run: bool) -> SourceEvent {
         let resumed = self.go_on(should_run).or_else(|error| {
-            // A monitor that broke may be had again.
+            // QEMU may accept a new connection to its monitor.
             if !matches!(error, QemuError::Qmp(QmpError::Broken(..))) {
                 return Err(error);
             }
@@ -283,7 +283,7 @@ impl SourceQemu {
     /// guest that was sent completely stays paused, and without its disks, until the disks are taken back. `Break` if another
     /// tool has sent the guest, which belongs to that tool then.
     fn go_on(&mut self, should_run: bool) -> Result<ControlFlow<()>, QemuError> {
-        let expected = "a guest that is its owner's";
+        let expected = "a guest that its owner can continue";
         let is_here = self.is_here;
         self.qemu.ask_until(expected, SETTLING, |qemu| {
             let state = qemu.state()?;

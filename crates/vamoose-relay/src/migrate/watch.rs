@@ -24,7 +24,7 @@ const ASK_EVERY: Duration = Duration::from_millis(200);
 const CANCELLING: Duration = Duration::from_secs(5);
 
 /// The relay beside the source.
-pub(super) struct Beside<'a> {
+pub(super) struct SourceRelay<'a> {
     /// Where it accepts the source's connections.
     pub(super) address: &'a Address,
     pub(super) stats: &'a Stats,
@@ -47,7 +47,7 @@ impl Migration<'_> {
         &self,
         hand_over: &mut HandOver<'_>,
         source: &mut SourceQemu,
-        relay: &Beside<'_>,
+        relay: &SourceRelay<'_>,
         observe: &mut dyn FnMut(&Progress),
     ) -> Result<Value, Cause> {
         if self.is_cancelled() {

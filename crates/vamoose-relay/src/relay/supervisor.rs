@@ -25,11 +25,11 @@ pub(crate) enum Report {
     ChannelRead {
         channel: usize,
     },
-    /// Everything that came has been written to a channel.
+    /// All received packets have been written to a channel.
     ChannelWritten,
     /// One direction of the main stream ended in good order.
     MainEnded(Direction),
-    /// The source has been given the destination's message on loading the guest.
+    /// The source has received the destination's result of loading the guest.
     Shut {
         code: u32,
     },

@@ -11,7 +11,7 @@ use vamoose_link::{ChannelReader, ChannelWriter, Pacer, Stats, Stream};
 use super::supervisor::Report;
 use crate::{
     Config, Direction, channels,
-    channels::Out,
+    channels::OutgoingChannel,
     exchange::{ReaderEnd, WriterEnd},
     main_stream::{MainState, Pump, ReturnWitness, Witness},
     syncs::{BehindSyncs, Syncs},
@@ -87,8 +87,8 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         });
     }
 
-    fn out(&self, channel: usize) -> Out<'env> {
-        Out {
+    fn out(&self, channel: usize) -> OutgoingChannel<'env> {
+        OutgoingChannel {
             channel,
             stats: self.stats,
             syncs: self.syncs,

@@ -108,16 +108,16 @@ impl Server {
         incoming: &Address,
     ) -> Result<(), PrepareError> {
         if self.config.qemu_decodes {
-            config.passed = decoded_by(qemu, request);
+            config.decoded_by_qemu = decoded_by(qemu, request);
         }
         let parameters = json!({
             "multifd-channels": request.channels,
-            "multifd-compression": config.passed.unwrap_or(Method::None).name(),
+            "multifd-compression": config.decoded_by_qemu.unwrap_or(Method::None).name(),
         });
         // late-block-activate: the disks stay the source's until the commit.
         let optional = ["late-block-activate", "events"];
         qemu.set_up(&["multifd", "return-path"], &optional, parameters)?;
-        if config.passed.is_some() {
+        if config.decoded_by_qemu.is_some() {
             let name = &request.name;
             info!("{name}: QEMU decodes the pages itself, their checksums are not compared");
         }
