@@ -2,8 +2,7 @@
 //!
 //! ```text
 //!  another migration's (main stream, channel, TLS):  closed at once, so that its QEMU does not wait
-//!  a channel for post-copy (QEMU 10.1 and later):    forwarded in both directions; it has no magic, but begins with
-//!                                                    the offset of a page, whose highest two bytes are zero
+//!  a channel for post-copy (QEMU 10.1 and later):    forwarded in both directions
 //!  other bytes:                                      closed
 //!  nothing yet:                                      kept until bytes arrive
 //! ```
@@ -20,7 +19,7 @@ use vamoose_link::Stream;
 
 use crate::{
     Relay, RelayError, chain,
-    first_bytes::{Arrivals, Closes, FirstBytes, UnclassifiedConnection},
+    first_bytes::{Arrivals, Closes, FirstBytes, UnclassifiedConnection, may_be_post_copy},
     main_stream::{NoWitness, forward},
 };
 
@@ -66,7 +65,7 @@ fn is_unclassified<'scope, 'env>(
         Some(_) => None,
     };
     match magic {
-        Some(first @ [0, 0, ..]) => {
+        Some(first) if may_be_post_copy(&first) => {
             let stream = connection.stream.clone();
             let span = Span::current();
             scope.spawn(move || span.in_scope(|| pass(relay, &stream, first)));

@@ -21,7 +21,7 @@ use vamoose_link::Stream;
 
 use crate::{
     Outcome, Relay, RelayError, Summary, chain,
-    first_bytes::{Arrivals, FirstBytes, UnclassifiedConnection, classify},
+    first_bytes::{Arrivals, FirstBytes, UnclassifiedConnection, classify, may_be_post_copy},
     main_stream::{MainState, NoWitness, ReturnWitness, Witness, Write, forward},
 };
 
@@ -196,8 +196,7 @@ fn belongs(connection: &UnclassifiedConnection, kind: Opaque) -> Option<bool> {
     let is_foreign = match first? {
         _ if kind == Opaque::Bytes => false,
         FirstBytes::Tls => true,
-        // A channel for post-copy begins with the offset of a page, whose highest two bytes are zero.
-        FirstBytes::Other => bytes.iter().take(2).any(|byte| *byte != 0),
+        FirstBytes::Other => !may_be_post_copy(&bytes),
         FirstBytes::Main | FirstBytes::Channel | FirstBytes::Silent => false,
     };
     if is_foreign {
