@@ -156,21 +156,21 @@ pub(crate) fn pass(
     })
 }
 
-/// Whether to forward a connection; `None` if that is not known yet. With TLS, a connection must begin with a handshake. At a
-/// shared socket, a connection that ends at once is not forwarded. Beside a main stream, only a channel for post-copy is.
+/// Whether to forward a connection; `None` if that is not known yet.
 fn client_begins(
     connection: &mut UnclassifiedConnection,
     kind: Opaque,
     is_shared: bool,
 ) -> Option<bool> {
-    if kind != Opaque::Tls {
-        let is_known = !is_shared || !connection.bytes().is_empty();
-        return if is_known {
-            Some(true)
-        } else {
-            belongs(connection, kind)
-        };
+    match kind {
+        Opaque::Tls => begins_tls(connection),
+        _ if is_shared && connection.bytes().is_empty() => belongs(connection, kind),
+        _ => Some(true),
     }
+}
+
+/// Whether a connection of a migration with TLS begins with a handshake.
+fn begins_tls(connection: &mut UnclassifiedConnection) -> Option<bool> {
     if connection.first() == Some(FirstBytes::Tls) {
         return Some(true);
     }
@@ -178,16 +178,15 @@ fn client_begins(
         debug!("a connection was closed before its first bytes");
         return Some(false);
     }
-    match connection.first()? {
-        FirstBytes::Tls => Some(true),
-        _ => {
-            warn!("turning away a connection: the migration uses TLS and this connection does not");
-            Some(false)
-        }
+    let is_tls = connection.first()? == FirstBytes::Tls;
+    if !is_tls {
+        warn!("turning away a connection: the migration uses TLS and this connection does not");
     }
+    Some(is_tls)
 }
 
-/// [`client_begins`] at a shared socket.
+/// Whether to forward a connection at a shared socket. One that ends at once is not forwarded; beside a main stream, only a channel
+/// for post-copy is.
 fn belongs(connection: &UnclassifiedConnection, kind: Opaque) -> Option<bool> {
     let Some((first, bytes)) = connection.look() else {
         debug!("a connection was closed before its first bytes");
