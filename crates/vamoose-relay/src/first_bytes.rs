@@ -57,8 +57,8 @@ pub(crate) fn classify(bytes: &[u8], is_late: bool) -> Option<FirstBytes> {
     }
 }
 
-/// Whether a connection with these first bytes may be a channel for post-copy (QEMU 10.1 and later). It has no magic, but begins with
-/// the offset of a page, whose highest two bytes are zero.
+/// Whether a connection with these first bytes may be a channel for post-copy (QEMU 10.1 and later). Such a channel has no magic.
+/// It begins with the offset of a page, whose highest two bytes are zero.
 pub(crate) fn may_be_post_copy(bytes: &[u8]) -> bool {
     bytes.iter().take(2).all(|byte| *byte == 0)
 }
