@@ -16,10 +16,10 @@
 
 use std::hint::black_box;
 
-use vamoose_codec::{Decoder, Encoder, Settings, encoder, is_zero};
 use gungraun::{Callgrind, prelude::*};
 use multifd::{BlockName, Layout, Method, PRELUDE_LEN, Prelude, RamHeader};
 use vamoose_bench::{PAGE, Page, pages};
+use vamoose_codec::{Decoder, Encoder, Settings, encoder, is_zero};
 
 const LAYOUT: Layout = Layout::X86;
 

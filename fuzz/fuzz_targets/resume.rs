@@ -11,7 +11,7 @@ use std::{
 use libfuzzer_sys::fuzz_target;
 use vamoose_session::{
     frame::HEADER_LEN,
-    stream::{FrameEvent, ConnectionId, Link, StreamError, StreamState, Timeouts, Transmit},
+    stream::{ConnectionId, FrameEvent, Link, StreamError, StreamState, Timeouts, Transmit},
     window::{Buffer, Sums},
 };
 
