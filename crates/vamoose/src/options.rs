@@ -587,7 +587,7 @@ mod tests {
         ] {
             assert_eq!(
                 refused(options, Method::None),
-                "--accel: engine iaa is absent: this host has no work queue wq77.0"
+                "--accel: engine iaa is absent: this host has no work queue wq77.0 of an IAA"
             );
         }
         assert_eq!(

@@ -495,7 +495,7 @@ fn an_older_server_is_reported() -> Result<()> {
 }
 
 #[test]
-fn an_older_source_is_reported() -> Result<()> {
+fn a_source_without_a_session_is_turned_away() -> Result<()> {
     let host = Host::start(&[])?;
     let mut stream = TcpStream::connect(host.address.trim_start_matches("tcp:"))?;
     let prepare = r#"{"request":"prepare","protocol":1,"name":"vm","uuid":"","ram-bytes":1,"channels":2,"page-size":4096,"method":""}"#;
@@ -505,6 +505,6 @@ fn an_older_source_is_reported() -> Result<()> {
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
     ensure!(answer.is_empty(), "{answer:?}");
-    host.server.wait_for("or an older one", LIMIT)?;
+    host.server.wait_for("the peer is not Vamoose", LIMIT)?;
     Ok(())
 }
