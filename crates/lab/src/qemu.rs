@@ -2,8 +2,7 @@
 //!
 //! There are four kinds of machine: a *bare* one without CPU and firmware, which consists of a RAM file and migrates in
 //! milliseconds; one that runs a few bytes of *firmware* ([`crate::counter`]); one whose BIOS boots from a *disk*
-//! ([`crate::writer`]); and one with a *Linux* guest under TCG ([`crate::guest`]). RAM is a file, so that two ends can be compared,
-//! or other memory, see [`Backend`].
+//! ([`crate::writer`]); and one with a *Linux* guest under TCG ([`crate::guest`]). RAM is a file, so that two ends can be compared.
 
 use std::ffi::OsString;
 use std::fmt;
