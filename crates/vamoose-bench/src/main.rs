@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod clients;
+mod codec;
 mod corpus;
 mod demo;
 mod machine;
@@ -74,6 +75,8 @@ enum Command {
         #[arg(long, value_name = "PROGRAM")]
         vamoose: Option<PathBuf>,
     },
+    /// Measure what each method makes of given pages: ratio, and speed in both directions
+    Codec(codec::Options),
     /// Proxy of a QEMU's monitor, for the demo
     #[command(hide = true)]
     HoldMonitor(demo::hold::Proxy),
@@ -136,6 +139,7 @@ fn main() -> ExitCode {
         Some(Command::List) => list(),
         Some(Command::Report { dir }) => report::write(dir),
         Some(Command::Demo { vamoose }) => return demo::run(vamoose.as_deref()),
+        Some(Command::Codec(options)) => codec::run(options),
         Some(Command::HoldMonitor(proxy)) => proxy.serve(),
         Some(Command::Timeline { file, svg }) => timeline::write(file, svg.as_deref()),
         None => run(&cli.run),

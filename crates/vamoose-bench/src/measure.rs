@@ -8,7 +8,7 @@
 //!  live      vamoose-demo, source ═══════════════link══> vamoose-demo, destination
 //! ```
 //!
-//! `══` is a session with checksums but without TLS, as stock QEMU uses none here. All processes and the link share the processors
+//! `══` is a session with checksums. Contenders with `--tls` encrypt: stock QEMU as well as Vamoose. All processes and the link share the processors
 //! of this host.
 
 pub(crate) mod begin;
@@ -16,6 +16,7 @@ mod live;
 pub(crate) mod moving;
 mod running;
 mod still;
+mod tls;
 mod watch;
 
 use std::path::PathBuf;

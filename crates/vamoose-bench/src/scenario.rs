@@ -7,10 +7,10 @@
 //! channels = [2]
 //! ram = "1G"
 //! rounds = 3
-//! contenders = ["qemu zstd", "pair auto", "migrate auto --delta off"]
+//! contenders = ["qemu zstd", "qemu zstd --tls", "migrate auto --tls"]
 //! ```
 //!
-//! Every combination of guest, link, channels and contender is a cell. Words after a contender's method are options of the program
+//! Every combination of guest, link, channels and contender is a cell. `--tls` stands for authentication and encryption. Other words after a contender's method are options of the program
 //! beside the source; words after `|` are options of the program beside the destination (`migrate zstd | --decoder qemu`).
 
 use std::fmt;
@@ -109,6 +109,8 @@ pub(crate) struct Size(pub(crate) u64);
 pub(crate) struct Contender {
     pub(crate) who: Who,
     pub(crate) method: String,
+    /// Whether both ends authenticate each other, and encrypt: stock QEMU by certificates, Vamoose by keys.
+    pub(crate) tls: bool,
     /// Options of the program beside the source.
     pub(crate) options: Vec<String>,
     /// Options of the program beside the destination.
@@ -131,12 +133,13 @@ pub(crate) enum Who {
 }
 
 /// Built-in scenarios.
-const BUILT_IN: [(&str, &str); 14] = [
+const BUILT_IN: [(&str, &str); 15] = [
     ("idle", include_str!("../scenarios/idle.toml")),
     ("silesia", include_str!("../scenarios/silesia.toml")),
     ("half-zero", include_str!("../scenarios/half-zero.toml")),
     ("zero", include_str!("../scenarios/zero.toml")),
     ("links", include_str!("../scenarios/links.toml")),
+    ("tls", include_str!("../scenarios/tls.toml")),
     ("slow-links", include_str!("../scenarios/slow-links.toml")),
     ("cpu", include_str!("../scenarios/cpu.toml")),
     ("dirty-N", include_str!("../scenarios/dirty.toml")),
@@ -296,6 +299,9 @@ impl FromStr for Guest {
     }
 }
 
+/// The option of a contender whose ends authenticate each other, and encrypt.
+const TLS: &str = "--tls";
+
 impl Contender {
     /// Whether this is Vamoose at both ends with method auto and no options.
     pub(crate) fn is_default(&self) -> bool {
@@ -308,6 +314,9 @@ impl Contender {
 impl fmt::Display for Contender {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", name(&self.who), self.method)?;
+        if self.tls {
+            write!(f, " {TLS}")?;
+        }
         for option in &self.options {
             write!(f, " {option}")?;
         }
@@ -333,12 +342,19 @@ impl FromStr for Contender {
         let method = words
             .next()
             .with_context(|| format!("`{text}`: no method"))?;
-        let options: Vec<_> = words.map(str::to_owned).collect();
+        let mut options: Vec<_> = words.map(str::to_owned).collect();
+        let all = options.len();
+        options.retain(|option| option != TLS);
+        let tls = options.len() < all;
+        ensure!(
+            !tls || matches!(who, Who::Qemu | Who::Migrate),
+            "`{text}`: only qemu and migrate have {TLS}"
+        );
         if who == Who::Qemu {
             let known = ["none", "zlib", "zstd", "xbzrle", "auto-converge"];
             ensure!(
                 known.contains(&method) && options.is_empty(),
-                "`{text}`: the methods of stock QEMU are {}, and it takes no options here",
+                "`{text}`: the methods of stock QEMU are {}, and its only option here is {TLS}",
                 known.join(", ")
             );
         }
@@ -349,6 +365,7 @@ impl FromStr for Contender {
         Ok(Self {
             who,
             method: method.to_owned(),
+            tls,
             options,
             far_options,
         })
@@ -452,6 +469,9 @@ mod tests {
         assert!(error("silesia", "silesa").contains("there is no guest `silesa`"));
         assert!(error("open", "10Q").contains("`10Q` is not a link"));
         assert!(error("qemu zstd", "qemu lz4").contains("stock QEMU are none, zlib"));
+        assert!(
+            error("pair auto --delta off", "pair auto --tls").contains("only qemu and migrate")
+        );
         assert!(error("rounds = 3", "rounds = 0").contains("rounds"));
         assert!(error("1G", "512").contains("append a unit"));
         assert!(error("about", "abuot").contains("abuot"));
@@ -475,6 +495,8 @@ mod tests {
             "qemu none",
             "live none --copy dsa",
             "migrate zstd | --decoder qemu",
+            "qemu zstd --tls",
+            "migrate auto --tls --delta off",
         ];
         let back = |text: &str| text.parse::<Contender>().unwrap().to_string();
         assert!(contenders.iter().all(|text| back(text) == *text));

@@ -167,6 +167,7 @@ impl Setup<'_> {
             contender: Contender {
                 who,
                 method: method.to_owned(),
+                tls: false,
                 options: keys(&self.keys.source),
                 far_options: keys(&self.keys.destination),
             },

@@ -7,11 +7,12 @@ use anyhow::{Context, Result};
 use lab::net::Namespace;
 use lab::proc;
 use lab::qemu::Qemu;
-use lab::vamoose::{Ended, Server, Vamoose};
+use lab::vamoose::{Ended, Keys, Server, Vamoose};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::MOMENTS;
+use super::tls::{self, Certificates};
 use crate::record::Cell;
 use crate::scenario::Who;
 
@@ -36,6 +37,8 @@ pub(super) struct Helpers {
     /// At the destination.
     far: Option<Vamoose>,
     server: Option<Server>,
+    /// Read again for each session.
+    _keys: Option<Keys>,
 }
 
 /// Figures of the Vamoose processes after their end.
@@ -62,6 +65,10 @@ impl Ends<'_> {
 
     fn stock(&mut self, cell: &Cell) -> Result<Helpers> {
         self.set_up(cell, [&cell.contender.method; 2])?;
+        // QEMU reads the files when it gets their object.
+        if cell.contender.tls {
+            Certificates::make()?.use_in(self.source, self.destination)?;
+        }
         let address = self.listen_openly()?;
         self.source.qmp.migrate(&address)?;
         Ok(Helpers::default())
@@ -99,14 +106,19 @@ impl Ends<'_> {
 
     fn migrate(&mut self, cell: &Cell) -> Result<Helpers> {
         let contender = &cell.contender;
+        let keys = contender.tls.then(|| Keys::make(self.vamoose));
+        let keys = keys.transpose()?;
+        let [mut options, mut far_options] = keys.as_ref().map(tls::options).unwrap_or_default();
+        options.extend(contender.options.clone());
+        far_options.extend(contender.far_options.clone());
         let server = match self.server.take() {
             Some(server) => server,
             None => {
                 let monitor = self.destination.qmp_socket();
-                Server::start(self.vamoose, self.there, &monitor, &contender.far_options)?
+                Server::start(self.vamoose, self.there, &monitor, &far_options)?
             }
         };
-        let mut command = server.migrate(self.vamoose, self.here, self.source, &contender.options);
+        let mut command = server.migrate(self.vamoose, self.here, self.source, &options);
         command.args(["--json", "-", "--method", &contender.method]);
         command.args(["--channels", &cell.channels.to_string()]);
         command.args(["--downtime-limit", &cell.downtime_limit.to_string()]);
@@ -117,6 +129,7 @@ impl Ends<'_> {
         Ok(Helpers {
             near: Some(near),
             server: Some(server),
+            _keys: keys,
             ..Helpers::default()
         })
     }

@@ -1,0 +1,76 @@
+//! Encryption of both kinds of migration: certificates for stock QEMU (`tls-creds-x509`), keys for Vamoose.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, Result};
+use lab::{qemu::Qemu, vamoose::Keys};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair,
+    KeyUsagePurpose,
+};
+use serde_json::json;
+use tempfile::TempDir;
+
+/// The certificates of both ends, in a folder with QEMU's file names.
+pub(super) struct Certificates(TempDir);
+
+/// The name in the destination's certificate.
+const HOST: &str = "destination.invalid";
+
+/// The object that QEMU has them in.
+const CREDENTIALS: &str = "tls0";
+
+impl Certificates {
+    pub(super) fn make() -> Result<Self> {
+        let folder = TempDir::new().context("creating a folder for certificates")?;
+        let mut authority = CertificateParams::default();
+        authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        authority.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        let authority = CertifiedIssuer::self_signed(authority, KeyPair::generate()?)?;
+        let write = |name: &str, text: String| {
+            let path = folder.path().join(name);
+            fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
+        };
+        write("ca-cert.pem", authority.pem())?;
+        for (end, purpose) in [
+            ("server", ExtendedKeyUsagePurpose::ServerAuth),
+            ("client", ExtendedKeyUsagePurpose::ClientAuth),
+        ] {
+            let mut params = CertificateParams::new(vec![HOST.to_owned()])?;
+            params.extended_key_usages = vec![purpose];
+            params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+            let key = KeyPair::generate()?;
+            let certificate = params.signed_by(&key, &authority)?;
+            write(&format!("{end}-cert.pem"), certificate.pem())?;
+            write(&format!("{end}-key.pem"), key.serialize_pem())?;
+        }
+        Ok(Self(folder))
+    }
+
+    /// Makes both QEMUs authenticate each other, and encrypt their migration.
+    pub(super) fn use_in(&self, source: &mut Qemu, destination: &mut Qemu) -> Result<()> {
+        for (qemu, endpoint) in [(source, "client"), (destination, "server")] {
+            let object = json!({
+                "qom-type": "tls-creds-x509", "id": CREDENTIALS, "dir": self.0.path(), "endpoint": endpoint,
+                "verify-peer": true,
+            });
+            qemu.qmp.execute("object-add", object)?;
+            let parameters = json!({ "tls-creds": CREDENTIALS, "tls-hostname": HOST });
+            qemu.qmp.set_parameters(parameters)?;
+        }
+        Ok(())
+    }
+}
+
+/// The options of a `migrate` and a `serve` that trust each other's keys.
+pub(super) fn options(keys: &Keys) -> [Vec<String>; 2] {
+    let option = |folder: &PathBuf| vec!["--keys".to_owned(), text(folder)];
+    [option(&keys.source), option(&keys.destination)]
+}
+
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}
