@@ -41,7 +41,11 @@ impl Certificates {
         ] {
             let mut params = CertificateParams::new(vec![HOST.to_owned()])?;
             params.extended_key_usages = vec![purpose];
-            params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+            // QEMU asks for both, whatever the kind of key.
+            params.key_usages = vec![
+                KeyUsagePurpose::DigitalSignature,
+                KeyUsagePurpose::KeyEncipherment,
+            ];
             let key = KeyPair::generate()?;
             let certificate = params.signed_by(&key, &authority)?;
             write(&format!("{end}-cert.pem"), certificate.pem())?;
