@@ -110,6 +110,14 @@ const ELSEWHERE: &[(&str, &str, Where)] = &[
         Where::Similar("libvirt.rs", "\"migrate\", \"--live\", \"web1\""),
     ),
     ("docs/reading-a-report.md", "make bench", BY_HAND),
+    (
+        "docs/reading-a-report.md",
+        "vamoose bench",
+        Where::Similar(
+            "../../../vamoose-bench/src/codec.rs",
+            "every_case_encodes_and_decodes",
+        ),
+    ),
 ];
 
 /// Who runs a command that is not typed here.
