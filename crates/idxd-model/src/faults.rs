@@ -11,7 +11,7 @@ use idxd::opcode;
 pub struct Faults {
     /// Faults of descriptors, each tried in turn when an engine fetches the descriptor.
     pub chances: Vec<Chance>,
-    /// Most entries of every shared queue that another client has; the number changes with each submission.
+    /// Upper limit of the entries that another client occupies in each shared queue; the number changes with each submission.
     pub competitor: u32,
     /// Probability, per mille, that a shared queue reports that it is full although it is not.
     pub full_per_mille: u16,
@@ -159,7 +159,7 @@ pub enum At {
     Anywhere,
 }
 
-/// An injected fault that has not happened yet.
+/// An injected fault that is still to happen.
 #[derive(Clone, Debug)]
 pub(super) struct Scripted {
     pub(super) on: On,

@@ -7,7 +7,7 @@
 //! let descriptor = dsa::compare_pattern(page.as_ptr() as u64, 4096, 0, record.address());
 //! ```
 //! Addresses are those of this process, sizes are in bytes; `record` is the address of a [`Record`](crate::Record).
-//! A batch and its members get the address of their record from the [`Queue`](crate::Queue) that submits them.
+//! For a batch and its members, the [`Queue`](crate::Queue) that submits them fills in the address of the record: pass 0.
 //! Sources: DSA 3.0, 8.3; `struct dsa_hw_desc` of `linux/idxd.h`.
 
 use crate::{Descriptor, opcode};
@@ -45,7 +45,8 @@ pub const fn memmove(source: u64, destination: u64, size: u32, record: u64) -> D
 }
 
 /// Compares an area with repetitions of the little-endian bytes of `pattern`. The record's result is 0 if they are
-/// equal and 1 if not; both are success. A pattern of zero finds zero pages.
+/// equal and 1 if not; both are success. With pattern 0 it tells whether a
+/// page is all zeros.
 pub const fn compare_pattern(source: u64, size: u32, pattern: u64, record: u64) -> Descriptor {
     Descriptor {
         address_1: source,

@@ -75,7 +75,7 @@ pub enum OpenError {
         #[source]
         problem: Problem,
     },
-    /// A NOOP was not done in time: the device hangs, or the portal leads nowhere.
+    /// A NOOP or a batch was not done in time: the device hangs, or the portal leads nowhere.
     #[error("work queue {0} does not answer")]
     NoAnswer(QueueName),
     /// A NOOP ended with an error.
@@ -86,7 +86,7 @@ pub enum OpenError {
         /// The record's status.
         status: u8,
     },
-    /// A NOOP was not accepted.
+    /// A NOOP or a batch was not accepted.
     #[error("work queue {queue} accepts nothing")]
     Refused {
         /// The queue.
@@ -119,7 +119,8 @@ impl OpenError {
     }
 }
 
-/// Opens `queue` for this process, and tests it with a NOOP, which takes microseconds, and 10 ms at most.
+/// Opens `queue` for this process, and tests it with a NOOP and, if it takes batches, with a batch: each takes
+/// microseconds, and 10 ms at most.
 ///
 /// Opening binds the process's address space to the device. A dedicated queue can be opened once at a time.
 pub fn open(queue: &WorkQueue) -> Result<Portal, OpenError> {
@@ -253,7 +254,7 @@ impl Drop for Portal {
 /// Status of a completed descriptor.
 const SUCCESS: u8 = 1;
 
-/// A descriptor without operands, and all memory that the device may access because of it.
+/// A NOOP, a DRAIN or a batch of NOOPs, and all memory that the device may access because of it.
 #[derive(Default)]
 struct Question {
     record: Record,

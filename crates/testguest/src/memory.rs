@@ -23,7 +23,7 @@ pub const PAGE: u64 = PAGE_BYTES as u64;
 /// The same, as a length in memory.
 pub(crate) const PAGE_BYTES: usize = 4096;
 
-/// Page size of the guest's page tables. The length of every block but the last is a multiple of it.
+/// Size of the large pages that the guest's page tables map. The length of every block but the last is a multiple of it.
 pub(crate) const LARGE_PAGE: u64 = 2 << 20;
 
 /// Type of the memory.
@@ -54,7 +54,7 @@ pub struct Block {
 }
 
 impl Memory {
-    /// `bytes` of memory that was never touched, in the blocks `ram.low` and, from 8 MiB on, `ram.high`.
+    /// `bytes` of memory that was never touched, in the block `ram.low` and, if that is 8 MiB or more, a second block `ram.high`.
     ///
     /// # Errors
     /// If `bytes` is 0 or not a multiple of the page size (2 MiB for hugetlb), or the host has no more memory.
@@ -105,7 +105,7 @@ impl Memory {
         self.len() == 0
     }
 
-    /// `len` bytes from address `start`, as far as they are in one block.
+    /// `len` bytes from address `start`; `None` unless all of them are in one block.
     pub(crate) fn slice(&self, start: u64, len: usize) -> Option<VolatileSlice<'_>> {
         let (block, offset) = self.block_at(start)?;
         block.region.get_slice(offset, len).ok()
@@ -185,7 +185,8 @@ impl Block {
     }
 }
 
-/// Size of `ram.low`: a quarter of the memory, at most 1 GiB, so that it lies below the hole.
+/// Size of `ram.low`: all of a memory below 8 MiB, otherwise a quarter, rounded down to 2 MiB and at most 1 GiB, so that it lies below
+/// the PCI hole.
 fn low_bytes(bytes: u64) -> u64 {
     const MOST: u64 = 1 << 30;
     if bytes < 4 * LARGE_PAGE {

@@ -48,7 +48,7 @@ pub enum TlsError {
         reason: Objection,
     },
     /// One end has certificates and the other has keys.
-    #[error("one end uses certificates and the {peer} keys, or the other way round")]
+    #[error("this end and the {peer} do not match: one uses certificates, the other keys")]
     Kind {
         /// The other end.
         peer: End,
@@ -263,7 +263,7 @@ impl Refusal {
             Error::UnknownIssuer => "its certificate is not signed by the authority in ca-cert.pem",
             Error::Revoked => "its certificate has been revoked (ca-crl.pem)",
             Error::ExpiredRevocationList | Error::ExpiredRevocationListContext { .. } => {
-                "the list of revoked certificates of this host has expired (ca-crl.pem)"
+                "this host's list of revoked certificates (ca-crl.pem) has expired"
             }
             Error::UnknownRevocationStatus => {
                 "ca-crl.pem has no list of revoked certificates of the authority that signed its certificate, or of one above"

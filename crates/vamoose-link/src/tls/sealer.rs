@@ -1,9 +1,9 @@
 //! Seals sent bytes into records.
 //!
 //! ```text
-//! head ──────────────────── a record of its own, if much follows: the peer reads it apart, too
+//! short first piece (head) ─ a record of its own if a piece of 8 KiB or more comes next: the peer reads it separately, too
 //! pieces of 8 KiB and more ─ sealed from where they are into the batch: no copy
-//! smaller ones ───────────── copied into the batch until a record is full, sealed there
+//! shorter ones, remainders ─ copied into the batch until a record is full, sealed there
 //! batch of 8 records ─> write(2)
 //! ```
 //!
@@ -26,12 +26,12 @@ pub(crate) struct Sealer {
     sealed: usize,
     /// Content bytes of the unsealed record behind them.
     open: usize,
-    /// The peer may have received a partial record: nothing can follow.
-    is_broken: bool,
+    /// Closed, or a call has failed, and the peer may have received a partial record: nothing can follow.
+    is_over: bool,
 }
 
-/// Full records of AES-GCM under one key: 2^24.5 keep the margin of RFC 8446 (5.5), and this is well below. Others could have
-/// more.
+/// Full records of AES-GCM under one key: 2^24.5 keep the margin of RFC 8446 (5.5), and this is well below. Other ciphers
+/// could seal more.
 pub(super) const MAX_RECORDS: u64 = 1 << 23;
 
 /// Records after which a key is worn. The rest suffices while the connection is replaced.
@@ -54,12 +54,12 @@ impl Sealer {
             batch: vec![0; RECORDS * FULL_RECORD],
             sealed: 0,
             open: 0,
-            is_broken: false,
+            is_over: false,
         }
     }
 
-    /// Seals `pieces` one after another and writes all of it. `stalled` is called whenever the peer has taken nothing for the
-    /// socket's send timeout, and decides whether to go on.
+    /// Seals `pieces` one after another and writes all of it. `stalled` is called with the number of bytes taken whenever
+    /// the kernel has not taken everything within the socket's send timeout, and decides whether to go on.
     ///
     /// # Errors
     /// The system's, or that of `stalled`; `QuotaExceeded` when the key has sealed as many records as it may. No call
@@ -99,7 +99,7 @@ impl Sealer {
             sealer.close_record(ALERT)?;
             sealer.write(&mut out)
         })?;
-        self.is_broken = true;
+        self.is_over = true;
         Ok(())
     }
 
@@ -109,15 +109,15 @@ impl Sealer {
     }
 
     fn unless_broken(&mut self, work: impl FnOnce(&mut Self) -> io::Result<()>) -> io::Result<()> {
-        if self.is_broken {
+        if self.is_over {
             return Err(io::Error::new(
                 io::ErrorKind::NotConnected,
                 "the connection has failed or been closed before",
             ));
         }
-        self.is_broken = true;
+        self.is_over = true;
         work(self)?;
-        self.is_broken = false;
+        self.is_over = false;
         Ok(())
     }
 

@@ -58,7 +58,7 @@ impl Vm {
         unsafe { super::ioctl(self.0.as_fd(), KVM_ENABLE_CAP, &mut enable) }.map(drop)
     }
 
-    /// Has the pages of harvested ring entries logged when they are written again.
+    /// Makes KVM log the pages of harvested ring entries again when they are next written.
     pub(crate) fn reset_dirty_rings(&self) -> io::Result<()> {
         self.ioctl_by_value(KVM_RESET_DIRTY_RINGS, 0).map(drop)
     }
@@ -73,8 +73,8 @@ impl Vm {
 
 impl VmWithSlots {
     /// # Safety
-    /// Every slot that is named to a method must be one that the VM has, with the address, length and guest address
-    /// that are given or that the length of a bitmap stands for.
+    /// Every slot passed to a method must be one that the VM has: with exactly the address, length and guest address that are given,
+    /// or with as many pages as the bitmap has bits, rounded up to whole words.
     pub(crate) unsafe fn new(vm: Vm) -> Self {
         Self(vm)
     }
@@ -83,7 +83,7 @@ impl VmWithSlots {
         &self.0
     }
 
-    /// Sets the flags of a slot that is there. KVM refuses another address or length.
+    /// Sets the flags of an existing slot. KVM refuses another userspace address, or another length but 0.
     pub(crate) fn set_slot(&self, slot: &kvm_userspace_memory_region) -> io::Result<()> {
         let mut slot = *slot;
         // SAFETY: the request takes this argument. The guest gets no memory that it did not have before, since the VM
@@ -106,7 +106,8 @@ impl VmWithSlots {
     /// Clears the pages of `slot` that are set in `bitmap`, which is about the `pages` pages from `first` on.
     ///
     /// # Errors
-    /// Also if `first` is no multiple of 64, or `pages` neither that nor all that is left of the slot.
+    /// If `bitmap` has too few bits for `pages`; and if `first` is not a multiple of 64, or `pages` is neither a multiple of 64 nor
+    /// reaches exactly to the end of the slot.
     pub(crate) fn clear_dirty_log(
         &self,
         slot: u32,

@@ -3,7 +3,8 @@
 //! A source inactivates its images when it has sent its guest. With `late-block-activate` a destination leaves the images inactive
 //! until `cont`, so that they are active at one end only. A guest that is to stay paused needs active images, too: QEMU before 10.0
 //! aborts when a guest with inactive images is migrated again. From 10.0 on a command activates images. Older versions
-//! activate an image when it is exported, so each image is exported for a moment, read-only, by an unreachable server.
+//! activate an image when it is exported, so each image that is not part of another is exported for a moment, read-only, by an
+//! unreachable server.
 
 use std::{
     collections::BTreeSet,
@@ -136,7 +137,7 @@ mod tests {
 
     use super::*;
 
-    /// A disk with an image over another one, a drive without a device, a drive without an image.
+    /// A disk whose image has a backing image, an image that no disk uses, a disk without an image.
     fn graph(perm: &[&str]) -> Graph {
         let node = |id: u64, kind: &str, name: &str| -> Value {
             json!({ "id": id, "type": kind, "name": name })

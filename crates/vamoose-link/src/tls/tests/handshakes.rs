@@ -215,7 +215,7 @@ fn certificates_and_keys_do_not_meet() {
         (message(accepted), "client"),
     ] {
         let expected =
-            format!("one end uses certificates and the {peer} keys, or the other way round");
+            format!("this end and the {peer} do not match: one uses certificates, the other keys");
         assert_eq!(end, expected);
     }
     let (connected, accepted) = meet(

@@ -265,7 +265,7 @@ fn a_list_of_others_that_are_revoked() {
         &hosts,
         "the server refuses this client: it does not trust the authority that signed CLIENT/client-cert.pem, or has no \
          current list of the certificates that were revoked",
-        "refusing the client: the list of revoked certificates of this host has expired (ca-crl.pem)",
+        "refusing the client: this host's list of revoked certificates (ca-crl.pem) has expired",
     );
 }
 
