@@ -901,4 +901,26 @@ mod tests {
         let reason = "no space".to_owned();
         SourceEvent::NotPersisted { reason }
     }
+
+    /// What `settle` relies on, as the machine does.
+    #[test]
+    fn abort_counts_from_the_destination_that_accepted() {
+        let moving = |incarnation| SourceState::Moving { incarnation };
+        let cause = String::new();
+        let over = SourceState::Over {
+            guest: GuestLocation::Source,
+            cause: None,
+        };
+        for (state, from, counts) in [
+            (moving(None), ANOTHER, true),
+            (moving(Some(ACCEPTED)), ACCEPTED, true),
+            (moving(Some(ACCEPTED)), ANOTHER, false),
+            (COMMITTING, ACCEPTED, true),
+            (COMMITTING, ANOTHER, false),
+            (SourceState::Returning { cause }, ANOTHER, true),
+            (over, ACCEPTED, false),
+        ] {
+            assert_eq!(state.accepts_abort_of(from), counts, "{state:?}");
+        }
+    }
 }
