@@ -55,17 +55,7 @@ impl Decoder {
         payload: &[u8],
         pages: &mut [u8],
     ) -> Result<(), DecodeError> {
-        self.check(pages.len())?;
-        let result = match method {
-            Method::None => copy(payload, pages),
-            // A packet without normal pages has no payload, not even a flush.
-            _ if pages.is_empty() => no_pages(method, payload),
-            _ => self
-                .unpacker(method)
-                .and_then(|unpacker| unpacker.unpack(payload, pages)),
-        };
-        self.failed = result.is_err();
-        result
+        self.decode_after(method, payload, &[], pages)
     }
 
     /// As [`decode`](Decoder::decode), of pages that were [encoded after](crate::Encoder::encode_after) `earlier`.
@@ -79,13 +69,16 @@ impl Decoder {
         earlier: &[u8],
         pages: &mut [u8],
     ) -> Result<(), DecodeError> {
-        if method == Method::None || earlier.is_empty() || pages.is_empty() {
-            return self.decode(method, payload, pages);
-        }
         self.check(pages.len())?;
-        let result = self
-            .unpacker(method)
-            .and_then(|unpacker| unpacker.unpack_after(earlier, payload, pages));
+        let result = match method {
+            Method::None => copy(payload, pages),
+            // A packet without normal pages has no payload, not even a flush.
+            _ if pages.is_empty() => no_pages(method, payload),
+            _ => self.unpacker(method).and_then(|unpacker| match earlier {
+                [] => unpacker.unpack(payload, pages),
+                _ => unpacker.unpack_after(earlier, payload, pages),
+            }),
+        };
         self.failed = result.is_err();
         result
     }

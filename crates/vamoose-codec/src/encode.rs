@@ -68,21 +68,7 @@ impl Encoder {
         pages: &'a [u8],
         out: &'a mut [u8],
     ) -> Result<Encoded<'a>, EncodeError> {
-        self.check(pages.len())?;
-        let Some(engine) = &mut self.engine else {
-            return Ok(raw(pages));
-        };
-        let out = limited(out, self.layout);
-        // A flush has bytes even without pages, and a packet without pages has no payload.
-        let result = match pages.len() {
-            0 => Ok(0),
-            _ => engine.compress(pages, out),
-        };
-        match result {
-            // A receiver that knows a method of our own takes raw packets beside it.
-            Err(CompressError::OutputFull) if !self.method.is_stock() => Ok(raw(pages)),
-            result => self.finish(result, pages.len(), out),
-        }
+        self.encode_after(&[], pages, out)
     }
 
     /// As [`encode`](Encoder::encode), of pages that resemble `earlier`: of some of them these are earlier versions, which the
@@ -96,16 +82,20 @@ impl Encoder {
         pages: &'a [u8],
         out: &'a mut [u8],
     ) -> Result<Encoded<'a>, EncodeError> {
-        if earlier.is_empty() || pages.is_empty() {
-            return self.encode(pages, out);
-        }
         self.check(pages.len())?;
         let Some(engine) = &mut self.engine else {
             return Ok(raw(pages));
         };
         let out = limited(out, self.layout);
-        match engine.compress_after(earlier, pages, out) {
-            Err(CompressError::OutputFull) => Ok(raw(pages)),
+        let result = match (pages, earlier) {
+            // A flush has bytes even without pages, and a packet without pages has no payload.
+            ([], _) => Ok(0),
+            (_, []) => engine.compress(pages, out),
+            _ => engine.compress_after(earlier, pages, out),
+        };
+        match result {
+            // A receiver that knows a method of our own takes raw packets beside it.
+            Err(CompressError::OutputFull) if !self.method.is_stock() => Ok(raw(pages)),
             result => self.finish(result, pages.len(), out),
         }
     }

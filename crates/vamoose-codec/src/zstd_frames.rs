@@ -24,7 +24,7 @@ use zstd_safe::{
 use crate::{
     DecodeError,
     engine::{Compress, CompressError, Software, Unpack, most_worth_sending},
-    ffi::zstd::{NO_ROOM, compress_after, decompress_after},
+    ffi::zstd::{compress_after, decompress_after, refused},
 };
 
 pub(crate) const ENGINES: &[Software] = &[Software {
@@ -121,13 +121,6 @@ fn log_of(len: usize) -> u32 {
     usize::BITS - len.saturating_sub(1).leading_zeros()
 }
 
-fn refused(code: usize) -> CompressError {
-    match code {
-        NO_ROOM => CompressError::OutputFull,
-        code => CompressError::Refused(get_error_name(code)),
-    }
-}
-
 pub(crate) struct Unpacker {
     context: DCtx<'static>,
 }
@@ -144,12 +137,7 @@ impl Unpacker {
 
 impl Unpack for Unpacker {
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
-        check(payload, pages.len())?;
-        let found = self
-            .context
-            .decompress(pages, payload)
-            .map_err(|code| corrupt(get_error_name(code)))?;
-        DecodeError::check_len(Method::ZstdFrames, payload.len(), found, pages.len())
+        self.unpack_after(&[], payload, pages)
     }
 
     fn unpack_after(
@@ -159,8 +147,11 @@ impl Unpack for Unpacker {
         pages: &mut [u8],
     ) -> Result<(), DecodeError> {
         check(payload, pages.len())?;
-        let found = decompress_after(&mut self.context, earlier, payload, pages)
-            .map_err(|code| corrupt(get_error_name(code)))?;
+        let found = match earlier {
+            [] => self.context.decompress(pages, payload),
+            _ => decompress_after(&mut self.context, earlier, payload, pages),
+        };
+        let found = found.map_err(|code| corrupt(get_error_name(code)))?;
         DecodeError::check_len(Method::ZstdFrames, payload.len(), found, pages.len())
     }
 }

@@ -94,10 +94,7 @@ impl Compress {
             let (dst, room) = (out.as_mut_ptr().cast(), out.len());
             c::ZSTD_compressContinue(self.context.as_ptr(), dst, room, src.cast(), len)
         };
-        let written = checked(code).map_err(|code| match code {
-            NO_ROOM => CompressError::OutputFull,
-            code => CompressError::Refused(get_error_name(code)),
-        })?;
+        let written = checked(code).map_err(refused)?;
         self.ring.at += len;
         Ok(written)
     }
@@ -363,9 +360,16 @@ unsafe fn forever(bytes: &[u8]) -> &'static [u8] {
     unsafe { slice::from_raw_parts(bytes.as_ptr(), bytes.len()) }
 }
 
+/// Why zstd, with this error, has encoded nothing.
+pub(crate) fn refused(code: usize) -> CompressError {
+    match code {
+        NO_ROOM => CompressError::OutputFull,
+        code => CompressError::Refused(get_error_name(code)),
+    }
+}
+
 /// zstd's errors are the last values of `usize`.
-pub(crate) const NO_ROOM: usize =
-    (c::ZSTD_ErrorCode::ZSTD_error_dstSize_tooSmall as usize).wrapping_neg();
+const NO_ROOM: usize = (c::ZSTD_ErrorCode::ZSTD_error_dstSize_tooSmall as usize).wrapping_neg();
 
 fn checked(code: usize) -> Result<usize, usize> {
     // SAFETY: looks at its argument only.
