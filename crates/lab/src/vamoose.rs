@@ -83,6 +83,12 @@ impl Keys {
             public,
         })
     }
+
+    /// The options of a `migrate` and of its [`Server`] that use these keys.
+    pub fn options(&self) -> [Vec<String>; 2] {
+        let option = |folder: &PathBuf| vec!["--keys".to_owned(), folder.display().to_string()];
+        [option(&self.source), option(&self.destination)]
+    }
 }
 
 /// A `vamoose serve` for one destination QEMU, with a state folder of its own.

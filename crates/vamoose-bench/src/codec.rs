@@ -5,7 +5,7 @@
 
 use std::{
     fs::File,
-    io::Read as _,
+    io::{self, Read as _, Write as _},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -64,12 +64,13 @@ const CASES: [(Method, Option<i32>); 9] = [
 const LAYOUT: Layout = Layout::X86;
 
 pub(crate) fn run(options: &Options) -> Result<()> {
+    let mut out = io::stdout().lock();
     for file in &options.files {
         let packets = read(file, options.sample << 20)?;
         if !options.json {
             let mebibytes = packets.iter().map(Vec::len).sum::<usize>() >> 20;
-            println!("{}: {mebibytes} MiB of pages\n", file.display());
-            println!("method           ratio   encode, MB/s   decode, MB/s");
+            writeln!(out, "{}: {mebibytes} MiB of pages\n", file.display())?;
+            writeln!(out, "method           ratio   encode, MB/s   decode, MB/s")?;
         }
         for (method, level) in CASES {
             let row = measure(
@@ -79,12 +80,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
                 options.rounds,
             )?;
             match options.json {
-                true => println!("{}", serde_json::to_string(&row)?),
-                false => println!("{row}"),
+                true => writeln!(out, "{}", serde_json::to_string(&row)?)?,
+                false => writeln!(out, "{row}")?,
             }
         }
         if !options.json {
-            println!();
+            writeln!(out)?;
         }
     }
     Ok(())
@@ -103,11 +104,17 @@ impl std::fmt::Display for Row {
     }
 }
 
-/// The pages of a file that are not zero, in packets: all of them, or `most` bytes of packets spread evenly.
+/// The pages of a file that are not zero, in packets: all of them, or at most `most` bytes of packets spread evenly.
 fn read(path: &Path, most: u64) -> Result<Vec<Vec<u8>>> {
     let what = || format!("reading {}", path.display());
     let mut file = File::open(path).with_context(what)?;
-    let (mut packets, mut packet) = (Vec::new(), Vec::with_capacity(LAYOUT.packet_bytes()));
+    let mut sample = Sample {
+        most: (usize::try_from(most)? / LAYOUT.packet_bytes()).max(1),
+        step: 1,
+        seen: 0,
+        packets: Vec::new(),
+    };
+    let mut packet = Vec::with_capacity(LAYOUT.packet_bytes());
     let mut page = vec![0; LAYOUT.page_size()];
     while read_page(&mut file, &mut page).with_context(what)? {
         if is_zero(&page) {
@@ -115,30 +122,50 @@ fn read(path: &Path, most: u64) -> Result<Vec<Vec<u8>>> {
         }
         packet.extend_from_slice(&page);
         if packet.len() == LAYOUT.packet_bytes() {
-            packets.push(std::mem::take(&mut packet));
+            sample.add(&packet);
+            packet.clear();
         }
     }
-    packets.extend(Some(packet).filter(|packet| !packet.is_empty()));
+    if !packet.is_empty() {
+        sample.add(&packet);
+    }
     ensure!(
-        !packets.is_empty(),
+        !sample.packets.is_empty(),
         "{}: all pages are zero",
         path.display()
     );
-    let wanted = usize::try_from(most)? / LAYOUT.packet_bytes();
-    let step = packets.len().div_ceil(wanted.max(1));
-    Ok(packets.into_iter().step_by(step).collect())
+    Ok(sample.packets)
+}
+
+/// Packets spread evenly over a file. The file may be larger than this host's memory.
+struct Sample {
+    most: usize,
+    /// Every so many packets one is kept.
+    step: usize,
+    seen: usize,
+    packets: Vec<Vec<u8>>,
+}
+
+impl Sample {
+    fn add(&mut self, packet: &[u8]) {
+        if self.seen.is_multiple_of(self.step) {
+            self.packets.push(packet.to_vec());
+        }
+        self.seen += 1;
+        if self.packets.len() > self.most {
+            let kept = std::mem::take(&mut self.packets);
+            self.packets = kept.into_iter().step_by(2).collect();
+            self.step *= 2;
+        }
+    }
 }
 
 /// Reads the next page. False at the end; the rest of a page there is left out.
-fn read_page(file: &mut File, page: &mut [u8]) -> std::io::Result<bool> {
-    let mut filled = 0;
-    while filled < page.len() {
-        match file.read(&mut page[filled..])? {
-            0 => return Ok(false),
-            read => filled += read,
-        }
+fn read_page(file: &mut File, page: &mut [u8]) -> io::Result<bool> {
+    match file.read_exact(page) {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        read => read.map(|()| true),
     }
-    Ok(true)
 }
 
 fn measure(file: &Path, packets: &[Vec<u8>], settings: &Settings, rounds: u32) -> Result<Row> {
@@ -147,13 +174,10 @@ fn measure(file: &Path, packets: &[Vec<u8>], settings: &Settings, rounds: u32) -
     for _ in 0..rounds {
         let (bytes, encode, decode) = round(packets, settings)?;
         payload_bytes = bytes;
-        times.push((encode, decode));
+        times.push((encode.as_secs_f64(), decode.as_secs_f64()));
     }
     let page_bytes: usize = packets.iter().map(Vec::len).sum();
-    let speed = |mut times: Vec<Duration>| {
-        times.sort_unstable();
-        page_bytes as f64 / times[times.len() / 2].as_secs_f64()
-    };
+    let speed = |times: Vec<f64>| lab::median(times).map_or(0.0, |time| page_bytes as f64 / time);
     let (encode, decode) = times.into_iter().unzip();
     Ok(Row {
         file: file.to_owned(),

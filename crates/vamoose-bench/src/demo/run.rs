@@ -1,6 +1,5 @@
 //! One migration of a freshly booted guest, with its measurements.
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -151,9 +150,9 @@ impl Setup<'_> {
     }
 
     fn cell(&self, variant: Variant) -> Cell {
-        let keys = |folder: &Path| match variant {
-            Variant::Cut | Variant::Tls => vec!["--keys".to_owned(), folder.display().to_string()],
-            Variant::Plain | Variant::Stock => Vec::new(),
+        let [options, far_options] = match variant {
+            Variant::Cut | Variant::Tls => self.keys.options(),
+            Variant::Plain | Variant::Stock => Default::default(),
         };
         let (who, method) = match variant {
             Variant::Stock => (Who::Qemu, METHOD),
@@ -168,8 +167,8 @@ impl Setup<'_> {
                 who,
                 method: method.to_owned(),
                 tls: false,
-                options: keys(&self.keys.source),
-                far_options: keys(&self.keys.destination),
+                options,
+                far_options,
             },
             ram: RAM,
             downtime_limit: 300,

@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::MOMENTS;
-use super::tls::{self, Certificates};
+use super::tls::Certificates;
 use crate::record::Cell;
 use crate::scenario::Who;
 
@@ -108,7 +108,7 @@ impl Ends<'_> {
         let contender = &cell.contender;
         let keys = contender.tls.then(|| Keys::make(self.vamoose));
         let keys = keys.transpose()?;
-        let [mut options, mut far_options] = keys.as_ref().map(tls::options).unwrap_or_default();
+        let [mut options, mut far_options] = keys.as_ref().map(Keys::options).unwrap_or_default();
         options.extend(contender.options.clone());
         far_options.extend(contender.far_options.clone());
         let server = match self.server.take() {

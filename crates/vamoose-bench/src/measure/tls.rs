@@ -1,12 +1,9 @@
-//! Encryption of both kinds of migration: certificates for stock QEMU (`tls-creds-x509`), keys for Vamoose.
+//! Encryption of stock QEMU's migrations, by certificates (`tls-creds-x509`).
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::fs;
 
 use anyhow::{Context as _, Result};
-use lab::{qemu::Qemu, vamoose::Keys};
+use lab::qemu::Qemu;
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair,
     KeyUsagePurpose,
@@ -67,14 +64,4 @@ impl Certificates {
         }
         Ok(())
     }
-}
-
-/// The options of a `migrate` and a `serve` that trust each other's keys.
-pub(super) fn options(keys: &Keys) -> [Vec<String>; 2] {
-    let option = |folder: &PathBuf| vec!["--keys".to_owned(), text(folder)];
-    [option(&keys.source), option(&keys.destination)]
-}
-
-fn text(path: &Path) -> String {
-    path.display().to_string()
 }
