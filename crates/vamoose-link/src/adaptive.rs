@@ -13,7 +13,7 @@
 //! | the sender for the socket, the receiver not for the network | the receiver | a lighter rung |
 //! | the sender for its source | the source | a lighter rung |
 //! | the sender for the socket, a little | link and encoder alike | the same |
-//! | the sender for nothing, or for a core | the encoder | a lighter rung |
+//! | the sender for nothing, or for a core | the encoder | a lighter rung, unless the link is nearly full |
 //!
 //! Rungs are none, lz4, and zstd at levels -1, 1 and 3: each slower and denser than the one before. Packets of two neighbouring
 //! rungs are mixed where one leaves the link idle and the other the cores. Steps are small where the direction changes, and become
@@ -30,7 +30,7 @@ use vamoose_codec::{EncodeError, Encoded, Encoder, Settings, encoder};
 
 use self::{
     meter::{Activity, WaitMeter},
-    policy::{Cost, Limit, Policy, RAW, RUNGS, Waits},
+    policy::{Cost, Limit, Policy, RAW, RUNGS, Rates, Waits},
 };
 use crate::stats::cpu_timed;
 
@@ -39,9 +39,10 @@ pub struct Adaptive {
     policy: Policy,
     encoders: Encoders,
     meter: WaitMeter,
-    /// Packets, and bytes of their pages, since the policy has learned of waits.
+    /// Packets, bytes of their pages, and bytes sent, since the policy has learned of waits.
     packets: u32,
     page_bytes: usize,
+    wire_bytes: usize,
 }
 
 /// Waits are measured over at least so many packets.
@@ -68,6 +69,7 @@ impl Adaptive {
             meter: WaitMeter::of_sender(),
             packets: 0,
             page_bytes: 0,
+            wire_bytes: 0,
         }
     }
 
@@ -110,10 +112,16 @@ impl Adaptive {
     }
 
     /// The packet is out. `peer_wait` returns the share of its time that the receiver waits for the network.
-    pub(crate) fn end_send(&mut self, page_bytes: usize, peer_wait: impl FnOnce() -> Option<f64>) {
+    pub(crate) fn end_send(
+        &mut self,
+        page_bytes: usize,
+        wire_bytes: usize,
+        peer_wait: impl FnOnce() -> Option<f64>,
+    ) {
         self.meter.switch_to(Activity::Input);
         self.packets += 1;
         self.page_bytes += page_bytes;
+        self.wire_bytes += wire_bytes;
         if self.packets >= LEAST_PACKETS
             && let Some(shares) = self.meter.shares()
         {
@@ -123,8 +131,9 @@ impl Adaptive {
                 core: shares.core,
                 network: peer_wait(),
             };
-            let sent = bytes(std::mem::take(&mut self.page_bytes));
-            self.policy.observe(waits, sent / shares.nanos);
+            let [pages, wire] = [&mut self.page_bytes, &mut self.wire_bytes]
+                .map(|sent| bytes(std::mem::take(sent)) / shares.nanos);
+            self.policy.observe(waits, Rates { pages, wire });
             self.packets = 0;
         }
         self.policy.next_packet();
@@ -230,9 +239,9 @@ mod tests {
                 prop_assert_eq!(decoder.decode(encoded.method, encoded.payload, &mut back), Ok(()));
                 prop_assert!(back == pages);
                 adaptive.begin_send();
-                adaptive.end_send(pages.len(), || None);
+                adaptive.end_send(pages.len(), pages.len(), || None);
                 let (source, socket) = waits;
-                adaptive.policy.observe(Waits { source, socket, ..Waits::default() }, 1.0);
+                adaptive.policy.observe(Waits { source, socket, ..Waits::default() }, Rates { pages: 1.0, wire: 1.0 });
                 adaptive.policy.next_packet();
             }
         }

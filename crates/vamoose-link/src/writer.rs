@@ -315,10 +315,13 @@ impl ChannelWriter {
         if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
             adaptive.begin_send();
         }
+        let wire_bytes = self.header.len() + payload.len();
         self.sender.send(&self.header, payload)?;
         self.sender.count(header);
         if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
-            adaptive.end_send(page_bytes, || self.sender.channel.stream.peer_wait());
+            adaptive.end_send(page_bytes, wire_bytes, || {
+                self.sender.channel.stream.peer_wait()
+            });
         }
         Ok(())
     }

@@ -16,6 +16,14 @@ pub(super) struct Waits {
     pub(super) network: Option<f64>,
 }
 
+/// What went out lately, in bytes per nanosecond.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rates {
+    pub(super) pages: f64,
+    /// Headers and payloads.
+    pub(super) wire: f64,
+}
+
 /// What limits the throughput of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Limit {
@@ -107,6 +115,7 @@ pub(super) struct Policy {
     mixed_rate: Mean,
     /// Windows for which all packets stay raw.
     hold: u32,
+    link_rate: LinkRate,
     /// Each rung beside the one before.
     comparisons: [Comparison; RUNGS - 1],
     /// The comparison to make with the next packet, by index.
@@ -116,6 +125,39 @@ pub(super) struct Policy {
     owed: f64,
     rung: usize,
 }
+
+/// What the link carries, in bytes per nanosecond: learned while the link limits, and forgotten soon after.
+#[derive(Clone, Copy, Debug, Default)]
+struct LinkRate {
+    rate: f64,
+    /// Windows since the link limited.
+    age: u32,
+}
+
+impl LinkRate {
+    fn observe(&mut self, limit: Limit, wire: f64) {
+        self.age += 1;
+        if limit == Limit::Link {
+            // The highest rate counts, but a single window may be too high.
+            let rate = self.rate.max(wire);
+            self.rate = rate + (wire - rate) / 4.0;
+            self.age = 0;
+        } else if self.age > LINK_MEMORY {
+            self.rate = 0.0;
+        }
+    }
+
+    /// Whether `wire` is about as much as the link carries.
+    fn is_reached(self, wire: f64) -> bool {
+        wire > NEARLY * self.rate && self.rate > 0.0
+    }
+}
+
+/// Windows for which the rate of a link that has limited is remembered.
+const LINK_MEMORY: u32 = 6;
+
+/// The rates of single windows differ by about 15 %.
+const NEARLY: f64 = 0.87;
 
 /// None, lz4, and three levels of zstd.
 pub(super) const RUNGS: usize = 5;
@@ -175,6 +217,7 @@ impl Policy {
             raw_rate: Mean::default(),
             mixed_rate: Mean::default(),
             hold: 0,
+            link_rate: LinkRate::default(),
             comparisons,
             wanted: None,
             looks_up: false,
@@ -207,10 +250,11 @@ impl Policy {
         self.rung = low.unwrap_or(RAW) + usize::from(is_due);
     }
 
-    /// Learns what the threads waited for, and how many bytes of pages went out per nanosecond meanwhile.
-    pub(super) fn observe(&mut self, waits: Waits, rate: f64) {
+    /// Learns what the threads waited for, and what went out meanwhile.
+    pub(super) fn observe(&mut self, waits: Waits, rates: Rates) {
         self.limit = Limit::of(waits);
-        if self.loses_to_raw(rate) {
+        self.link_rate.observe(self.limit, rates.wire);
+        if self.loses_to_raw(rates.pages) {
             self.turn(-1.0, MOST_STEP);
             (self.position, self.hold) = (0.0, HOLD);
             return;
@@ -220,6 +264,8 @@ impl Policy {
             Limit::Link => (rung_position(self.densest_worthwhile()), MOST_STEP),
             Limit::Source => (0.0, SOURCE_STEP),
             Limit::Balance if self.position > 1.0 => return,
+            // A lighter rung would send more bytes over a link that carries no more.
+            Limit::Encoder if self.link_rate.is_reached(rates.wire) => return,
             // With raw packets in the mix, the socket fills in bursts and the link is idle between these: so towards raw.
             Limit::Encoder | Limit::Receiver | Limit::Balance => (0.0, MOST_STEP),
         };

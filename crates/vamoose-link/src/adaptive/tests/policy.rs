@@ -1,6 +1,6 @@
 //! The policy's tables.
 
-use crate::adaptive::policy::{Cost, FIRST, Limit, Policy, RAW, RUNGS, Waits};
+use crate::adaptive::policy::{Cost, FIRST, Limit, Policy, RAW, RUNGS, Rates, Waits};
 
 /// Waits of the sender for its source, the socket, a core, and of the receiver for the network.
 fn waits(source: f64, socket: f64, core: f64, network: impl Into<Option<f64>>) -> Waits {
@@ -16,7 +16,11 @@ const LINK: [f64; 4] = [0.0, 0.6, 0.0, 0.6];
 const ENCODER: [f64; 4] = [0.0, 0.0, 0.0, 0.6];
 
 fn observe(policy: &mut Policy, [source, socket, core, network]: [f64; 4]) {
-    policy.observe(waits(source, socket, core, network), 1.0);
+    let rates = Rates {
+        pages: 1.0,
+        wire: 0.0,
+    };
+    policy.observe(waits(source, socket, core, network), rates);
     policy.next_packet();
 }
 
