@@ -56,6 +56,7 @@ mod registry;
 mod settings;
 #[cfg(feature = "fault-injection")]
 mod testing;
+mod words;
 mod zero;
 mod zlib;
 mod zstd;

@@ -5,6 +5,8 @@
 //! how many bytes of pages it holds and has no checksum. A packet in which zstd finds next to nothing is sent raw, as method
 //! none.
 //!
+//! From level 1, the words of a packet are [taken apart](crate::words) where that saves bytes. A byte of value 8 precedes the frame then.
+//!
 //! If the receiver has earlier versions of a packet's pages, these versions are zstd's prefix when the pages are encoded: what has not
 //! changed, or has moved, becomes a match.
 //!
@@ -25,6 +27,7 @@ use crate::{
     DecodeError,
     engine::{Compress, CompressError, Software, Unpack, most_worth_sending},
     ffi::zstd::{compress_after, decompress_after, refused},
+    words::{Trial, put_together, take_apart},
 };
 
 pub(crate) const ENGINES: &[Software] = &[Software {
@@ -48,6 +51,17 @@ struct Compressor {
     context: CCtx<'static>,
     /// Log of the hash table for packets without earlier versions; 0 is the level's own.
     hash_log: u32,
+    words: Option<Words>,
+}
+
+/// What taking words apart needs.
+#[derive(Default)]
+struct Words {
+    trial: Trial,
+    /// Pages with their words taken apart.
+    apart: Vec<u8>,
+    /// The frame of the other form.
+    other: Vec<u8>,
 }
 
 impl Compressor {
@@ -62,8 +76,40 @@ impl Compressor {
             set(CParameter::MinMatch(DENSER_MATCH))?;
             set(CParameter::HashLog(hash_log))?;
         }
-        Ok(Self { context, hash_log })
+        let words = (level >= DENSER_LEVEL).then(Words::default);
+        Ok(Self {
+            context,
+            hash_log,
+            words,
+        })
     }
+
+    fn compress_apart(
+        context: &mut CCtx<'static>,
+        pages: &[u8],
+        apart: &mut Vec<u8>,
+        out: &mut [u8],
+    ) -> Result<usize, CompressError> {
+        if apart.len() < pages.len() {
+            apart.resize(pages.len(), 0);
+        }
+        let apart = &mut apart[..pages.len()];
+        take_apart(pages, apart);
+        let (head, out) = out.split_first_mut().ok_or(CompressError::OutputFull)?;
+        *head = APART;
+        Ok(1 + compress(context, apart, out)?)
+    }
+}
+
+/// What precedes the frame of a packet whose words are taken apart: no zstd frame starts like this.
+const APART: u8 = 8;
+
+fn compress(
+    context: &mut CCtx<'static>,
+    pages: &[u8],
+    out: &mut [u8],
+) -> Result<usize, CompressError> {
+    context.compress2(out, pages).map_err(refused)
 }
 
 impl Compress for Compressor {
@@ -74,8 +120,34 @@ impl Compress for Compressor {
     /// Fails with [`CompressError::OutputFull`] if the frame would save too little.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let room = most_worth_sending(pages.len()).min(out.len());
-        let result = self.context.compress2(&mut out[..room], pages);
-        result.map_err(refused)
+        let out = &mut out[..room];
+        let context = &mut self.context;
+        let Some(Words {
+            trial,
+            apart,
+            other,
+        }) = &mut self.words
+        else {
+            return compress(context, pages, out);
+        };
+        if !trial.is_due() {
+            return match trial.wins() {
+                true => Self::compress_apart(context, pages, apart, out),
+                false => compress(context, pages, out),
+            };
+        }
+        let whole = compress(context, pages, out);
+        other.resize(room, 0);
+        let other_form = Self::compress_apart(context, pages, apart, other);
+        let size = |result: Result<usize, _>| result.unwrap_or(pages.len());
+        trial.tell(size(whole), size(other_form));
+        match other_form {
+            Ok(len) if len < size(whole) => {
+                out[..len].copy_from_slice(&other[..len]);
+                Ok(len)
+            }
+            _ => whole,
+        }
     }
 
     fn compress_after(
@@ -123,6 +195,8 @@ fn log_of(len: usize) -> u32 {
 
 pub(crate) struct Unpacker {
     context: DCtx<'static>,
+    /// Pages with their words taken apart.
+    apart: Vec<u8>,
 }
 
 impl Unpacker {
@@ -131,7 +205,23 @@ impl Unpacker {
             method: Method::ZstdFrames,
             reason: "no memory for a context",
         })?;
-        Ok(Self { context })
+        let apart = Vec::new();
+        Ok(Self { context, apart })
+    }
+
+    fn unpack_frame(
+        &mut self,
+        earlier: &[u8],
+        payload: &[u8],
+        pages: &mut [u8],
+    ) -> Result<(), DecodeError> {
+        check(payload, pages.len())?;
+        let found = match earlier {
+            [] => self.context.decompress(pages, payload),
+            _ => decompress_after(&mut self.context, earlier, payload, pages),
+        };
+        let found = found.map_err(|code| corrupt(get_error_name(code)))?;
+        DecodeError::check_len(Method::ZstdFrames, payload.len(), found, pages.len())
     }
 }
 
@@ -146,13 +236,19 @@ impl Unpack for Unpacker {
         payload: &[u8],
         pages: &mut [u8],
     ) -> Result<(), DecodeError> {
-        check(payload, pages.len())?;
-        let found = match earlier {
-            [] => self.context.decompress(pages, payload),
-            _ => decompress_after(&mut self.context, earlier, payload, pages),
+        let [APART, frame @ ..] = payload else {
+            return self.unpack_frame(earlier, payload, pages);
         };
-        let found = found.map_err(|code| corrupt(get_error_name(code)))?;
-        DecodeError::check_len(Method::ZstdFrames, payload.len(), found, pages.len())
+        let mut apart = std::mem::take(&mut self.apart);
+        if apart.len() < pages.len() {
+            apart.resize(pages.len(), 0);
+        }
+        let unpacked = self.unpack_frame(earlier, frame, &mut apart[..pages.len()]);
+        if unpacked.is_ok() {
+            put_together(&apart[..pages.len()], pages);
+        }
+        self.apart = apart;
+        unpacked
     }
 }
 
@@ -297,7 +393,8 @@ mod tests {
             packets in vec((pages(), vec((any::<prop::sample::Index>(), any::<u8>()), 0..40), 0..4_usize), 1..4),
             level in select(&[-5, 1, 3][..]),
         ) {
-            let mut compressor = Compressor::new(level).unwrap();
+            let whole = || Compressor { words: None, ..Compressor::new(level).unwrap() };
+            let mut compressor = whole();
             let mut unpacker = Unpacker::new().unwrap();
             for (earlier, changes, kind) in packets {
                 let mut now = earlier.clone();
@@ -320,7 +417,7 @@ mod tests {
                     prop_assert_eq!(len, Err(CompressError::OutputFull));
                 }
                 if let Ok(payload) = encode(&mut compressor, &now) {
-                    prop_assert_eq!(&payload, &encode(&mut Compressor::new(level).unwrap(), &now).unwrap());
+                    prop_assert_eq!(&payload, &encode(&mut whole(), &now).unwrap());
                     let mut back = vec![0xee; now.len()];
                     prop_assert_eq!(unpacker.unpack(&payload, &mut back), Ok(()));
                     prop_assert!(back == now);
@@ -368,6 +465,32 @@ mod tests {
         let unpacked = unpacker.unpack_after(&earlier, &out[..len.unwrap()], &mut back);
         assert_eq!(unpacked, Ok(()));
         assert!(back == earlier);
+    }
+
+    /// Rows of a table: a number that grows, one of few values, and one that is nearly noise.
+    #[test]
+    fn words_are_taken_apart_where_that_saves_bytes() {
+        let mut noise = noise(4);
+        let rows = (0..32_768_u32).flat_map(|row| {
+            let [low, few] = [noise.next().unwrap(), noise.next().unwrap() % 5];
+            [
+                &row.to_le_bytes()[..],
+                &[low, few, 0, 0, 0, 0, 0, 0, few, 0, low, 1],
+            ]
+            .concat()
+        });
+        let rows: Vec<_> = rows.collect();
+        let text: Vec<_> = b"one word, two words, and some others ".repeat(16_000);
+        for (pages, is_apart) in [(&rows[..], true), (&text[..512 << 10], false)] {
+            for level in [-1, 1, 3] {
+                let mut compressor = Compressor::new(level).unwrap();
+                for packet in 0..20 {
+                    let payload = encode(&mut compressor, pages).unwrap();
+                    assert_eq!(payload[0] == APART, is_apart && level > 0, "{packet}");
+                    assert!(unpack(&payload, pages.len()).unwrap() == pages);
+                }
+            }
+        }
     }
 
     #[test]
