@@ -371,7 +371,7 @@ impl ValueEnum for MethodName {
     fn to_possible_value(&self) -> Option<PossibleValue> {
         let (name, packets, decoded_by) = match self {
             Self::Auto => {
-                let packets = "the best of none, lz4 and zstd-frames for each packet";
+                let packets = "the best of none and zstd-frames for each packet";
                 (MethodChoice::ADAPTIVE, packets, DecodedBy::Vamoose)
             }
             Self::Fixed(method) => {

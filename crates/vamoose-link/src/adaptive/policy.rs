@@ -1,6 +1,6 @@
 //! The rule of the adaptive method, without a clock and without a codec: waits go in, the rung of the next packet comes out.
 //!
-//! A **rung** is one encoding on a ladder from raw pages over lz4 to dense zstd: a denser rung makes fewer bytes with more CPU time. A
+//! A **rung** is one encoding on a ladder from raw pages to dense zstd: a denser rung makes fewer bytes with more CPU time. A
 //! **window** is the time between two calls of [`Policy::observe`], 50 ms or more.
 
 /// What the threads of a channel waited for lately, in shares of the time.
@@ -159,7 +159,7 @@ const LINK_MEMORY: u32 = 6;
 /// The rates of single windows differ by about 15 %.
 const NEARLY: f64 = 0.87;
 
-/// None, lz4, and three levels of zstd.
+/// None, and four levels of zstd.
 pub(super) const RUNGS: usize = 5;
 
 /// The rung that encodes nothing.
@@ -169,7 +169,7 @@ pub(super) const RAW: usize = 0;
 pub(super) const FIRST: usize = 3;
 
 /// Typical quotients of size and CPU time, until the guest's own are known.
-const TYPICAL: [(f64, f64); RUNGS - 1] = [(0.48, 2.1), (0.85, 1.5), (0.87, 1.3), (0.97, 1.3)];
+const TYPICAL: [(f64, f64); RUNGS - 1] = [(0.41, 2.2), (0.87, 1.1), (0.87, 1.3), (0.97, 1.3)];
 
 /// Share of the bytes that a rung has to save for each 100 % of additional encoding time: 3 % for half as much again.
 const WORTH: f64 = 0.06;
@@ -281,7 +281,7 @@ impl Policy {
         }
         let direction = distance.signum();
         self.turn(direction, most);
-        // From raw packets to lz4, size and CPU time change more than between any other rungs.
+        // From raw packets to the first rung, size and CPU time change more than between any other rungs.
         let most = if self.position <= 1.0 { RAW_STEP } else { most };
         self.position += direction * self.step.min(most).min(distance.abs());
     }

@@ -127,7 +127,7 @@ impl Data {
 
 /// Nanoseconds per byte of pages, of one core.
 const ENCODING: [f64; RUNGS] = [0.0, 1.5, 1.7, 2.1, 3.1];
-const DECODING: [f64; RUNGS] = [0.0, 0.23, 0.5, 0.7, 0.7];
+const DECODING: [f64; RUNGS] = [0.0, 0.45, 0.5, 0.7, 0.7];
 /// Nanoseconds per byte on the wire.
 const SENDING: f64 = 0.2;
 const RECEIVING: f64 = 0.25;
@@ -813,8 +813,8 @@ fn a_link_that_changes_to_and_fro_is_used_as_by_the_best_rung() {
     }
 }
 
-/// All of a migration on two cores: both QEMUs, both relays, the kernel. LZ4 is slower and zstd faster than the ladder's first
-/// estimates.
+/// All of a migration on two cores: both QEMUs, both relays, the kernel. The first rung is slower and the others are faster than
+/// the ladder's first estimates.
 const ONE_MACHINE: World = World {
     shared_cores: true,
     qemus: true,
@@ -996,7 +996,7 @@ fn data_that_becomes_compressible_is_encoded() {
     }
 }
 
-/// A tenth of raw packets would be a third more bytes, over a link that LZ4 fills already.
+/// A tenth of raw packets would be a third more bytes, over a link that the first rung fills already.
 #[test]
 fn a_full_link_gets_no_raw_packets_among_highly_compressible_ones() {
     for others in [0, 1] {
@@ -1017,7 +1017,7 @@ fn a_full_link_gets_no_raw_packets_among_highly_compressible_ones() {
         };
         let (time, wire) = run(&auto);
         let (best_time, best_wire) = run(&|| Choice::Fixed(1));
-        assert!(time < 1.08 * best_time, "{time} {best_time}: {world:?}");
+        assert!(time < 1.1 * best_time, "{time} {best_time}: {world:?}");
         assert!(wire < 1.3 * best_wire, "{wire} {best_wire}: {world:?}");
     }
 }
