@@ -1,7 +1,6 @@
 //! One QEMU: its identity and abilities, and its settings before, during and after a migration.
 
 mod disks;
-mod schema;
 mod settings;
 
 use std::{
@@ -20,7 +19,6 @@ use crate::{
     process::{ProcessError, ProcessId, QemuProcess},
     qmp::{Event, Qmp, QmpError},
 };
-use schema::Schema;
 use settings::Settings;
 
 /// A connection to one QEMU.
@@ -29,7 +27,8 @@ pub(crate) struct Qemu {
     /// `None` while the process is not known for certain.
     process: Option<QemuProcess>,
     pub(crate) version: Version,
-    schema: Schema,
+    /// Capabilities and parameters when it was last checked: all that it has.
+    found: Settings,
     /// Capabilities and parameters before the migration, to be restored.
     before: Settings,
 }
@@ -60,12 +59,8 @@ pub enum QemuError {
     Qmp(#[from] QmpError),
     #[error("this QEMU ({0}) does not have the migration capability `{1}`")]
     NoCapability(Version, &'static str),
-    #[error("this QEMU ({version}) does not have `{value}` for the parameter `{parameter}`")]
-    NoValue {
-        version: Version,
-        parameter: &'static str,
-        value: String,
-    },
+    #[error("this QEMU ({0}) does not have the migration parameter `{1}`")]
+    NoParameter(Version, &'static str),
     #[error("the guest is in the state `{state}`, expected {expected}")]
     State {
         state: String,
@@ -171,7 +166,7 @@ pub(crate) const ENDING: Duration = Duration::from_secs(10);
 pub(crate) const KILLED: Duration = Duration::from_secs(30);
 
 impl Qemu {
-    /// Connects to the monitor at `path` and reads QEMU's version and schema.
+    /// Connects to the monitor at `path` and reads QEMU's version.
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
         let mut qmp = Qmp::connect(path)?;
         let process = qmp.process();
@@ -184,12 +179,11 @@ impl Qemu {
             number.ok_or(QemuError::Answer("query-version", "qemu"))
         };
         let version = Version(part("major")?, part("minor")?, part("micro")?);
-        let schema = Schema::new(qmp.execute("query-qmp-schema", json!({}))?);
         Ok(Self {
             qmp,
             process: process.ok(),
             version,
-            schema,
+            found: Settings::default(),
             before: Settings::default(),
         })
     }
@@ -259,13 +253,12 @@ impl Qemu {
 
     /// Whether this QEMU understands zero pages in multifd packets (from 9.0 on).
     pub(crate) fn knows_zero_pages(&self) -> bool {
-        self.schema
-            .parameter_takes("zero-page-detection", "multifd")
+        self.has_parameter("zero-page-detection")
     }
 
-    /// Whether migrations have this parameter.
+    /// Whether migrations have this parameter. Known once QEMU has been checked.
     pub(crate) fn has_parameter(&self, name: &str) -> bool {
-        self.schema.has_parameter(name)
+        self.found.parameters.contains_key(name)
     }
 
     /// A parameter as it was before [`Qemu::set_up`], if it is a number.
@@ -288,8 +281,9 @@ impl Qemu {
 
     /// Refuses a QEMU that could not migrate `with` these settings.
     pub(crate) fn check(&mut self, with: &[&'static str]) -> Result<(), QemuError> {
+        self.found = self.settings()?;
         for capability in with {
-            if !self.schema.has_capability(capability) {
+            if !self.found.capabilities.contains_key(*capability) {
                 return Err(QemuError::NoCapability(self.version, capability));
             }
         }
@@ -299,22 +293,7 @@ impl Qemu {
             let reasons = reasons.iter().filter_map(Value::as_str);
             return Err(QemuError::Blocked(reasons.collect::<Vec<_>>().join("; ")));
         }
-        self.settings()?.check()
-    }
-
-    pub(crate) fn check_value(
-        &self,
-        parameter: &'static str,
-        value: &str,
-    ) -> Result<(), QemuError> {
-        if self.schema.parameter_takes(parameter, value) {
-            return Ok(());
-        }
-        Err(QemuError::NoValue {
-            version: self.version,
-            parameter,
-            value: value.to_owned(),
-        })
+        self.found.check()
     }
 
     /// Runs a command and drops its answer.

@@ -111,7 +111,7 @@ impl QmpError {
 
 /// Longest time for an answer. QEMU answers at once unless its main loop is busy.
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
-/// Longest line: the schema has about 400 KB.
+/// Longest line: an answer has tens of KB.
 const LONGEST_LINE: usize = 16 << 20;
 
 impl Qmp {

@@ -139,8 +139,11 @@ impl SourceQemu {
         }
         self.qemu.check(&["multifd", "return-path"])?;
         match zero_page_detection {
-            Some(value) => self.qemu.check_value("zero-page-detection", value),
-            None => Ok(()),
+            Some(_) if !self.qemu.knows_zero_pages() => {
+                let parameter = "zero-page-detection";
+                Err(QemuError::NoParameter(self.qemu.version, parameter))
+            }
+            _ => Ok(()),
         }
     }
 

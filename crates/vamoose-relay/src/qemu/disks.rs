@@ -25,7 +25,9 @@ use crate::chain;
 impl Qemu {
     /// Activates all images in this QEMU, without running the guest.
     pub(crate) fn activate_disks(&mut self) -> Result<(), QemuError> {
-        if self.schema.has_command("blockdev-set-active") {
+        let commands = self.qmp.execute("query-commands", json!({}))?;
+        let mut commands = commands.as_array().into_iter().flatten();
+        if commands.any(|command| command["name"] == "blockdev-set-active") {
             return self.execute("blockdev-set-active", json!({ "active": true }));
         }
         let roots = self.block_graph()?.roots();

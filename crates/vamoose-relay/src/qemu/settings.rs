@@ -137,14 +137,14 @@ impl Qemu {
             info!("the migration capability `{name}` is switched off for this migration");
             wanted.capabilities.insert(name.to_owned(), false);
         }
-        let known = |name: &&&str| self.schema.has_capability(name);
+        let known = |name: &&&str| self.before.capabilities.contains_key(**name);
         for name in mandatory.iter().chain(optional.iter().filter(known)) {
             wanted.capabilities.insert((*name).to_owned(), true);
         }
         if let Value::Object(parameters) = parameters {
             wanted.parameters = parameters;
         }
-        let applied = self.apply(wanted);
+        let applied = self.apply(wanted.differing_from(&self.before));
         if applied.is_err() {
             self.put_back();
         }
@@ -154,8 +154,11 @@ impl Qemu {
     /// Restores the capabilities and parameters from before [`Qemu::set_up`]. Best effort: QEMU may be exiting.
     pub(crate) fn put_back(&mut self) {
         let before = std::mem::take(&mut self.before);
-        let idle = self.wait_until_idle();
-        let Err(error) = idle.and_then(|()| self.apply(before.clone())) else {
+        let put_back = self.wait_until_idle().and_then(|()| {
+            let now = self.settings()?;
+            self.apply(before.clone().differing_from(&now))
+        });
+        let Err(error) = put_back else {
             return;
         };
         let error = chain(&error);
@@ -207,9 +210,8 @@ impl Qemu {
         })
     }
 
-    /// Applies the wanted settings that differ from the present ones.
+    /// Applies settings that differ from the present ones.
     fn apply(&mut self, wanted: Settings) -> Result<(), QemuError> {
-        let wanted = wanted.differing_from(&self.settings()?);
         // Off before on, as some capabilities exclude each other.
         for turn_on in [false, true] {
             let list = wanted
@@ -236,6 +238,7 @@ mod tests {
     use lab::qemu::{Builder, available, newest_or_skip};
 
     use super::*;
+    use crate::qemu::Version;
 
     fn with(capabilities: &[&str], parameters: Value) -> Settings {
         let capabilities = capabilities.iter().map(|name| ((*name).to_owned(), true));
@@ -247,7 +250,7 @@ mod tests {
 
     /// Every QEMU's list, so that a new capability is decided about and not overlooked.
     #[test]
-    fn every_capability_is_known() {
+    fn every_capability_and_parameter_is_known() {
         if newest_or_skip().unwrap().is_none() {
             return;
         }
@@ -259,6 +262,14 @@ mod tests {
             for name in settings.capabilities.keys() {
                 assert_ne!(meaning(name), UNKNOWN, "{}: {name}", binary.version);
             }
+            // Parameters are listed whether they are set or not.
+            qemu.check(&["multifd"]).unwrap();
+            let version = qemu.version;
+            assert_eq!(qemu.knows_zero_pages(), version >= Version(9, 0, 0));
+            let takes_bandwidth = qemu.has_parameter("avail-switchover-bandwidth");
+            assert_eq!(takes_bandwidth, version >= Version(8, 2, 0));
+            let unknown = qemu.check(&["of-a-later-qemu"]);
+            assert!(matches!(unknown, Err(QemuError::NoCapability(..))));
         }
     }
 

@@ -256,9 +256,7 @@ mod tests {
             let command = request["execute"].as_str().unwrap().to_owned();
             let answer = match command.as_str() {
                 "query-version" => json!({ "qemu": { "major": 10, "minor": 0, "micro": 0 } }),
-                "query-qmp-schema" => {
-                    json!([{ "name": "blockdev-set-active", "meta-type": "command" }])
-                }
+                "query-commands" => json!([{ "name": "blockdev-set-active" }]),
                 "query-status" => json!({ "status": state }),
                 "cont" => match after {
                     Some(after) => {

@@ -37,7 +37,8 @@ impl Server {
         let monitor = self.monitor(&request.name)?;
         self.jobs.check_idle(&request.name)?;
         let mut qemu = Qemu::connect(&monitor)?;
-        check(&mut qemu, &request)?;
+        let instance = Instance::of(&mut qemu, &monitor)?;
+        check(&mut qemu, &instance.uuid, &request)?;
         // If the migration fails, QEMU holds half a guest and has to be ended, with proof.
         qemu.check_owner().map_err(PrepareError::Unidentified)?;
         let name = format!("{}.incoming", request.name);
@@ -47,7 +48,6 @@ impl Server {
             knows_zero_pages: qemu.knows_zero_pages(),
             keeps_suspended: qemu.keeps_suspended(),
         })?;
-        let instance = Instance::of(&mut qemu, &monitor)?;
         let dialer = Dialer::new(incoming.clone());
         let observer = self.observer.clone();
         let mut transfer = Transfer::new(session.clone(), dialer, config, observer)?;
@@ -107,25 +107,42 @@ impl Server {
         config: &mut Config,
         incoming: &Address,
     ) -> Result<(), PrepareError> {
-        if self.config.qemu_decodes {
-            config.decoded_by_qemu = decoded_by(qemu, request);
-        }
         let parameters = json!({
             "multifd-channels": request.channels,
-            "multifd-compression": config.decoded_by_qemu.unwrap_or(Method::None).name(),
+            "multifd-compression": Method::None.name(),
         });
         // late-block-activate: the disks stay the source's until the commit.
         let optional = ["late-block-activate", "events"];
         qemu.set_up(&["multifd", "return-path"], &optional, parameters)?;
-        if config.decoded_by_qemu.is_some() {
-            let name = &request.name;
-            info!("{name}: QEMU decodes the pages itself, their checksums are not compared");
-        }
-        let listening = listen(qemu, incoming);
-        if listening.is_err() {
+        let ready = self.let_decode(qemu, request).and_then(|method| {
+            config.decoded_by_qemu = method;
+            listen(qemu, incoming)
+        });
+        if ready.is_err() {
             qemu.put_back();
         }
-        Ok(listening?)
+        Ok(ready?)
+    }
+
+    /// Sets the QEMU up for the source's method if it is to decode the pages: zstd only, as QEMU's decoder for zlib takes twice as
+    /// long as the relay's.
+    fn let_decode(&self, qemu: &mut Qemu, request: &Request) -> Result<Option<Method>, QemuError> {
+        let (name, method) = (&request.name, Method::Zstd);
+        if !self.config.qemu_decodes || request.method != method.name() {
+            return Ok(None);
+        }
+        let parameters = json!({ "multifd-compression": method.name() });
+        match qemu.execute("migrate-set-parameters", parameters) {
+            Ok(()) => {
+                info!("{name}: QEMU decodes the pages itself, their checksums are not compared");
+                Ok(Some(method))
+            }
+            Err(error) if error.is_refusal() => {
+                info!("{name}: decoding the pages here: {}", chain(&error));
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// The monitor of the QEMU called `name`; the name comes from a peer and must stay in its folder.
@@ -172,21 +189,8 @@ pub(super) enum PrepareError {
     System(#[from] io::Error),
 }
 
-/// The method of the source, if `qemu` is to decode it: zstd only. QEMU's decoder for zlib takes twice as long as the relay's.
-fn decoded_by(qemu: &Qemu, request: &Request) -> Option<Method> {
-    let (name, method) = (&request.name, Method::Zstd);
-    if request.method != method.name() {
-        return None;
-    }
-    if let Err(error) = qemu.check_value("multifd-compression", method.name()) {
-        info!("{name}: decoding the pages here: {error}");
-        return None;
-    }
-    Some(method)
-}
-
 /// Refuses a QEMU that cannot take this guest. Nothing has been touched yet.
-fn check(qemu: &mut Qemu, request: &Request) -> Result<(), PrepareError> {
+fn check(qemu: &mut Qemu, uuid: &str, request: &Request) -> Result<(), PrepareError> {
     qemu.check(&["multifd", "return-path"])?;
     let state = qemu.state()?;
     let status = qemu.query_migrate()?["status"].as_str().map(str::to_owned);
@@ -197,9 +201,8 @@ fn check(qemu: &mut Qemu, request: &Request) -> Result<(), PrepareError> {
         }
         .into());
     }
-    let uuid = qemu.uuid()?;
     if uuid != request.uuid {
-        return Err(PrepareError::Uuid(uuid, request.uuid.clone()));
+        return Err(PrepareError::Uuid(uuid.to_owned(), request.uuid.clone()));
     }
     let here = qemu.ram_bytes()?;
     if here != request.ram_bytes {
