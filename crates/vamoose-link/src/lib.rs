@@ -74,8 +74,8 @@ pub use reader::{ChannelReader, ReadError, Received};
 #[doc(hidden)]
 pub use session::testing as session_testing;
 pub use session::{
-    DialError, Introduced, LinkFaults, Path, PathStatus, Remote, Resumable, Session, SessionConfig,
-    Sessions, SessionsError, StreamError,
+    DialError, Introduced, LinkFaults, Opening, Path, PathStatus, Remote, Resumable, Session,
+    SessionConfig, Sessions, SessionsError, StreamError,
 };
 pub use socket::{Listener, Socket, SocketError, is_stall};
 pub use stats::{Snapshot, Stats};

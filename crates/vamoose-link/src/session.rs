@@ -20,7 +20,7 @@ mod server;
 pub mod testing;
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     fmt, io,
     net::IpAddr,
     ptr,
@@ -39,12 +39,12 @@ use vamoose_session::{
 
 pub use vamoose_session::stream::StreamError;
 
+use self::{dialer::Paths, keeper::Keeper, resumable::ResumableStream};
 pub use self::{
-    dialer::DialError,
+    dialer::{DialError, Opening},
     resumable::Resumable,
     server::{Introduced, Sessions, SessionsError},
 };
-use self::{dialer::Paths, keeper::Keeper, resumable::ResumableStream};
 
 use crate::{
     Address, AddressError, Cipher, End, PageCaches, Security, Stream, TlsError,
@@ -78,8 +78,9 @@ impl SessionConfig {
     /// Defaults, with ends that authenticate each other by `security`.
     pub fn new(security: Security) -> Self {
         if security != Security::Insecure {
-            // Seeds the generator, which takes 20 ms: now rather than while a QEMU waits. A failure is reported at the next use.
-            let _ = aws_lc_rs::rand::fill(&mut [0]);
+            // Seeds the generator, which takes 20 ms, beside what is done before the first handshake. The next use waits for it, and
+            // reports a failure.
+            let _ = thread::Builder::new().spawn(|| aws_lc_rs::rand::fill(&mut [0]));
         }
         Self {
             security,
@@ -135,7 +136,15 @@ impl Remote {
     /// # Errors
     /// As [`Session::dial`].
     pub fn dial(&self) -> Result<(Session, Stream), DialError> {
-        Session::dial(self.paths.clone(), self.config.clone())
+        self.dial_for(1)
+    }
+
+    /// Begins a session that is to have this number of `streams` soon: the handshakes of their connections run side by side.
+    ///
+    /// # Errors
+    /// As [`Session::dial`].
+    pub fn dial_for(&self, streams: usize) -> Result<(Session, Stream), DialError> {
+        dialer::begin(self.paths.clone(), self.config.clone(), streams)
     }
 
     /// The first path's address: it names the Vamoose. Empty if there is none.
@@ -190,9 +199,10 @@ pub(crate) struct Shared {
     streams: Mutex<HashMap<u32, Arc<ResumableStream>>>,
     /// Number of streams: writers need it for every packet.
     count: AtomicUsize,
+    /// Number of the next stream, at the client.
     next: AtomicU32,
-    /// Held while a stream is opened: stream numbers increase.
-    opening: Mutex<()>,
+    /// Numbers of all streams so far, at the server: a stream that has ended is not opened again.
+    opened: Mutex<BTreeSet<u32>>,
     reconnects: AtomicU64,
     corrupt_frames: AtomicU64,
     /// A finished stream was lost before the peer had all of it.
@@ -212,7 +222,7 @@ pub struct LinkFaults {
 }
 
 enum Role {
-    Client(Box<Paths>),
+    Client(Arc<Paths>),
     /// Memory for versions of received pages.
     Server(Share),
 }
@@ -223,7 +233,7 @@ impl Session {
     /// # Errors
     /// When no path leads to a Vamoose that accepts this end.
     pub fn dial(paths: Vec<Path>, config: SessionConfig) -> Result<(Self, Stream), DialError> {
-        dialer::begin(paths, config)
+        dialer::begin(paths, config, 1)
     }
 
     /// The session of a stream.
@@ -237,6 +247,11 @@ impl Session {
     /// When the session's peer cannot be reached within the reconnect timeout, or refuses.
     pub fn open(&self) -> Result<Stream, DialError> {
         dialer::open(&self.0)
+    }
+
+    /// Begins to open streams, side by side.
+    pub fn open_ahead(&self, streams: usize) -> Vec<Opening> {
+        (0..streams).map(|_| Opening::begin(self)).collect()
     }
 
     /// The peer's name or key, or its address without authentication.
@@ -368,7 +383,7 @@ impl Shared {
             streams: Mutex::default(),
             count: AtomicUsize::new(0),
             next: AtomicU32::new(0),
-            opening: Mutex::default(),
+            opened: Mutex::default(),
             reconnects: AtomicU64::new(0),
             corrupt_frames: AtomicU64::new(0),
             is_undelivered: AtomicBool::new(false),

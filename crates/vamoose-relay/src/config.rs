@@ -1,6 +1,7 @@
 //! The configuration of a relay, and its connections to the destination.
 
 use std::{
+    collections::VecDeque,
     num::{NonZeroU64, NonZeroUsize},
     sync::Mutex,
     time::Duration,
@@ -8,7 +9,7 @@ use std::{
 
 use multifd::{Layout, Method};
 use vamoose_link::{
-    Address, MethodChoice, Remote, Session, Socket, SocketError, Stream, dial, lock,
+    Address, MethodChoice, Opening, Remote, Session, Socket, SocketError, Stream, dial, lock,
 };
 
 use crate::RelayError;
@@ -85,12 +86,29 @@ pub struct Dialer {
 enum To {
     /// A QEMU, or a relay that accepts plain connections. The first connection may be open already.
     Socket(Address, Mutex<Option<Socket>>),
-    /// Another Vamoose. The first connection begins the session.
-    Session(Begin, Mutex<Option<Session>>),
+    /// Another Vamoose.
+    Session(Box<Begin>, Mutex<Option<Begun>>),
 }
 
-/// Begins a session. The first stream may be open then. Called again if no stream could be opened afterwards.
-type Begin = Box<dyn Fn() -> Result<(Session, Option<Stream>), RelayError> + Send + Sync>;
+/// Begins a session that is to have this many streams. Some may be open then. Called again if no stream could be opened afterwards.
+type Begin = dyn Fn(usize) -> Result<(Session, Vec<Opening>), RelayError> + Send + Sync;
+
+struct Begun {
+    session: Session,
+    /// Streams for the next connections.
+    ahead: VecDeque<Opening>,
+    is_used: bool,
+}
+
+impl Begun {
+    fn new((session, ahead): (Session, Vec<Opening>)) -> Self {
+        Self {
+            session,
+            ahead: ahead.into(),
+            is_used: false,
+        }
+    }
+}
 
 /// First byte of each stream from relay to relay: a session announces a stream with its first byte, and a QEMU may
 /// send none for a long time.
@@ -104,9 +122,10 @@ impl Dialer {
 
     /// To another relay, over a session that the first connection begins.
     pub fn remote(remote: Remote) -> Self {
-        let begin = move || {
-            let (session, stream) = remote.dial()?;
-            Ok((session, Some(stream)))
+        let begin = move |streams| {
+            let (session, stream) = remote.dial_for(streams)?;
+            let first = Opening::opened(&session, stream);
+            Ok((session, vec![first]))
         };
         Self::session(begin, &[RELAYED])
     }
@@ -121,7 +140,7 @@ impl Dialer {
 
     /// To another Vamoose, over the session from `begin`. Each stream begins with `preamble`.
     pub(crate) fn session(
-        begin: impl Fn() -> Result<(Session, Option<Stream>), RelayError> + Send + Sync + 'static,
+        begin: impl Fn(usize) -> Result<(Session, Vec<Opening>), RelayError> + Send + Sync + 'static,
         preamble: &[u8],
     ) -> Self {
         Self {
@@ -134,13 +153,27 @@ impl Dialer {
     pub fn with(&self) -> Option<Session> {
         match &self.to {
             To::Socket(..) => None,
-            To::Session(_, session) => lock(session).clone(),
+            To::Session(_, begun) => lock(begun).as_ref().map(|begun| begun.session.clone()),
         }
     }
 
     /// Whether the other end may be a QEMU.
     pub(crate) fn is_to_qemu(&self) -> bool {
         matches!(self.to, To::Socket(..))
+    }
+
+    /// Begins to open as many connections to another Vamoose as are to be dialled next, side by side.
+    pub(crate) fn open_ahead(&self, count: usize) -> Result<(), RelayError> {
+        if let To::Session(begin, begun) = &self.to {
+            let mut begun = lock(begun);
+            let now = match &mut *begun {
+                Some(now) => now,
+                none => none.insert(Begun::new(begin(count)?)),
+            };
+            let missing = count.saturating_sub(now.ahead.len());
+            now.ahead.extend(now.session.open_ahead(missing));
+        }
+        Ok(())
     }
 
     pub(crate) fn dial(&self, first: &[u8], timeout: Duration) -> Result<Stream, RelayError> {
@@ -152,15 +185,20 @@ impl Dialer {
                 written.map_err(|source| SocketError::dial(address, source))?;
                 Ok(socket.into())
             }
-            To::Session(begin, session) => {
-                let mut session = lock(session);
-                let (known, opened) = match &*session {
-                    Some(known) => (known.clone(), None),
-                    None => begin()?,
+            To::Session(begin, begun) => {
+                let mut begun = lock(begun);
+                let now = match &mut *begun {
+                    Some(now) => now,
+                    none => none.insert(Begun::new(begin(1)?)),
                 };
-                let stream = opened.map_or_else(|| known.open(), Ok)?;
-                *session = Some(known);
-                drop(session);
+                let ahead = now.ahead.pop_front();
+                let opened = ahead.map_or_else(|| now.session.open(), Opening::wait);
+                now.is_used |= opened.is_ok();
+                if !now.is_used {
+                    *begun = None;
+                }
+                drop(begun);
+                let stream = opened?;
                 stream
                     .write_both(&self.preamble, first)
                     .map_err(RelayError::Opening)?;

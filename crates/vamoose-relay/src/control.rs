@@ -49,7 +49,16 @@ pub enum ControlError {
 
 /// Begins a session with the server about an attempt.
 pub(crate) fn connect(to: &Remote, attempt: AttemptId) -> Result<Conversation, ControlError> {
-    let (_, stream) = to.dial()?;
+    connect_for(to, attempt, 0)
+}
+
+/// As [`connect`], for a session that is to have this many data connections soon.
+pub(crate) fn connect_for(
+    to: &Remote,
+    attempt: AttemptId,
+    data: usize,
+) -> Result<Conversation, ControlError> {
+    let (_, stream) = to.dial_for(1 + data)?;
     let preamble = preamble(ConnectionKind::Control, attempt);
     stream
         .write_both(&preamble, &[])
@@ -66,13 +75,21 @@ pub(crate) fn ask(
 ) -> Result<(DestinationMessage, Conversation), ControlError> {
     let mut control = connect(to, attempt)?;
     control.send(message)?;
+    Ok((answer(&mut control, within)?, control))
+}
+
+/// The server's next answer that is not about its progress.
+pub(crate) fn answer(
+    control: &mut Conversation,
+    within: Duration,
+) -> Result<DestinationMessage, ConversationError> {
     loop {
         match control.receive_within(within)? {
             DestinationMessage::Preparing
             | DestinationMessage::Starting
             | DestinationMessage::Receiving
             | DestinationMessage::Loaded => {}
-            answer => return Ok((answer, control)),
+            answer => return Ok(answer),
         }
     }
 }

@@ -18,8 +18,9 @@ mod source;
 mod watch;
 
 use std::{
+    mem,
     path::Path,
-    sync::{Arc, atomic::AtomicBool},
+    sync::{Arc, Mutex, atomic::AtomicBool},
     thread,
     time::{Duration, Instant},
 };
@@ -31,12 +32,12 @@ use handover::{
 use serde_json::{Value, json};
 use tracing::{Span, error_span, info};
 use vamoose_link::{
-    ConversationError, Hangup, Listener, Remote, Session, Snapshot, Stats, random_id,
+    ConversationError, Hangup, Listener, Opening, Remote, Session, Snapshot, Stats, lock, random_id,
 };
 
 use crate::{
     Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Summary, Switchover, chain,
-    control::{ControlError, Offer, Request, ask, preamble},
+    control::{ControlError, Offer, Request, answer, connect_for, preamble},
     journal::{AtSource, Record, now},
 };
 use error::at_source;
@@ -154,7 +155,7 @@ impl Migration<'_> {
         let attempt = Attempt::new(entry, self.to, self.downtime_max, self.cancel);
         let mut hand_over = HandOver::begin(attempt);
         let (decision, ended) = match self.prepare(&mut hand_over, &mut source) {
-            Ok(()) => self.move_pages(&mut hand_over, &mut source, observe),
+            Ok(data) => self.move_pages(&mut hand_over, &mut source, data, observe),
             Err(cause) => (None, Ended::failed(cause)),
         };
         let decision =
@@ -172,7 +173,12 @@ impl Migration<'_> {
         })
     }
 
-    fn prepare(&self, hand_over: &mut HandOver<'_>, source: &mut SourceQemu) -> Result<(), Cause> {
+    /// Prepares the server, and opens the streams for main stream and channels meanwhile.
+    fn prepare(
+        &self,
+        hand_over: &mut HandOver<'_>,
+        source: &mut SourceQemu,
+    ) -> Result<Vec<Opening>, Cause> {
         let request = Request {
             name: self.name.to_owned(),
             uuid: source.instance.uuid.clone(),
@@ -183,14 +189,21 @@ impl Migration<'_> {
         };
         let prepare = Prepare::new(to_details(&request).map_err(ControlError::from)?);
         let message = SourceMessage::Prepare(prepare);
-        let (answer, control) = ask(self.to, hand_over.attempt.id(), &message, PREPARED_WITHIN)?;
+        let streams = usize::from(self.channels) + 1;
+        let mut control = connect_for(self.to, hand_over.attempt.id(), streams)?;
+        let sent = control.send(&message);
+        let session = control.stream().session();
+        let data = session.map_or_else(Vec::new, |session| session.open_ahead(streams));
+        let answered = sent.and_then(|()| answer(&mut control, PREPARED_WITHIN));
+        let answer = answered.map_err(ControlError::from)?;
         hand_over.attempt.control = Some(control);
         match answer {
             DestinationMessage::Prepared { ref details, .. } => {
                 let offer = from_details(details.clone()).map_err(ControlError::from)?;
                 source.zero_pages = self.zero_pages(source, &offer)?;
                 source.check_suspended(&offer)?;
-                hand_over.prepared(answer)
+                hand_over.prepared(answer)?;
+                Ok(data)
             }
             DestinationMessage::Refused { reason } => Err(Cause::Refused(reason)),
             other => Err(Cause::broken(format!(
@@ -225,6 +238,7 @@ impl Migration<'_> {
         &self,
         hand_over: &mut HandOver<'_>,
         source: &mut SourceQemu,
+        data: Vec<Opening>,
         observe: &mut dyn FnMut(&Progress),
     ) -> (Option<Decision>, Ended) {
         let (listener, hangup) = match self.set_up(source) {
@@ -237,7 +251,9 @@ impl Migration<'_> {
         };
         let preamble = preamble(ConnectionKind::Data, hand_over.attempt.id());
         let begun = session.clone();
-        let dialer = Dialer::session(move || Ok((begun.clone(), None)), &preamble);
+        let data = Mutex::new(data);
+        let begin = move |_| Ok((begun.clone(), mem::take(&mut *lock(&data))));
+        let dialer = Dialer::session(begin, &preamble);
         let mut config = self.config.clone();
         config.incoming_channels = Some(self.channels.into());
         config.outgoing_channels = Some(self.channels.into());

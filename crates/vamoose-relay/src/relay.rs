@@ -151,8 +151,8 @@ impl Relay<'_> {
     }
 
     /// To a QEMU, the main stream comes first, with its first bytes: QEMU treats its first connection as the main stream (7.2),
-    /// or waits in its main loop for any connection's first bytes (10.0). To another relay, the main stream comes last: a relay
-    /// that has a main stream and no channels soon assumes a migration without multifd.
+    /// or waits in its main loop for any connection's first bytes (10.0). To another relay, the connections are opened side by side,
+    /// and the main stream's first bytes go last: a relay that has a main stream and no channels soon assumes a migration without multifd.
     fn dial_all(&self, incoming: usize, uuid: [u8; 16]) -> Result<Connections, RelayError> {
         let number = self.config.outgoing_channels.unwrap_or(incoming);
         let dial_main = || self.dial_one(&MAIN_MAGIC.to_be_bytes());
@@ -169,6 +169,7 @@ impl Relay<'_> {
             main = dial_main()?;
             channels = dial_channels()?;
         } else {
+            self.dialer.open_ahead(number + 1)?;
             channels = dial_channels()?;
             main = dial_main()?;
         }

@@ -8,6 +8,9 @@
 //!            <────── Welcome: bytes received, proof; or refusal
 //! ```
 //!
+//! With TLS, Hello follows the end of the client's TLS handshake at once: the server is authenticated by then, and reads Hello only
+//! when it has accepted the client. The streams of a session can be opened side by side, in any order, each once.
+//!
 //! The secret of a session is derived from its first connection: HMAC-SHA-256 of both nonces, with the key that TLS exports for the
 //! connection (RFC 5705; zeros without TLS). The session's id is derived from the secret. On each connection, both ends prove that
 //! they know the secret by HMACs of all earlier messages and of the connection's own exported key. A proof is therefore useless on

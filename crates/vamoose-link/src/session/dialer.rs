@@ -1,12 +1,13 @@
 //! The client of a session: connects new streams, and streams that lost their connection, over the session's paths.
 
 use std::{
+    collections::HashMap,
     io,
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
-    thread,
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
@@ -28,10 +29,10 @@ use super::{
     resumable::{OldConnection, Resumable, ResumableStream},
 };
 use crate::{
-    Address, SocketError, Stream, TlsError, chain,
+    Address, Socket, SocketError, Stream, TlsError, chain,
     dial::Destination,
     is_stall, left, lock,
-    timeouts::{ATTEMPT, LAST_ATTEMPT, RETRY_PAUSES, SHUN},
+    timeouts::{ATTEMPT, HANDSHAKE, LAST_ATTEMPT, RETRY_PAUSES, SHUN},
     tls::ClientTerms,
 };
 
@@ -134,7 +135,11 @@ pub(crate) struct Paths {
     terms: Option<ClientTerms>,
     shunned: Mutex<Vec<Option<Shunned>>>,
     counters: Vec<Counters>,
+    /// Connections of streams that are to be opened, in their handshake or after its first two messages.
+    ahead: Mutex<HashMap<u32, Greeting>>,
 }
+
+type Greeting = JoinHandle<Result<Greeted, DialError>>;
 
 #[derive(Default)]
 struct Counters {
@@ -168,7 +173,29 @@ impl Paths {
             list,
             terms,
             shunned,
+            ahead: Mutex::default(),
         })
+    }
+
+    /// Begins the handshakes of all but the first of a session's `streams`.
+    fn greet_ahead(self: &Arc<Self>, streams: usize) {
+        let streams = u32::try_from(streams).unwrap_or(u32::MAX);
+        let mut ahead = lock(&self.ahead);
+        for stream in 1..streams {
+            let paths = self.clone();
+            let own = keeper::own_path(stream, self.list.len());
+            let greet = move || Greeted::new(&paths, own, ATTEMPT);
+            // Without a thread, the connection is made when the stream is opened.
+            if let Ok(greeting) = thread::Builder::new().spawn(greet) {
+                ahead.insert(stream, greeting);
+            }
+        }
+    }
+
+    /// The connection that was made ahead for `stream`.
+    fn greeted(&self, stream: u32) -> Option<Result<Greeted, DialError>> {
+        let greeting = lock(&self.ahead).remove(&stream);
+        greeting.and_then(|greeting| greeting.join().ok())
     }
 
     pub(crate) fn status(&self, streams: &[Arc<ResumableStream>]) -> Vec<PathStatus> {
@@ -237,14 +264,21 @@ impl Paths {
 pub(crate) fn begin(
     list: Vec<Path>,
     config: SessionConfig,
+    streams: usize,
 ) -> Result<(Session, Stream), DialError> {
-    let paths = Paths::new(list, &config)?;
+    let paths = Arc::new(Paths::new(list, &config)?);
     let mut last = DialError::NoPath;
     let order = paths.order(0);
     let mut may_pass = false;
     for timeout in [ATTEMPT, LAST_ATTEMPT] {
         for path in order.iter().copied() {
-            let error = match Greeted::new(&paths, path, timeout) {
+            let greeted = Dialled::new(&paths, path, timeout).and_then(|dialled| {
+                // Not before there is a listener. The first connection is one step ahead, so the server's memory for versions of
+                // pages goes to it.
+                paths.greet_ahead(streams);
+                dialled.greet(&paths)
+            });
+            let error = match greeted {
                 Ok(greeted) => return greeted.begin(paths, config),
                 Err(error) => error,
             };
@@ -263,8 +297,59 @@ pub(crate) fn begin(
     Err(last)
 }
 
+/// A stream that is being opened.
+pub struct Opening {
+    session: Session,
+    began: Instant,
+    stream: Begun,
+}
+
+enum Begun {
+    Opened(Stream),
+    Opens(JoinHandle<Result<Stream, DialError>>),
+    /// The system refused a thread.
+    Not,
+}
+
+impl Opening {
+    pub(super) fn begin(session: &Session) -> Self {
+        let shared = session.0.clone();
+        Self {
+            session: session.clone(),
+            began: Instant::now(),
+            stream: (thread::Builder::new().spawn(move || open(&shared)))
+                .map_or(Begun::Not, Begun::Opens),
+        }
+    }
+
+    /// A stream that is open already.
+    pub fn opened(session: &Session, stream: Stream) -> Self {
+        Self {
+            session: session.clone(),
+            began: Instant::now(),
+            stream: Begun::Opened(stream),
+        }
+    }
+
+    /// The stream, once it is open.
+    ///
+    /// # Errors
+    /// As [`Session::open`].
+    pub fn wait(self) -> Result<Stream, DialError> {
+        let opened = match self.stream {
+            Begun::Opened(stream) => Some(Ok(stream)),
+            Begun::Opens(thread) => thread.join().ok(),
+            Begun::Not => None,
+        };
+        // The server ends a stream whose first bytes do not come.
+        match opened.filter(|_| self.began.elapsed() < HANDSHAKE / 2) {
+            Some(opened) => opened,
+            None => self.session.open(),
+        }
+    }
+}
+
 pub(crate) fn open(session: &Arc<Shared>) -> Result<Stream, DialError> {
-    let _turn = lock(&session.opening);
     let number = session.next.fetch_add(1, Ordering::Relaxed);
     let stream = session.add(number);
     match connect(&stream, Intent::Open) {
@@ -367,13 +452,18 @@ fn connect(stream: &Arc<ResumableStream>, intent: Intent) -> Result<(), DialErro
         .trouble()
         .map_or_else(Instant::now, |(_, since)| since);
     let mut pause = RETRY_PAUSES[0];
+    let mut ahead = match intent {
+        Intent::Open => paths.greeted(stream.number),
+        Intent::Resume | Intent::Abort => None,
+    };
     loop {
         for path in paths.order(stream.number) {
             if stream.is_closed() {
                 return Err(DialError::Ended);
             }
             let target = Target::Known(session.id());
-            let attached = Greeted::new(paths, path, ATTEMPT)
+            let greeted = (ahead.take()).unwrap_or_else(|| Greeted::new(paths, path, ATTEMPT));
+            let attached = greeted
                 .and_then(|greeted| greeted.attach(stream, intent, target, OldConnection::Lost));
             match attached {
                 Ok(()) => return Ok(()),
@@ -409,30 +499,54 @@ struct Greeted {
     page_cache: usize,
 }
 
-impl Greeted {
+/// A connection before its first message.
+struct Dialled {
+    socket: Socket,
+    address: Address,
+    path: usize,
+    deadline: Instant,
+}
+
+impl Dialled {
     fn new(paths: &Paths, number: usize, timeout: Duration) -> Result<Self, DialError> {
         let path = &paths.list[number];
-        let address = path.to.clone();
         let deadline = Instant::now() + timeout;
-        let socket = paths.destinations[number].dial(path.bind, timeout)?;
-        let secured = paths.terms.as_ref().map(|terms| {
-            let host = match &address {
-                Address::Tcp { host, .. } => host,
-                Address::Unix(_) => "localhost",
-            };
-            terms.connect(&socket, host, left(deadline))
-        });
-        let secured = secured.transpose().map_err(|source| DialError::Tls {
-            address: address.clone(),
-            source,
-        })?;
-        let mut connection = NewConnection::new(socket, secured, deadline);
+        Ok(Self {
+            socket: paths.destinations[number].dial(path.bind, timeout)?,
+            address: path.to.clone(),
+            path: number,
+            deadline,
+        })
+    }
+
+    fn greet(self, paths: &Paths) -> Result<Greeted, DialError> {
+        let Self {
+            socket,
+            address,
+            path,
+            deadline,
+        } = self;
         let failed = |source| DialError::Io {
             address: address.clone(),
             source,
         };
         let hello = Hello::new(nonce().map_err(failed)?);
-        connection.send(&hello.encode()).map_err(failed)?;
+        let secured = paths.terms.as_ref().map(|terms| {
+            let host = match &address {
+                Address::Tcp { host, .. } => host,
+                Address::Unix(_) => "localhost",
+            };
+            terms.connect(&socket, host, &hello.encode(), left(deadline))
+        });
+        let secured = secured.transpose().map_err(|source| DialError::Tls {
+            address: address.clone(),
+            source,
+        })?;
+        let is_greeted = secured.is_some();
+        let mut connection = NewConnection::new(socket, secured, deadline);
+        if !is_greeted {
+            connection.send(&hello.encode()).map_err(failed)?;
+        }
         let mut bytes = [0; HELLO_LEN];
         connection.read_exactly(&mut bytes).map_err(failed)?;
         let answer = Answer::decode(&bytes).and_then(|answer| answer.accepted().map(|_| answer));
@@ -441,17 +555,27 @@ impl Greeted {
             source,
         })?;
         let transcript = Transcript::new(&hello, &answer, connection.binding());
-        Ok(Self {
+        Ok(Greeted {
             connection,
             transcript,
             address,
-            path: number,
+            path,
             page_cache: usize::from(answer.page_cache()) << 20,
         })
     }
+}
+
+impl Greeted {
+    fn new(paths: &Paths, number: usize, timeout: Duration) -> Result<Self, DialError> {
+        Dialled::new(paths, number, timeout)?.greet(paths)
+    }
 
     /// Begins a session, with the first stream on this connection.
-    fn begin(self, paths: Paths, config: SessionConfig) -> Result<(Session, Stream), DialError> {
+    fn begin(
+        self,
+        paths: Arc<Paths>,
+        config: SessionConfig,
+    ) -> Result<(Session, Stream), DialError> {
         let identity = self.connection.peer().map(str::to_owned);
         let address = &self.address;
         let peer = match &identity {
@@ -463,7 +587,7 @@ impl Greeted {
             config,
             (peer, identity),
             self.connection.cipher(),
-            (Role::Client(Box::new(paths)), self.page_cache),
+            (Role::Client(paths), self.page_cache),
         );
         let session = session.map_err(DialError::System)?;
         let stream = session.add(0);
@@ -569,9 +693,27 @@ mod tests {
                 drop(listener.accept().unwrap());
             }
         });
-        let began = begin(vec![path], SessionConfig::new(Security::Insecure));
+        let began = begin(vec![path], SessionConfig::new(Security::Insecure), 1);
         assert!(began.is_err_and(|error| error.is_closed()));
         closing.join().unwrap();
+    }
+
+    /// The server has ended it, as its first bytes did not come in time.
+    #[test]
+    fn stream_that_was_opened_long_ahead_is_opened_anew() {
+        let config = SessionConfig::new(Security::Insecure);
+        let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), LIMIT).unwrap();
+        let to = listener.address().clone();
+        let _sessions = Sessions::new(vec![listener], config.clone()).unwrap();
+        let (session, _first) = Session::dial(vec![to.into()], config).unwrap();
+        for (age, expected) in [(Duration::ZERO, 1), (HANDSHAKE, 3)] {
+            let mut opening = session.open_ahead(1).remove(0);
+            opening.began = opening.began.checked_sub(age).unwrap();
+            let Stream::Resumable(stream) = opening.wait().unwrap() else {
+                panic!("it is of a session");
+            };
+            assert_eq!(stream.stream().number, expected);
+        }
     }
 
     /// The program looks for a [`TlsError`] among the causes, to give its hint.

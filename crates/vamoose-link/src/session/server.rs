@@ -351,7 +351,7 @@ impl Server {
         if session.config.security != Security::Insecure && session.peer != peer.0 {
             return Err(Refusal::OtherPeer);
         }
-        let _turn = lock(&session.opening);
+        let mut opened = lock(&session.opened);
         match (session.find(attach.stream), attach.intent) {
             (Some(stream), Intent::Open | Intent::Resume) => Ok(stream),
             (Some(stream), Intent::Abort) => {
@@ -359,13 +359,11 @@ impl Server {
                 Err(Refusal::Ended)
             }
             (None, Intent::Open) => {
-                // Numbers increase, so that a stream that has ended is not opened again.
-                let next = session.next.load(Ordering::Relaxed);
-                if !(next..STREAMS).contains(&attach.stream) {
+                if attach.stream >= STREAMS || opened.contains(&attach.stream) {
                     return Err(Refusal::Ended);
                 }
                 let stream = self.add(&session, attach.stream)?;
-                session.next.store(attach.stream + 1, Ordering::Relaxed);
+                opened.insert(attach.stream);
                 Ok(stream)
             }
             (None, _) => Err(Refusal::Ended),

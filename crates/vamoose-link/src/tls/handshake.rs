@@ -45,10 +45,11 @@ const BINDING_LABEL: &[u8] = b"EXPORTER-vamoose";
 const CONFIRMATION: u8 = 1;
 
 /// Runs the handshake of `connection` on `socket`, with a `peer` of the other role. `explain` explains errors of rustls. The
-/// socket's timeouts are changed.
+/// socket's timeouts are changed. A client sends the bytes of `first` behind its part of the handshake.
 pub(super) fn run(
     connection: Connection,
     socket: &Socket,
+    first: &[u8],
     timeout: Duration,
     peer: End,
     explain: &dyn Fn(rustls::Error) -> TlsError,
@@ -56,6 +57,7 @@ pub(super) fn run(
     let mut handshake = Handshake {
         connection,
         socket,
+        first,
         peer,
         explain,
         timeout,
@@ -70,6 +72,7 @@ pub(super) fn run(
 struct Handshake<'a> {
     connection: Connection,
     socket: &'a Socket,
+    first: &'a [u8],
     /// The other end.
     peer: End,
     explain: &'a dyn Fn(rustls::Error) -> TlsError,
@@ -94,7 +97,13 @@ impl Handshake<'_> {
                 confirmed.map_err(|error| self.failed(error))?;
             }
             Connection::Server(server) => server.send_close_notify(),
-            Connection::Client(_) if is_ours => self.await_confirmation()?,
+            // The server is authenticated and the bytes are encrypted, so they need not wait for the confirmation.
+            Connection::Client(client) if is_ours => {
+                let sent = client.writer().write_all(self.first);
+                sent.map_err(|error| self.failed(error))?;
+                self.send()?;
+                self.await_confirmation()?;
+            }
             Connection::Client(_) => {}
         }
         self.send()?;

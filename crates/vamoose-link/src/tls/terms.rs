@@ -92,7 +92,8 @@ impl Security {
 }
 
 impl ClientTerms {
-    /// Secures a dialled `socket` to `host`. On success the server has accepted this end.
+    /// Secures a dialled `socket` to `host`, and sends the bytes of `first` when the server has proved its identity. On success the
+    /// server has accepted this end.
     ///
     /// # Errors
     /// When either end refuses the other, or the handshake does not end within `timeout`.
@@ -100,6 +101,7 @@ impl ClientTerms {
         &self,
         socket: &Socket,
         host: &str,
+        first: &[u8],
         timeout: Duration,
     ) -> Result<Secured, TlsError> {
         let refusal = RefusalSlot::default();
@@ -108,7 +110,14 @@ impl ClientTerms {
             .config(host, &refusal)
             .and_then(|config| ClientConnection::new(Arc::new(config), name))
             .map_err(|error| TlsError::handshake(End::Server, error))?;
-        (self.0).shake_hands(connection.into(), End::Server, socket, timeout, &refusal)
+        (self.0).shake_hands(
+            connection.into(),
+            End::Server,
+            socket,
+            first,
+            timeout,
+            &refusal,
+        )
     }
 
     pub(super) fn config(
@@ -156,7 +165,14 @@ impl ServerTerms {
             .config(&refusal)
             .and_then(|config| ServerConnection::new(Arc::new(config)))
             .map_err(|error| TlsError::handshake(End::Client, error))?;
-        (self.0).shake_hands(connection.into(), End::Client, socket, timeout, &refusal)
+        (self.0).shake_hands(
+            connection.into(),
+            End::Client,
+            socket,
+            &[],
+            timeout,
+            &refusal,
+        )
     }
 
     pub(super) fn config(&self, refusal: &RefusalSlot) -> Result<ServerConfig, rustls::Error> {
@@ -194,10 +210,11 @@ impl Terms {
         connection: Connection,
         peer: End,
         socket: &Socket,
+        first: &[u8],
         timeout: Duration,
         refusal: &RefusalSlot,
     ) -> Result<Secured, TlsError> {
-        handshake::run(connection, socket, timeout, peer, &|error| {
+        handshake::run(connection, socket, first, timeout, peer, &|error| {
             TlsError::of(error, peer, refusal.get().cloned(), &self.shown)
         })
     }

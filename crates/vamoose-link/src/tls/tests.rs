@@ -31,7 +31,7 @@ fn meet(client: &ClientTerms, server: &ServerTerms, host: &str) -> (Done, Done) 
     thread::scope(|scope| {
         let accepted = scope.spawn(|| Ok((server.accept(&far, LIMIT)?, far)));
         let connected = client
-            .connect(&near, host, LIMIT)
+            .connect(&near, host, &[], LIMIT)
             .map(|secured| (secured, near));
         (connected, accepted.join().unwrap())
     })

@@ -381,9 +381,15 @@ fn a_session_has_no_more_streams_than_it_may() {
         assert_eq!(outcome, Err(Refusal::Ended));
         stranger.is_turned_away("the session's stream has ended there");
     }
+    // Streams that are opened side by side come in any order.
     let (_last, outcome) = open(511);
     assert_eq!(outcome, Ok(0));
-    // Numbers go up: none is left now.
+    let (_, outcome) = open(7);
+    assert_eq!(outcome, Ok(0));
+    // None is opened again when it has ended.
+    let stranger = bench.stranger().greet();
+    let (_, outcome) = stranger.attach(&secret, attach_to(secret.id(), 7, Intent::Abort, 0));
+    assert_eq!(outcome, Err(Refusal::Ended));
     let (_, outcome) = open(7);
     assert_eq!(outcome, Err(Refusal::Ended));
     bench.is_unharmed();

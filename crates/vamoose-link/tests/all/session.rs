@@ -1,10 +1,10 @@
 //! Streams of a session over connections that break in every way.
 
 use std::{
-    io::{Read as _, Write as _},
-    net::SocketAddr,
+    io::{self, Read as _, Write as _},
+    net::{SocketAddr, TcpListener, TcpStream},
     os::unix::net::UnixStream,
-    sync::Arc,
+    sync::{Arc, Barrier},
     thread,
     time::{Duration, Instant},
 };
@@ -14,8 +14,9 @@ use multifd::{BlockName, Method, PacketKind};
 use vamoose_codec::{Decoder, Settings, encoder};
 use vamoose_link::{
     Address, ChannelReader, ChannelWriter, Introduced, Keys, LinkFaults, Listener, Packet, Path,
-    Received, Security, Session, SessionConfig, Sessions, Stream,
+    Received, Remote, Security, Session, SessionConfig, Sessions, Stream,
 };
+use vamoose_session::handshake::{ATTACH_LEN, HELLO_LEN};
 
 use crate::channel::{LAYOUT, METHODS};
 
@@ -64,6 +65,58 @@ impl Bench {
     fn next(&self) -> Introduced {
         self.sessions.next(LIMIT).expect("a stream")
     }
+}
+
+/// The link answers no connection before all have sent their messages. If streams were opened one after the other, the first
+/// would never be answered.
+#[test]
+fn streams_are_opened_side_by_side() {
+    const STREAMS: usize = 4;
+    let config = config(Security::Insecure);
+    let bench = Bench::new(&config);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let server = bench.server;
+    thread::spawn(move || {
+        let hellos = Arc::new(Barrier::new(STREAMS));
+        let attaches = Arc::new(Barrier::new(STREAMS - 1));
+        for number in 0..STREAMS {
+            let (client, _) = listener.accept().unwrap();
+            let (hellos, attaches) = (hellos.clone(), attaches.clone());
+            thread::spawn(move || {
+                let server = TcpStream::connect(server).unwrap();
+                pass(&client, &server, HELLO_LEN, Some(&hellos));
+                pass(&server, &client, HELLO_LEN, None);
+                // The first one begins the session, without which the others cannot attach.
+                let attaches = Some(&attaches).filter(|_| number > 0);
+                pass(&client, &server, ATTACH_LEN, attaches.map(|it| &**it));
+                let [from_server, to_client] = [&server, &client].map(TcpStream::try_clone);
+                let (mut from_server, mut to_client) = (from_server.unwrap(), to_client.unwrap());
+                thread::spawn(move || io::copy(&mut from_server, &mut to_client));
+                let _ = io::copy(&mut &client, &mut &server);
+            });
+        }
+    });
+    let remote = Remote {
+        paths: vec![format!("tcp:{address}").parse::<Address>().unwrap().into()],
+        config,
+    };
+    let (session, first) = remote.dial_for(STREAMS).unwrap();
+    let opening = session.open_ahead(STREAMS - 1);
+    let others = opening.into_iter().map(|opening| opening.wait().unwrap());
+    for stream in [first].into_iter().chain(others) {
+        (&stream).write_all(b"here").unwrap();
+        let there = bench.next().stream;
+        (&there).read_exact(&mut [0; 4]).unwrap();
+    }
+}
+
+/// Passes a message of this length on, when the others at the barrier have come as well.
+fn pass(mut from: &TcpStream, mut to: &TcpStream, len: usize, barrier: Option<&Barrier>) {
+    let mut message = vec![0; len];
+    from.read_exact(&mut message).unwrap();
+    barrier.map(Barrier::wait);
+    to.write_all(&message).unwrap();
 }
 
 fn path_to(middlebox: &Middlebox) -> Path {
@@ -169,7 +222,7 @@ fn a_stream_survives_ends_and_refusals() {
             .unwrap();
         middlebox.admit(Admission::Refuse).unwrap();
         middlebox.apply(Which::All, Change::Close);
-        assert!(std::net::TcpStream::connect(middlebox.address()).is_err());
+        assert!(TcpStream::connect(middlebox.address()).is_err());
         middlebox.admit(Admission::Pass).unwrap();
     });
 }

@@ -269,7 +269,7 @@ impl OutgoingMigration {
     /// Forwards the connections to the peer's gateway, over streams of this kind.
     fn pass(self: &Arc<Self>, kind: u8) -> MigrationEnd {
         let migration = self.clone();
-        let dialer = Dialer::session(move || Ok((migration.announce()?, None)), &[kind]);
+        let dialer = Dialer::session(move |_| Ok((migration.announce()?, Vec::new())), &[kind]);
         let relay = Relay {
             accept: &**self,
             dialer: &dialer,

@@ -1,7 +1,8 @@
 //! Handshakes that succeed, and peers that are no good ones from the first byte on.
 
 use std::{
-    io::{Read as _, Write as _},
+    io::{self, Read as _, Write as _},
+    mem,
     net::TcpListener,
     thread,
     time::Duration,
@@ -69,6 +70,44 @@ fn certificates_are_read_anew_for_the_next_session() {
     assert!(meet(&client, &hosts.server_terms(), "127.0.0.1").0.is_err());
 }
 
+/// The end of the client's handshake is kept back until the bytes behind it have come, so nothing of the server answers it.
+#[test]
+fn first_bytes_go_with_the_end_of_the_handshake() {
+    let hosts = Hosts::new();
+    let ((near, client), (server, far)) = (sockets(), sockets());
+    thread::scope(|scope| {
+        let accepted = scope.spawn(|| {
+            let mut secured = hosts.server_terms().accept(&far, LIMIT).unwrap();
+            let mut first = [0; 16];
+            let read = secured.opener.read(&far, &mut first).unwrap();
+            first[..read].to_vec()
+        });
+        let connected = scope.spawn(|| {
+            let client = hosts.client_terms(Cipher::default());
+            client.connect(&near, "127.0.0.1", b"first", LIMIT).is_ok()
+        });
+        scope.spawn(|| io::copy(&mut &server, &mut &client));
+        let mut kept = Vec::new();
+        // Encrypted records: the certificate with the end of the handshake, and the bytes.
+        let mut encrypted = 0;
+        while encrypted < 2 {
+            let mut header = [0; 5];
+            (&client).read_exact(&mut header).unwrap();
+            let mut body = vec![0; usize::from(u16::from_be_bytes([header[3], header[4]]))];
+            (&client).read_exact(&mut body).unwrap();
+            encrypted += usize::from(header[0] == 23);
+            kept.extend([&header[..], &body].concat());
+            if encrypted == 0 {
+                (&mut &server).write_all(&mem::take(&mut kept)).unwrap();
+            }
+        }
+        (&mut &server).write_all(&kept).unwrap();
+        assert_eq!(accepted.join().unwrap(), b"first");
+        assert!(connected.join().unwrap());
+        server.shut_down();
+    });
+}
+
 #[test]
 fn a_peer_that_speaks_another_language_is_named_as_such() {
     let hosts = Hosts::new();
@@ -85,7 +124,7 @@ fn a_peer_that_speaks_another_language_is_named_as_such() {
         (&mut &far).write_all(bytes).unwrap();
         let connected = hosts
             .client_terms(Cipher::default())
-            .connect(&near, "host1", LIMIT);
+            .connect(&near, "host1", &[], LIMIT);
         assert_eq!(
             message(connected),
             "the server does not speak TLS: it is configured without, or it is not Vamoose"
@@ -106,7 +145,7 @@ fn a_peer_that_goes_is_named_as_such() {
     let server = thread::spawn(move || (&mut &far).read(&mut [0; 10]));
     let connected = hosts
         .client_terms(Cipher::default())
-        .connect(&near, "host1", LIMIT);
+        .connect(&near, "host1", &[], LIMIT);
     server.join().unwrap().unwrap();
     assert_eq!(
         message(connected),
@@ -130,7 +169,7 @@ fn a_peer_that_stalls_has_a_deadline() {
         (&mut &far).write_all(sent).unwrap();
         let connected = hosts
             .client_terms(Cipher::default())
-            .connect(&near, "host1", timeout);
+            .connect(&near, "host1", &[], timeout);
         assert_eq!(
             message(connected),
             "the TLS handshake with the server failed: it did not end within 0.02 s"
@@ -159,7 +198,7 @@ fn a_handshake_has_a_limit_of_bytes() {
         "the TLS handshake with the client failed: more than 65536 bytes came before its end"
     );
     drop(far);
-    let stopped: Result<(), std::io::Error> = endless.join().unwrap();
+    let stopped: io::Result<()> = endless.join().unwrap();
     stopped.unwrap_err();
 }
 
@@ -190,7 +229,7 @@ fn a_refusal_arrives_over_tcp() {
                 assert!(server.accept(&far, LIMIT).is_err());
             });
             let near = dial(&address, LIMIT).unwrap();
-            let refused = message(client.connect(&near, "127.0.0.1", LIMIT));
+            let refused = message(client.connect(&near, "127.0.0.1", &[], LIMIT));
             assert!(refused.contains("it does not allow the name"), "{refused}");
         });
     }

@@ -78,7 +78,7 @@ fn with_a_server_of_rustls() {
                 }
             });
             let client = hosts.client_terms(cipher);
-            let mut secured = client.connect(&near, "127.0.0.1", LIMIT).unwrap();
+            let mut secured = client.connect(&near, "127.0.0.1", &[], LIMIT).unwrap();
             ours(&mut secured.sealer, &mut secured.opener, &near);
         });
     }

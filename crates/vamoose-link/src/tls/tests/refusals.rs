@@ -159,9 +159,10 @@ fn the_name_that_is_expected_need_not_be_the_host_that_is_dialled() {
         "{client}"
     );
     hosts.server_name = Some("no name".to_owned());
-    let connected = hosts
-        .client_terms(Cipher::default())
-        .connect(&sockets().0, "127.0.0.1", LIMIT);
+    let connected =
+        hosts
+            .client_terms(Cipher::default())
+            .connect(&sockets().0, "127.0.0.1", &[], LIMIT);
     assert_eq!(
         message(connected),
         "`no name` is no host name or IP address that a certificate could be for"
@@ -462,7 +463,14 @@ fn a_client_without_certificate() {
         let explain = |error| TlsError::of(error, End::Server, None, &shown);
         let client = Connection::Client(client);
         assert_eq!(
-            message(handshake::run(client, &near, LIMIT, End::Server, &explain)),
+            message(handshake::run(
+                client,
+                &near,
+                &[],
+                LIMIT,
+                End::Server,
+                &explain
+            )),
             "the server refuses this client: it requires a certificate"
         );
         assert_eq!(
