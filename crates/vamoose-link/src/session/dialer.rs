@@ -301,14 +301,14 @@ pub(crate) fn begin(
 pub struct Opening {
     session: Session,
     began: Instant,
-    stream: Begun,
+    state: OpeningState,
 }
 
-enum Begun {
-    Opened(Stream),
-    Opens(JoinHandle<Result<Stream, DialError>>),
+enum OpeningState {
+    Open(Stream),
+    UnderWay(JoinHandle<Result<Stream, DialError>>),
     /// The system refused a thread.
-    Not,
+    NotBegun,
 }
 
 impl Opening {
@@ -317,8 +317,8 @@ impl Opening {
         Self {
             session: session.clone(),
             began: Instant::now(),
-            stream: (thread::Builder::new().spawn(move || open(&shared)))
-                .map_or(Begun::Not, Begun::Opens),
+            state: (thread::Builder::new().spawn(move || open(&shared)))
+                .map_or(OpeningState::NotBegun, OpeningState::UnderWay),
         }
     }
 
@@ -327,7 +327,7 @@ impl Opening {
         Self {
             session: session.clone(),
             began: Instant::now(),
-            stream: Begun::Opened(stream),
+            state: OpeningState::Open(stream),
         }
     }
 
@@ -336,13 +336,14 @@ impl Opening {
     /// # Errors
     /// As [`Session::open`].
     pub fn wait(self) -> Result<Stream, DialError> {
-        let opened = match self.stream {
-            Begun::Opened(stream) => Some(Ok(stream)),
-            Begun::Opens(thread) => thread.join().ok(),
-            Begun::Not => None,
+        let opened = match self.state {
+            OpeningState::Open(stream) => Some(Ok(stream)),
+            OpeningState::UnderWay(thread) => thread.join().ok(),
+            OpeningState::NotBegun => None,
         };
-        // The server ends a stream whose first bytes do not come.
-        match opened.filter(|_| self.began.elapsed() < HANDSHAKE / 2) {
+        match opened {
+            // The server ends a stream whose first bytes do not come.
+            Some(Ok(_)) if self.began.elapsed() >= HANDSHAKE / 2 => self.session.open(),
             Some(opened) => opened,
             None => self.session.open(),
         }

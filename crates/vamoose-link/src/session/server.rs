@@ -77,8 +77,8 @@ struct Server {
     left: Condvar,
     introduced: PollQueue<Introduced>,
     pace: Pace,
-    /// Start of the current second, and the warnings in it.
-    warned: Mutex<(Instant, u32)>,
+    /// Start of the current second, the number of warnings in it, and the last one.
+    warned: Mutex<(Instant, u32, String)>,
     end: OwnedFd,
 }
 
@@ -131,7 +131,7 @@ impl Sessions {
             left: Condvar::new(),
             introduced: PollQueue::new()?,
             pace: Pace::new(),
-            warned: Mutex::new((Instant::now(), 0)),
+            warned: Mutex::new((Instant::now(), 0, String::new())),
             end: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
                 .map_err(io::Error::from)?,
         });
@@ -445,16 +445,18 @@ impl Server {
 
     fn warn(&self, problem: &dyn std::fmt::Display, address: Option<IpAddr>) {
         let from = shown(address);
+        let problem = format!("turning away a connection from {from}: {problem}");
         let mut warned = lock(&self.warned);
         if warned.0.elapsed() > Duration::from_secs(1) {
-            *warned = (Instant::now(), 0);
+            *warned = (Instant::now(), 0, String::new());
         }
-        warned.1 += 1;
-        if warned.1 > WARNINGS {
-            debug!("turning away a connection from {from}: {problem}");
+        // A client makes the connections of a session side by side, and all are refused for one reason.
+        if warned.1 >= WARNINGS || warned.2 == problem {
+            debug!("{problem}");
             return;
         }
-        warn!("turning away a connection from {from}: {problem}");
+        warn!("{problem}");
+        *warned = (warned.0, warned.1 + 1, problem);
     }
 }
 
