@@ -49,6 +49,24 @@ impl Encoder {
         }
     }
 
+    /// Adds a checksum of the pages to each payload of zstd-frames: zstd's own, which every decoder compares. Other methods have
+    /// none.
+    ///
+    /// # Errors
+    /// When the library refuses.
+    pub fn add_checksums(&mut self) -> Result<(), EncodeError> {
+        let Some(engine) = &mut self.engine else {
+            return Ok(());
+        };
+        engine
+            .add_checksums()
+            .map_err(|reason| EncodeError::Engine {
+                method: self.method,
+                engine: engine.name(),
+                reason,
+            })
+    }
+
     /// The requested method; see [`Encoded::method`].
     pub fn method(&self) -> Method {
         self.method

@@ -39,6 +39,11 @@ pub(crate) trait Compress: Send {
         Err(CompressError::Refused(NO_EARLIER))
     }
 
+    /// Adds a checksum of the pages to each payload, if the method has one.
+    fn add_checksums(&mut self) -> Result<(), &'static str> {
+        Ok(())
+    }
+
     /// The engine's own buffer for the next pages; `None` if it reads pages from anywhere.
     fn input_buffer(&mut self) -> Option<&mut [u8]> {
         None

@@ -73,3 +73,4 @@ pub use settings::Settings;
 #[cfg(feature = "fault-injection")]
 pub use testing::Faults;
 pub use zero::is_zero;
+pub use zstd_frames::{RAW_FRAME_LEN, checks_itself, raw_frame};

@@ -2,8 +2,11 @@
 //!
 //! Packets are independent of each other: their levels may differ, and a channel may have several encoders. The price is the
 //! history of earlier packets: half a percent of the bytes at level 1, and two at level 3 (docs/results/parts.md). A frame states
-//! how many bytes of pages it holds and has no checksum. A packet in which zstd finds next to nothing is sent raw, as method
-//! none.
+//! how many bytes of pages it holds, and has a checksum of them if that was requested. A packet in which zstd finds next to nothing is
+//! sent raw, as method none.
+//!
+//! A stock QEMU that is set up for method zstd decodes these frames, too, as zstd's streaming functions accept one frame after another:
+//! [`checks_itself`] has what a frame must be for that. Pages that are not encoded need a frame around them then: [`raw_frame`].
 //!
 //! From level 1, the words of a packet are [taken apart](crate::words) where that saves bytes. A byte of value 8 precedes the frame then.
 //!
@@ -150,6 +153,12 @@ impl Compress for Compressor {
         }
     }
 
+    fn add_checksums(&mut self) -> Result<(), &'static str> {
+        let flag = CParameter::ChecksumFlag(true);
+        let set = self.context.set_parameter(flag);
+        set.map(drop).map_err(get_error_name)
+    }
+
     fn compress_after(
         &mut self,
         earlier: &[u8],
@@ -252,6 +261,41 @@ impl Unpack for Unpacker {
     }
 }
 
+/// Whether `payload` is one whole zstd frame of `pages_len` bytes of pages, with a checksum of them that every decoder compares.
+pub fn checks_itself(payload: &[u8], pages_len: usize) -> bool {
+    check(payload, pages_len).is_ok() && payload[MAGIC.len()] & CHECKSUM_FLAG != 0
+}
+
+/// Bytes of a [`raw_frame`].
+pub const RAW_FRAME_LEN: usize = 12;
+
+/// What makes a page of `page_size` bytes a zstd frame, in front of it: a frame header without a window, which states the frame's length,
+/// and the header of a raw block. QEMU asks for one page at a time, so zstd copies a frame of one page to its place at once, and longer
+/// frames by way of a buffer. `None` if the page is longer than a block.
+pub fn raw_frame(page_size: usize) -> Option<[u8; RAW_FRAME_LEN]> {
+    let len = u32::try_from(page_size)
+        .ok()
+        .filter(|len| *len <= LONGEST_BLOCK)?;
+    let mut frame = [0; RAW_FRAME_LEN];
+    frame[..4].copy_from_slice(&MAGIC);
+    frame[4] = FOUR_BYTES_OF_LENGTH | SINGLE_SEGMENT;
+    frame[5..9].copy_from_slice(&len.to_le_bytes());
+    let block = len << 3 | RAW_BLOCK | LAST_BLOCK;
+    frame[9..].copy_from_slice(&block.to_le_bytes()[..3]);
+    Some(frame)
+}
+
+/// Bits of a frame's fifth byte.
+const CHECKSUM_FLAG: u8 = 1 << 2;
+const SINGLE_SEGMENT: u8 = 1 << 5;
+const FOUR_BYTES_OF_LENGTH: u8 = 2 << 6;
+
+/// Bits of a block's header.
+const LAST_BLOCK: u32 = 1;
+const RAW_BLOCK: u32 = 0;
+
+const LONGEST_BLOCK: u32 = 128 << 10;
+
 /// Checks that `payload` is one frame, by itself, that announces `expected` bytes: zstd would also take
 /// none, several, and frames that are to be skipped.
 fn check(payload: &[u8], expected: usize) -> Result<(), DecodeError> {
@@ -292,6 +336,7 @@ fn corrupt(reason: &'static str) -> DecodeError {
 #[cfg(test)]
 mod tests {
     use proptest::{collection::vec, prelude::*, sample::select};
+    use zstd_safe::{InBuffer, OutBuffer};
 
     use super::*;
 
@@ -335,6 +380,69 @@ mod tests {
         let mut pages = vec![0xee; len];
         let mut unpacker = Unpacker::new().unwrap();
         unpacker.unpack(payload, &mut pages).map(|()| pages)
+    }
+
+    /// Decodes packets as QEMU does: one decoder for all of them, and a call for each page.
+    fn decode_paged(packets: &[Vec<u8>], pages_len: usize) -> Result<Vec<u8>, &'static str> {
+        let mut context = DCtx::create();
+        let mut all = Vec::new();
+        for packet in packets {
+            let mut input = InBuffer::around(packet);
+            for _ in 0..pages_len / 4096 {
+                let mut page = [0; 4096];
+                let mut output = OutBuffer::around(&mut page[..]);
+                while output.pos() < 4096 {
+                    let hint = context.decompress_stream(&mut output, &mut input);
+                    if hint.map_err(get_error_name)? == 0 || input.pos == packet.len() {
+                        break;
+                    }
+                }
+                assert_eq!(output.pos(), 4096);
+                all.extend(page);
+            }
+            assert_eq!(input.pos, packet.len());
+        }
+        Ok(all)
+    }
+
+    fn checked_frame(pages: &[u8]) -> Vec<u8> {
+        let mut compressor = Compressor::new(1).unwrap();
+        compressor.add_checksums().unwrap();
+        encode(&mut compressor, pages).unwrap()
+    }
+
+    #[test]
+    fn a_stock_decoder_takes_frames_with_checksums_and_raw_ones() {
+        let pages: Vec<u8> = (0..512_usize << 10)
+            .map(|at| (at / 3 % 251).to_le_bytes()[0])
+            .collect();
+        let header = raw_frame(4096).unwrap();
+        let raw = pages.chunks(4096).flat_map(|page| [&header, page].concat());
+        let packets = [
+            checked_frame(&pages),
+            raw.collect(),
+            frame(&pages),
+            checked_frame(&pages),
+        ];
+        assert!(decode_paged(&packets, pages.len()).unwrap() == pages.repeat(4));
+        assert_eq!(raw_frame(1 << 18), None);
+    }
+
+    #[test]
+    fn a_stock_decoder_finds_wrong_pages_by_the_checksum() {
+        let pages = [7; 1 << 15];
+        let good = checked_frame(&pages);
+        assert!(checks_itself(&good, pages.len()));
+        assert!(!checks_itself(&good, pages.len() + 4096));
+        assert!(!checks_itself(&good[..good.len() - 1], pages.len()));
+        assert!(!checks_itself(&good.repeat(2), pages.len()));
+        assert!(!checks_itself(&frame(&pages), pages.len()));
+        let mut bad = good;
+        *bad.last_mut().unwrap() ^= 1;
+        assert!(checks_itself(&bad, pages.len()));
+        assert!(unpack(&bad, pages.len()).is_err());
+        let found = decode_paged(&[bad], pages.len()).unwrap_err();
+        assert!(found.contains("checksum"), "{found}");
     }
 
     proptest! {

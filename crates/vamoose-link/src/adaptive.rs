@@ -73,6 +73,11 @@ impl Adaptive {
         }
     }
 
+    /// See [`Encoder::add_checksums`].
+    pub(crate) fn add_checksums(&mut self) {
+        self.encoders.has_checksums = true;
+    }
+
     /// Whether the next packet goes as it is, by method none, so that its pages need not be gathered.
     /// After `true`, [`encode`](Self::encode) need not be called for that packet.
     pub(crate) fn next_is_raw(&self) -> bool {
@@ -143,6 +148,7 @@ impl Adaptive {
 /// An encoder for each rung, created when it is first used.
 struct Encoders {
     layout: Layout,
+    has_checksums: bool,
     encoders: [Option<Encoder>; RUNGS],
 }
 
@@ -150,6 +156,7 @@ impl Encoders {
     fn new(layout: Layout) -> Self {
         Self {
             layout,
+            has_checksums: false,
             encoders: [const { None }; RUNGS],
         }
     }
@@ -165,7 +172,11 @@ impl Encoders {
             Some(encoder) => encoder,
             slot => {
                 let (method, level) = METHODS[rung];
-                slot.insert(encoder(&Settings::new(method, level)?, self.layout)?)
+                let encoder = slot.insert(encoder(&Settings::new(method, level)?, self.layout)?);
+                if self.has_checksums {
+                    encoder.add_checksums()?;
+                }
+                encoder
             }
         };
         encoder.encode(pages, out)

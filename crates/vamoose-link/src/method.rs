@@ -119,6 +119,17 @@ impl From<Encoder> for PacketEncoder {
 }
 
 impl PacketEncoder {
+    /// See [`Encoder::add_checksums`].
+    pub(crate) fn add_checksums(&mut self) -> Result<(), EncodeError> {
+        match self {
+            Self::Fixed(encoder) => encoder.add_checksums(),
+            Self::Adaptive(adaptive) => {
+                adaptive.add_checksums();
+                Ok(())
+            }
+        }
+    }
+
     /// The method of packets that are not encoded: without pages, or sent raw.
     pub(crate) fn method(&self) -> Method {
         match self {

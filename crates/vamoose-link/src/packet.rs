@@ -1,5 +1,7 @@
 //! A packet in memory: its header and its pages, decoded.
 
+use std::mem;
+
 use multifd::{DeviceStateHeader, Layout, PacketKind, RamHeader};
 
 /// One packet between a reader and a writer. Created once, reused for the whole migration.
@@ -63,6 +65,11 @@ impl Packet {
     pub(crate) fn ram_parts(&mut self) -> (&mut RamHeader, &mut [u8]) {
         let len = self.pages_len();
         (&mut self.ram, &mut self.pages[..len])
+    }
+
+    /// Exchanges the buffer of the pages for one of the same length.
+    pub(crate) fn exchange(&mut self, payload: &mut Box<[u8]>) {
+        mem::swap(&mut self.pages, payload);
     }
 
     /// The header, to be changed, and the encoded payload, in place of the pages.

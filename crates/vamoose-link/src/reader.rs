@@ -11,7 +11,7 @@ use multifd::{
     PacketKind, Prelude, RamHeader,
 };
 use thiserror::Error;
-use vamoose_codec::{DecodeError, Decoder, Framing};
+use vamoose_codec::{DecodeError, Decoder, Framing, checks_itself};
 use vm_memory::VolatileSlice;
 
 use crate::{
@@ -36,7 +36,7 @@ pub struct ChannelReader {
     decoder: Decoder,
     delta: Option<Incoming>,
     header: Vec<u8>,
-    payload: Vec<u8>,
+    payload: Box<[u8]>,
     /// Measures waits, to be reported to the sender over a session.
     meter: Option<WaitMeter>,
 }
@@ -151,7 +151,7 @@ impl ChannelReader {
             decoder,
             delta: None,
             header: vec![0; layout.ram_header_len().max(DEVICE_STATE_HEADER_LEN)],
-            payload: vec![0; layout.max_payload()],
+            payload: vec![0; layout.max_payload()].into(),
             meter,
         }
     }
@@ -210,18 +210,27 @@ impl ChannelReader {
         self.read_payload(header, PageSink::Own(pages))
     }
 
-    /// Reads the payload of the packet whose header was read last into `packet`, still encoded, for
-    /// [`ChannelWriter::write_encoded`](crate::ChannelWriter::write_encoded). Checks that the bytes arrived as they were sent,
-    /// not that they decode to the pages.
+    /// As [`ChannelReader::read_rest`], but a zstd frame with a checksum of its pages stays encoded, for a receiver that decodes it and
+    /// compares the checksum: then returns true, and [`ChannelWriter::write_frame`](crate::ChannelWriter::write_frame) must be called
+    /// next. The frame's bytes have arrived as they were sent, unless the stream is a plain connection.
     ///
     /// # Errors
     /// As [`ChannelReader::read`].
-    pub fn read_encoded(&mut self, packet: &mut Packet) -> Result<(), ReadError> {
-        let (header, payload) = packet.encoded();
-        let read = read_part(&self.stream, payload, "payload");
-        read.map_err(|error| corrupt(header, error))?;
-        self.stats.add_received(payload.len());
-        Ok(())
+    pub fn read_frame(&mut self, packet: &mut Packet) -> Result<bool, ReadError> {
+        let (header, pages) = packet.ram_parts();
+        let pages_len = pages.len();
+        let mut sink = PageSink::Own(pages);
+        let received = self.receive_timed(header, &mut sink);
+        if let Ok(Some(len)) = received
+            && header.method == Method::ZstdFrames
+            && checks_itself(&self.payload[..len], pages_len)
+        {
+            packet.exchange(&mut self.payload);
+            self.turn_to(Activity::Output);
+            return Ok(true);
+        }
+        self.finish_payload(header, sink, received)?;
+        Ok(false)
     }
 
     /// Reads the header of the next packet, waiting for it as [`ChannelReader::read`] does. If the header has normal pages,
@@ -281,9 +290,27 @@ impl ChannelReader {
         header: &RamHeader,
         mut sink: PageSink<'_>,
     ) -> Result<(), ReadError> {
+        let received = self.receive_timed(header, &mut sink);
+        self.finish_payload(header, sink, received)
+    }
+
+    fn receive_timed(
+        &mut self,
+        header: &RamHeader,
+        sink: &mut PageSink<'_>,
+    ) -> Result<Option<usize>, ReadError> {
         self.turn_to(Activity::Input);
-        let received = self.receive_payload(header, &mut sink);
+        let received = self.receive_payload(header, sink);
         self.turn_to(Activity::Work);
+        received
+    }
+
+    fn finish_payload(
+        &mut self,
+        header: &RamHeader,
+        sink: PageSink<'_>,
+        received: Result<Option<usize>, ReadError>,
+    ) -> Result<(), ReadError> {
         let decoded = self.decode_payload(header, sink, received);
         self.turn_to(Activity::Output);
         let shares = self.meter.as_mut().and_then(WaitMeter::shares);

@@ -166,8 +166,12 @@ impl Socket {
     /// # Errors
     /// The system's; see [`is_stall`] for a peer that took nothing for the stall timeout.
     pub fn write_both(&self, head: &[u8], tail: &[u8]) -> io::Result<()> {
-        let mut slices = [IoSlice::new(head), IoSlice::new(tail)];
-        self.write_all(&mut slices, &mut |taken| match taken {
+        self.write_slices(&mut [IoSlice::new(head), IoSlice::new(tail)])
+    }
+
+    /// As [`write_both`](Self::write_both), of any number of slices.
+    pub(crate) fn write_slices(&self, slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+        self.write_all(slices, &mut |taken| match taken {
             0 => Err(io::ErrorKind::WouldBlock.into()),
             _ => Ok(()),
         })

@@ -122,6 +122,36 @@ impl Stream {
         }
     }
 
+    /// Writes `head`, and each page of `pages` after `frame`.
+    ///
+    /// # Errors
+    /// As [`Stream::write_both`].
+    pub(crate) fn write_framed(
+        &self,
+        head: &[u8],
+        frame: &[u8],
+        pages: &[u8],
+        page_size: usize,
+    ) -> io::Result<()> {
+        // QEMU's packet of the least pages that a destination has; the kernel takes 1024 slices.
+        const MOST_PAGES: usize = 128;
+        self.write_both(head, &[])?;
+        for pages in pages.chunks(MOST_PAGES * page_size) {
+            let mut slices = [IoSlice::new(&[]); 2 * MOST_PAGES];
+            let pieces = pages.chunks(page_size).flat_map(|page| [frame, page]);
+            for (slice, piece) in slices.iter_mut().zip(pieces) {
+                *slice = IoSlice::new(piece);
+            }
+            match self {
+                Self::Socket(socket) => socket.write_slices(&mut slices)?,
+                Self::Resumable(_) => slices
+                    .iter()
+                    .try_for_each(|piece| self.write_both(piece, &[]))?,
+            }
+        }
+        Ok(())
+    }
+
     /// Whether packets go with a checksum of the pages that they encode.
     pub(crate) fn checks_pages(&self) -> bool {
         match self {

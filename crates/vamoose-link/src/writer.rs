@@ -11,7 +11,7 @@ use std::{
 
 use multifd::{Layout, Method, PacketError, RamHeader};
 use thiserror::Error;
-use vamoose_codec::{EncodeError, Engines, Settings};
+use vamoose_codec::{EncodeError, Engines, RAW_FRAME_LEN, Settings, raw_frame};
 use vm_memory::VolatileSlice;
 
 use crate::{
@@ -36,6 +36,10 @@ pub struct ChannelWriter {
     delta: Option<Outgoing>,
     /// The first pages decide the encoder, see [`ChannelWriter::restore`].
     restores: bool,
+    /// What makes a page a zstd frame, for a receiver that decodes nothing else: see [`ChannelWriter::send_frames`].
+    frame: Option<[u8; RAW_FRAME_LEN]>,
+    /// Packets of zstd-frames have their own checksum, see [`ChannelWriter::add_checksums`].
+    has_checksums: bool,
     sync: RamHeader,
     header: Vec<u8>,
     /// An encoded payload.
@@ -119,6 +123,8 @@ impl ChannelWriter {
             encoder,
             delta: None,
             restores: false,
+            frame: None,
+            has_checksums: false,
             sync,
             header: Vec::with_capacity(layout.ram_header_len()),
             payload: vec![0; layout.max_payload()].into(),
@@ -155,9 +161,29 @@ impl ChannelWriter {
     }
 
     /// Sends pages by the method that the source's QEMU used, if the first packet tells it (over a session), instead of the
-    /// encoder's. The channel must have no other writer.
+    /// encoder's: zstd as [`send_frames`](Self::send_frames) does. The channel must have no other writer.
     pub fn restore(&mut self) {
         self.restores = true;
+    }
+
+    /// Sends to a QEMU that is set up for method zstd, without encoding: packets of zstd-frames as they were read
+    /// ([`write_frame`](Self::write_frame)), and all other pages raw, each within a zstd frame. False if pages are too long for that.
+    pub fn send_frames(&mut self) -> bool {
+        self.frame = raw_frame(self.sender.layout.page_size());
+        self.frame.is_some()
+    }
+
+    /// Lets packets of zstd-frames have zstd's checksum of their pages instead of the session's. Whoever decodes them compares it,
+    /// also a QEMU. Has no effect on a stream without checksums.
+    ///
+    /// # Errors
+    /// When the encoder refuses.
+    pub fn add_checksums(&mut self) -> Result<(), EncodeError> {
+        self.has_checksums = self.sender.channel.stream.checks_pages();
+        match self.has_checksums {
+            true => self.encoder.add_checksums(),
+            false => Ok(()),
+        }
     }
 
     /// Encodes and sends one packet. Its header becomes the one sent, and its pages become undefined.
@@ -173,13 +199,25 @@ impl ChannelWriter {
         self.write_ram(header, PageSource::Own(pages, len))
     }
 
-    /// Sends one packet as it was read ([`ChannelReader::read_encoded`](crate::ChannelReader::read_encoded)), without its SYNC.
+    /// Whether a packet with this header can be sent as it is read by [`ChannelReader::read_frame`](crate::ChannelReader::read_frame).
+    ///
+    /// # Errors
+    /// When there is no memory for the encoder.
+    pub fn takes_frame(&mut self, header: &mut RamHeader) -> Result<bool, WriteError> {
+        if !header.is_empty() {
+            self.follow_origin(header)?;
+        }
+        Ok(self.frame.is_some())
+    }
+
+    /// Sends one packet as it was read by [`ChannelReader::read_frame`](crate::ChannelReader::read_frame), without its SYNC.
     ///
     /// # Errors
     /// As [`ChannelWriter::write`].
-    pub fn write_encoded(&mut self, packet: &mut Packet) -> Result<(), WriteError> {
+    pub fn write_frame(&mut self, packet: &mut Packet) -> Result<(), WriteError> {
         let (header, payload) = packet.encoded();
         header.sync = false;
+        header.method = Method::Zstd;
         self.header.clear();
         header.write(self.sender.layout, &mut self.header);
         self.sender.send(&self.header, Payload::Borrowed(payload))?;
@@ -263,7 +301,7 @@ impl ChannelWriter {
             self.follow_origin(header)?;
         }
         let page_bytes = pages.len();
-        let is_raw = page_bytes == 0 || self.encoder.next_is_raw();
+        let is_raw = page_bytes == 0 || self.frame.is_some() || self.encoder.next_is_raw();
         let epoch = self.sender.channel.epoch.load(Ordering::Relaxed);
         let delta = match &mut self.delta {
             Some(delta) if is_raw && (page_bytes == 0 || !self.encoder.prefers_differences()) => {
@@ -275,9 +313,17 @@ impl ChannelWriter {
         };
         let is_raw = is_raw && delta.is_none();
         let payload = if is_raw {
-            header.method = self.encoder.method();
+            header.method = match self.frame {
+                Some(_) => Method::Zstd,
+                None => self.encoder.method(),
+            };
             match pages {
-                PageSource::Own(buffer, len) => Payload::Buffer(buffer, len, None),
+                PageSource::Own(buffer, len) => match &self.frame {
+                    Some(frame) => {
+                        Payload::Framed(frame, &buffer[..len], self.sender.layout.page_size())
+                    }
+                    None => Payload::Buffer(buffer, len, None),
+                },
                 // A session may send the packet again, with the same bytes.
                 PageSource::Guest(slices) if self.sender.channel.stream.socket().is_none() => {
                     let len = copy_from_guest(slices, &mut self.payload).len();
@@ -286,7 +332,10 @@ impl ChannelWriter {
                 PageSource::Guest(slices) => Payload::Guest(slices),
             }
         } else {
-            let is_checked = self.sender.channel.stream.checks_pages();
+            let checks = Checks {
+                pages: self.sender.channel.stream.checks_pages(),
+                frames: self.has_checksums,
+            };
             let buffers = (&mut self.copy, &mut *self.payload);
             let stats = &self.sender.stats;
             if let Some(delta) = &delta {
@@ -294,7 +343,7 @@ impl ChannelWriter {
             }
             self.encoder.begin_encode();
             let (encoded, time) =
-                cpu_timed(|| encode(&mut self.encoder, delta, &mut pages, is_checked, buffers));
+                cpu_timed(|| encode(&mut self.encoder, delta, &mut pages, checks, buffers));
             stats.add_encode(time);
             let encoded = encoded?;
             if encoded.method == Method::Delta {
@@ -339,6 +388,9 @@ impl ChannelWriter {
         if !mem::take(&mut self.restores) {
             return Ok(());
         }
+        if origin == Some(Method::Zstd) && self.send_frames() {
+            return Ok(());
+        }
         let settings = origin.and_then(|origin| Settings::new(origin, None).ok());
         if let Some(settings) = settings {
             let (layout, health) = (self.sender.layout, self.sender.stats.health());
@@ -359,17 +411,25 @@ struct Encoded {
     differences: usize,
 }
 
+/// Where checksums of pages go.
+#[derive(Clone, Copy)]
+struct Checks {
+    /// With each encoded packet.
+    pages: bool,
+    /// But zstd frames have theirs.
+    frames: bool,
+}
+
 /// Encodes `pages` into the second buffer, as differences where `delta` has planned some. Guest memory is copied first: to the
 /// encoder's own input buffer, or else to the first buffer.
 fn encode(
     encoder: &mut PacketEncoder,
     delta: Option<&mut Outgoing>,
     pages: &mut PageSource<'_>,
-    is_checked: bool,
+    checks: Checks,
     (copy, out): (&mut Vec<u8>, &mut [u8]),
 ) -> Result<Encoded, EncodeError> {
-    let is_checked = is_checked || delta.is_some();
-    let sum_of = |pages: &[u8]| is_checked.then(|| crc32c::crc32c(pages));
+    let sum_of = |pages: &[u8]| checks.pages.then(|| crc32c::crc32c(pages));
     if delta.is_none()
         && let (PageSource::Guest(slices), PacketEncoder::Fixed(encoder)) = (&*pages, &mut *encoder)
         && let Some(buffer) = encoder.input_buffer()
@@ -385,23 +445,23 @@ fn encode(
         });
     }
     let pages = pages.gather(copy);
-    let sum = sum_of(pages);
     if let Some(delta) = delta
         && let Some(made) = delta.encode(pages, out)?
     {
         return Ok(Encoded {
             method: Method::Delta,
             len: Some(made.len),
-            sum,
+            sum: Some(crc32c::crc32c(pages)),
             differences: made.differences,
         });
     }
     let encoded = encoder.encode(pages, out)?;
     let is_encoded = !ptr::eq(encoded.payload.as_ptr(), pages.as_ptr());
+    let is_summed = !(checks.frames && encoded.method == Method::ZstdFrames);
     Ok(Encoded {
         method: encoded.method,
         len: is_encoded.then_some(encoded.payload.len()),
-        sum,
+        sum: is_summed.then(|| sum_of(pages)).flatten(),
         differences: 0,
     })
 }
@@ -411,6 +471,8 @@ enum Payload<'a> {
     Borrowed(&'a [u8]),
     /// The first bytes of a buffer that may be exchanged for another, and the checksum of the pages they encode.
     Buffer(&'a mut Box<[u8]>, usize, Option<u32>),
+    /// Pages of this size, each with the same bytes before it.
+    Framed(&'a [u8], &'a [u8], usize),
     /// Guest memory.
     Guest(&'a [VolatileSlice<'a>]),
 }
@@ -420,6 +482,9 @@ impl Payload<'_> {
         match self {
             Self::Borrowed(bytes) => bytes.len(),
             Self::Buffer(_, len, _) => *len,
+            Self::Framed(frame, pages, page_size) => {
+                pages.len() + pages.len() / page_size * frame.len()
+            }
             Self::Guest(slices) => memory::total_len(slices),
         }
     }
@@ -473,6 +538,10 @@ impl Sender {
             }
             (Payload::Borrowed(bytes), _) => {
                 stream.write_both(header, bytes).map_err(failed)?;
+            }
+            (Payload::Framed(frame, pages, page_size), _) => {
+                let sent = stream.write_framed(header, frame, pages, page_size);
+                sent.map_err(failed)?;
             }
             (Payload::Buffer(buffer, len, pages), _) => {
                 let sent = stream.write_packet(header, buffer, len, pages);

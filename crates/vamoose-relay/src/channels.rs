@@ -48,21 +48,19 @@ pub(crate) fn pass_on(
             continue;
         }
         // Before zero pages are detected or expanded, which leaves the SYNC.
-        let (sync, method) = (sync_of(&packet), packet.ram().method);
-        match config.decoded_by_qemu.filter(|_| !packet.ram().is_empty()) {
-            Some(announced) if announced != method => {
-                return Err(RelayError::OtherMethod(channel, method, announced));
+        let sync = sync_of(&packet);
+        let takes_frame = writer.takes_frame(packet.ram_mut()).map_err(write)?;
+        if takes_frame && config.zero_pages == ZeroPages::Pass {
+            if reader.read_frame(&mut packet).map_err(read)? {
+                writer.write_frame(&mut packet).map_err(write)?;
+            } else if !packet.ram().is_empty() {
+                writer.write(&mut packet).map_err(write)?;
             }
-            Some(_) => {
-                reader.read_encoded(&mut packet).map_err(read)?;
-                writer.write_encoded(&mut packet).map_err(write)?;
-            }
-            None => {
-                reader.read_rest(&mut packet).map_err(read)?;
-                apply(config.zero_pages, &mut packet);
-                if !packet.ram().is_empty() {
-                    writer.write(&mut packet).map_err(write)?;
-                }
+        } else {
+            reader.read_rest(&mut packet).map_err(read)?;
+            apply(config.zero_pages, &mut packet);
+            if !packet.ram().is_empty() {
+                writer.write(&mut packet).map_err(write)?;
             }
         }
         if let Some(packet_num) = sync {
@@ -177,55 +175,71 @@ mod tests {
         sync::Arc,
     };
 
-    use multifd::{BlockName, Method, RamHeader};
-    use vamoose_codec::{Decoder, Engines, Settings};
+    use multifd::{BlockName, Layout, Method, RamHeader};
+    use vamoose_codec::{Decoder, Encoder, Engines, Settings, encoder, raw_frame};
 
     use super::*;
 
-    /// A packet with a page whose payload is no encoding of anything.
-    fn packet(method: Method, config: &Config) -> Vec<u8> {
-        let layout = config.layout;
-        let mut header = RamHeader::new(layout);
+    const LAYOUT: Layout = Layout::X86;
+
+    fn packet(method: Method, payload: &[u8]) -> Vec<u8> {
+        let mut header = RamHeader::new(LAYOUT);
         header.method = method;
         header.block = BlockName::new(b"mem").unwrap();
-        header.set_pages(&[0x1000], &[0x3000], layout).unwrap();
-        header.set_payload_len(5, layout).unwrap();
+        header.set_pages(&[0x1000], &[0x3000], LAYOUT).unwrap();
+        header.set_payload_len(payload.len(), LAYOUT).unwrap();
         let mut bytes = Vec::new();
-        header.write(layout, &mut bytes);
-        bytes.extend(b"bytes");
+        header.write(LAYOUT, &mut bytes);
+        bytes.extend(payload);
         bytes
     }
 
-    /// QEMU is set up for one method, and decodes whatever it gets by that.
+    fn encoder_of(method: Method) -> Encoder {
+        encoder(&Settings::new(method, None).unwrap(), LAYOUT).unwrap()
+    }
+
+    fn encoded(encoder: &mut Encoder, page: &[u8]) -> Vec<u8> {
+        let mut out = vec![0; LAYOUT.max_payload()];
+        encoder.encode(page, &mut out).unwrap().payload.to_vec()
+    }
+
+    /// QEMU is set up for method zstd. It gets a frame as it came if it compares the checksum, and all other pages raw.
     #[test]
-    fn packets_of_announced_method_are_forwarded_unchanged() {
+    fn frames_with_checksums_are_forwarded_unchanged() {
         let (mut source, incoming) = UnixStream::pair().unwrap();
         let (outgoing, mut qemu) = UnixStream::pair().unwrap();
-        let mut config = Config::new(Engines::software(Settings::default()));
-        config.decoded_by_qemu = Some(Method::Zstd);
+        let config = Config::new(Engines::software(Settings::default()));
         let stats = Arc::<Stats>::default();
-        let (layout, decoder) = (config.layout, Decoder::new(config.layout));
-        let encoder = config.method.encoder(layout, stats.health()).unwrap();
+        let none = config.method.encoder(LAYOUT, stats.health()).unwrap();
         let (incoming, outgoing) = (Arc::new(incoming.into()), Arc::new(outgoing.into()));
-        let mut reader = ChannelReader::new(incoming, layout, decoder, stats.clone());
-        let mut writer = ChannelWriter::new(outgoing, layout, encoder, None, stats.clone());
-        let good = packet(Method::Zstd, &config);
-        let bad = packet(Method::Zlib, &config);
-        source.write_all(&[&good[..], &bad].concat()).unwrap();
+        let decoder = Decoder::new(LAYOUT);
+        let mut reader = ChannelReader::new(incoming, LAYOUT, decoder, stats.clone());
+        let mut writer = ChannelWriter::new(outgoing, LAYOUT, none, None, stats.clone());
+        assert!(writer.send_frames());
+        let page = [7; 4096];
+        let mut checked = encoder_of(Method::ZstdFrames);
+        checked.add_checksums().unwrap();
+        let checked = encoded(&mut checked, &page);
+        let raw = [&raw_frame(4096).unwrap()[..], &page].concat();
+        let (mut sent, mut expected) = (Vec::new(), Vec::new());
+        for method in [Method::ZstdFrames, Method::Lz4, Method::Zstd, Method::None] {
+            let payload = encoded(&mut encoder_of(method), &page);
+            sent.extend(packet(Method::ZstdFrames, &checked));
+            expected.extend(packet(Method::Zstd, &checked));
+            sent.extend(packet(method, &payload));
+            expected.extend(packet(Method::Zstd, &raw));
+        }
+        source.write_all(&sent).unwrap();
+        source.shutdown(std::net::Shutdown::Write).unwrap();
         let out = OutgoingChannel {
             channel: 0,
             stats: &stats,
             syncs: &Syncs::new(1),
         };
-        let passed = pass_on(&mut reader, &mut writer, &config, out);
-        let is_refused = matches!(
-            passed,
-            Err(RelayError::OtherMethod(0, Method::Zlib, Method::Zstd))
-        );
-        assert!(is_refused, "{passed:?}");
+        pass_on(&mut reader, &mut writer, &config, out).unwrap();
         drop(writer);
-        let mut sent = Vec::new();
-        qemu.read_to_end(&mut sent).unwrap();
-        assert_eq!(sent, good);
+        let mut got = Vec::new();
+        qemu.read_to_end(&mut got).unwrap();
+        assert!(got == expected);
     }
 }

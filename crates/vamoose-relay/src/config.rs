@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use multifd::{Layout, Method};
+use multifd::Layout;
 use vamoose_link::{
     Address, MethodChoice, Opening, Remote, Session, Socket, SocketError, Stream, dial, lock,
 };
@@ -36,9 +36,9 @@ pub struct Config {
     /// Packets encoded in parallel per channel, for engines with a latency. More than 1 has an effect only
     /// where the method's packets are independent (auto, lz4, zstd-frames, qpl, qatzip).
     pub encoders: NonZeroUsize,
-    /// The method of all packets, if the destination QEMU decodes them itself. Requires as many outgoing channels as incoming
-    /// ones, and a single encoder per channel.
-    pub(crate) decoded_by_qemu: Option<Method>,
+    /// Whether the destination QEMU is set up for method zstd, and decodes zstd frames itself
+    /// ([`ChannelWriter::send_frames`](vamoose_link::ChannelWriter::send_frames)).
+    pub(crate) is_decoded_by_qemu: bool,
     /// Whether to send differences for pages that were sent before, where that is shorter. Requires a session whose server keeps
     /// the pages, and a method whose packets can hold differences.
     pub delta: bool,
@@ -59,7 +59,7 @@ impl Config {
             stall_timeout: Duration::from_secs(15),
             zero_pages: ZeroPages::Pass,
             encoders: NonZeroUsize::MIN,
-            decoded_by_qemu: None,
+            is_decoded_by_qemu: false,
         }
     }
 }

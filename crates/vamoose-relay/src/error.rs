@@ -2,7 +2,7 @@
 
 use std::{fmt, io, time::Duration};
 
-use multifd::{InitialError, Method};
+use multifd::InitialError;
 use thiserror::Error;
 use vamoose_link::{DialError, ReadError, SocketError, WriteError};
 
@@ -77,8 +77,6 @@ pub enum RelayError {
     SourceChannel(usize, #[source] ReadError),
     #[error("destination, channel {0}")]
     DestinationChannel(usize, #[source] WriteError),
-    #[error("source, channel {0}: a packet is of method {1}, and {2} was announced")]
-    OtherMethod(usize, Method, Method),
     #[error("the source closed channel {0} while its main stream goes on")]
     ChannelClosed(usize),
     #[error("main stream, {}: cannot read from the {}", .0, .0.sender())]

@@ -219,8 +219,14 @@ impl Relay<'_> {
             }
             writers.push(first);
         }
-        if self.config.restore {
-            writers.iter_mut().for_each(ChannelWriter::restore);
+        for writer in &mut writers {
+            writer.add_checksums()?;
+            if self.config.is_decoded_by_qemu {
+                writer.send_frames();
+            }
+            if self.config.restore {
+                writer.restore();
+            }
         }
         if let Some(cache) = self.sent_pages() {
             for writer in &mut writers {

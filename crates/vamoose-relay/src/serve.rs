@@ -64,10 +64,8 @@ pub struct ServerConfig {
     pub qmp_dir: PathBuf,
     /// Folder of the [`Journal`].
     pub state_dir: PathBuf,
-    /// Decodes the pages, and encodes them for the QEMUs, which are set up for method none.
+    /// Decodes the pages that the QEMUs do not decode themselves.
     pub engines: Engines,
-    /// Whether a QEMU that supports zstd decodes the pages itself. Their checksums are not compared then.
-    pub qemu_decodes: bool,
     /// Configuration of the sessions with sources.
     pub sessions: SessionConfig,
     /// Which users of this host may connect.

@@ -10,6 +10,7 @@ use multifd::{Layout, Method};
 use serde_json::json;
 use thiserror::Error;
 use tracing::info;
+use vamoose_codec::raw_frame;
 use vamoose_link::{Address, MethodChoice, Session};
 
 use super::{DestinationQemu, Job, Server, job::Transfer};
@@ -114,35 +115,14 @@ impl Server {
         // late-block-activate: the disks stay the source's until the commit.
         let optional = ["late-block-activate", "events"];
         qemu.set_up(&["multifd", "return-path"], &optional, parameters)?;
-        let ready = self.let_decode(qemu, request).and_then(|method| {
-            config.decoded_by_qemu = method;
+        let ready = let_decode(qemu, request).and_then(|decodes| {
+            config.is_decoded_by_qemu = decodes;
             listen(qemu, incoming)
         });
         if ready.is_err() {
             qemu.put_back();
         }
         Ok(ready?)
-    }
-
-    /// Sets the QEMU up for the source's method if it is to decode the pages: zstd only, as QEMU's decoder for zlib takes twice as
-    /// long as the relay's.
-    fn let_decode(&self, qemu: &mut Qemu, request: &Request) -> Result<Option<Method>, QemuError> {
-        let (name, method) = (&request.name, Method::Zstd);
-        if !self.config.qemu_decodes || request.method != method.name() {
-            return Ok(None);
-        }
-        let parameters = json!({ "multifd-compression": method.name() });
-        match qemu.execute("migrate-set-parameters", parameters) {
-            Ok(()) => {
-                info!("{name}: QEMU decodes the pages itself, their checksums are not compared");
-                Ok(Some(method))
-            }
-            Err(error) if error.is_refusal() => {
-                info!("{name}: decoding the pages here: {}", chain(&error));
-                Ok(None)
-            }
-            Err(error) => Err(error),
-        }
     }
 
     /// The monitor of the QEMU called `name`; the name comes from a peer and must stay in its folder.
@@ -187,6 +167,29 @@ pub(super) enum PrepareError {
     Journal(#[from] JournalError),
     #[error("the system refused")]
     System(#[from] io::Error),
+}
+
+/// Sets `qemu` up to decode zstd frames itself, which takes less CPU time than to get their pages through a socket. Pages that are not
+/// in frames take more (docs/link.md), so it is not for methods without frames.
+fn let_decode(qemu: &mut Qemu, request: &Request) -> Result<bool, QemuError> {
+    let has_frames =
+        [Method::ZstdFrames.name(), MethodChoice::ADAPTIVE].contains(&&*request.method);
+    if !has_frames || raw_frame(request.page_size as usize).is_none() {
+        return Ok(false);
+    }
+    let parameters = json!({ "multifd-compression": Method::Zstd.name() });
+    match qemu.execute("migrate-set-parameters", parameters) {
+        Ok(()) => Ok(true),
+        Err(error) if error.is_refusal() => {
+            info!(
+                "{}: decoding the pages here: {}",
+                request.name,
+                chain(&error)
+            );
+            Ok(false)
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// Refuses a QEMU that cannot take this guest. Nothing has been touched yet.

@@ -3,7 +3,7 @@
 use std::{path::PathBuf, sync::Arc, thread, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     iterator::Signals,
@@ -45,9 +45,6 @@ pub(crate) struct Options {
     /// An orphaned guest is neither run nor terminated: `vamoose attempts` lists it.
     #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     orphan_timeout: u64,
-    /// Decoder of pages of method zstd, if the QEMU supports it
-    #[arg(long, value_enum, default_value_t = Decoder::Vamoose, value_name = "DECODER")]
-    decoder: Decoder,
     /// Seconds for migrations under way to finish after SIGTERM
     #[arg(long, default_value_t = 300, value_name = "SECONDS")]
     drain_timeout: u64,
@@ -60,14 +57,6 @@ pub(crate) struct Options {
     metrics: MetricsOption,
     #[command(flatten)]
     access: Access,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Decoder {
-    /// This server, which compares the checksums of the pages
-    Vamoose,
-    /// The QEMU, which costs less CPU time; then only the received bytes are checked, not the pages
-    Qemu,
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
@@ -87,7 +76,6 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         qmp_dir: options.qmp_dir.clone(),
         state_dir: options.state_dir.path()?,
         engines,
-        qemu_decodes: options.decoder == Decoder::Qemu,
         sessions,
         peers: options.access.peers(),
         orphan_timeout: Duration::from_secs(options.orphan_timeout),
