@@ -11,7 +11,7 @@
 //! ```
 //!
 //! Every combination of guest, link, channels and contender is a cell. `--tls` stands for authentication and encryption. Other words after a contender's method are options of the program
-//! beside the source; words after `|` are options of the program beside the destination (`migrate zstd | --decoder qemu`).
+//! beside the source; words after `|` are options of the program beside the destination (`migrate zstd | --stall-timeout 30`).
 
 use std::fmt;
 use std::str::FromStr;
@@ -494,7 +494,7 @@ mod tests {
         let contenders = [
             "qemu none",
             "live none --copy dsa",
-            "migrate zstd | --decoder qemu",
+            "migrate zstd | --stall-timeout 30",
             "qemu zstd --tls",
             "migrate auto --tls --delta off",
         ];

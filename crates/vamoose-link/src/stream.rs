@@ -2,6 +2,7 @@
 
 use std::{
     io::{self, IoSlice, Read, Write},
+    iter,
     net::TcpStream,
     os::unix::net::UnixStream,
     time::{Duration, Instant},
@@ -133,13 +134,14 @@ impl Stream {
         pages: &[u8],
         page_size: usize,
     ) -> io::Result<()> {
-        // QEMU's packet of the least pages that a destination has; the kernel takes 1024 slices.
+        // A packet of 4 KiB pages; the kernel takes 1024 slices.
         const MOST_PAGES: usize = 128;
-        self.write_both(head, &[])?;
-        for pages in pages.chunks(MOST_PAGES * page_size) {
-            let mut slices = [IoSlice::new(&[]); 2 * MOST_PAGES];
-            let pieces = pages.chunks(page_size).flat_map(|page| [frame, page]);
-            for (slice, piece) in slices.iter_mut().zip(pieces) {
+        let (mut head, mut rest) = (head, pages);
+        loop {
+            let (pages, later) = rest.split_at(rest.len().min(MOST_PAGES * page_size));
+            let mut slices = [IoSlice::new(&[]); 1 + 2 * MOST_PAGES];
+            let framed = pages.chunks(page_size).flat_map(|page| [frame, page]);
+            for (slice, piece) in slices.iter_mut().zip(iter::once(head).chain(framed)) {
                 *slice = IoSlice::new(piece);
             }
             match self {
@@ -148,8 +150,11 @@ impl Stream {
                     .iter()
                     .try_for_each(|piece| self.write_both(piece, &[]))?,
             }
+            if later.is_empty() {
+                return Ok(());
+            }
+            (head, rest) = (&[], later);
         }
-        Ok(())
     }
 
     /// Whether packets go with a checksum of the pages that they encode.

@@ -4,7 +4,7 @@
 //!  as many out as in:   [ read, decode, encode, write ]                    one thread per channel
 //!  otherwise:           [ read, decode ] ─> exchange ─> [ encode, write ]  one thread per channel and side
 //!  several encoders:    [ read, decode ] ─> exchange ─> [ encode, write ]  one thread per encoder
-//!  QEMU decodes:        [ read, write ]                                    one thread per channel
+//!  zstd frames for a QEMU that decodes them:  [ read, write ]              one thread per channel
 //! ```
 //!
 //! One thread for both sides is cheaper: it sends a packet while that is in the cache, no other thread has to wake up, and half as
@@ -28,10 +28,8 @@ pub(crate) struct OutgoingChannel<'a> {
     pub(crate) syncs: &'a Syncs,
 }
 
-/// Forwards the packets of one channel to another one, in order, until the source ends the channel. A packet is
-/// - forwarded as it is, if the destination QEMU decodes the packets itself. QEMU's decoder has a state, so it has to decode all
-///   packets from the first to the last;
-/// - decoded and encoded otherwise.
+/// Forwards the packets of one channel to another one, in order, until the source ends the channel. A packet is forwarded as it is, if
+/// it is a zstd frame that the destination QEMU decodes and checks, and is decoded and encoded otherwise.
 pub(crate) fn pass_on(
     reader: &mut ChannelReader,
     writer: &mut ChannelWriter,

@@ -179,7 +179,10 @@ fn let_decode(qemu: &mut Qemu, request: &Request) -> Result<bool, QemuError> {
     }
     let parameters = json!({ "multifd-compression": Method::Zstd.name() });
     match qemu.execute("migrate-set-parameters", parameters) {
-        Ok(()) => Ok(true),
+        Ok(()) => {
+            info!("{}: QEMU decodes zstd frames itself", request.name);
+            Ok(true)
+        }
         Err(error) if error.is_refusal() => {
             info!(
                 "{}: decoding the pages here: {}",
