@@ -2,7 +2,7 @@
 //!
 //! - [`qemu`] finds and runs QEMUs: bare ones whose RAM is a file, and ones with a Linux guest;
 //! - [`qmp`] controls them, [`guest`] watches a running guest, [`program`] runs a real program in one, [`counter`] is the smallest
-//!   guest, [`writer`] the smallest one with a disk, [`ram`] makes and compares memory images;
+//!   guest, [`writer`] the smallest one with a disk, [`ram`] makes and compares memory images, [`real`] makes those of real guests;
 //! - [`vamoose`] runs the program under test, [`stand_in`] compiles substitutes for hardware libraries, [`qatzip`] finds the real
 //!   one;
 //! - [`net`] makes links of given rates that can be pulled, [`middlebox`] is a proxy that breaks connections, [`sockets`] has ports
@@ -25,6 +25,7 @@ pub mod qatzip;
 pub mod qemu;
 pub mod qmp;
 pub mod ram;
+pub mod real;
 pub mod serial;
 pub mod sockets;
 pub mod stand_in;

@@ -33,27 +33,16 @@ impl Program {
     /// The boot image of a guest with this program.
     pub fn image(self) -> Result<Image> {
         let tree = target_dir().join("workloads").join(self.name());
-        let guest = target_dir().join("guest");
         ensure!(
             self.is_there(),
             "no {}: run scripts/setup guest workloads",
             tree.display()
         );
-        let mut content = Content::default();
+        let mut content = Content::system(include_bytes!("../guest/workload"))?;
         content.add_tree(&tree, "")?;
-        content.add_tree(&guest.join("drivers"), "drivers")?;
-        for name in ["bin", "dev", "etc", "proc", "sys"] {
-            content.add(name, DIRECTORY, Vec::new());
-        }
-        let console = Entry::new("dev/console").rdev_major(5).rdev_minor(1);
-        content.0.push((console.mode(DEVICE), Cursor::default()));
-        let script = include_bytes!("../guest/workload");
-        content.add("init", PROGRAM, script.to_vec());
         let part = include_bytes!("../guest/database");
         content.add("database", PROGRAM, part.to_vec());
-        let busybox = fs::read(Part::Busybox.path()?).context("reading busybox")?;
-        content.add("bin/busybox", PROGRAM, busybox);
-        Image::of(content.0)
+        content.image()
     }
 
     /// A machine with `ram` bytes that runs this program, on the [`Lan`].
@@ -72,11 +61,29 @@ impl Program {
 }
 
 /// The content of an initramfs.
-#[derive(Default)]
-struct Content(Vec<(Entry, Cursor<Vec<u8>>)>);
+pub(crate) struct Content(Vec<(Entry, Cursor<Vec<u8>>)>);
 
 impl Content {
-    fn add(&mut self, name: &str, mode: u32, bytes: Vec<u8>) {
+    /// A system of busybox, drivers, and this script as its first process.
+    pub(crate) fn system(script: &[u8]) -> Result<Self> {
+        let mut content = Self(Vec::new());
+        content.add_tree(&target_dir().join("guest/drivers"), "drivers")?;
+        for name in ["bin", "dev", "etc", "proc", "sys"] {
+            content.add(name, DIRECTORY, Vec::new());
+        }
+        let console = Entry::new("dev/console").rdev_major(5).rdev_minor(1);
+        content.0.push((console.mode(DEVICE), Cursor::default()));
+        content.add("init", PROGRAM, script.to_vec());
+        let busybox = fs::read(Part::Busybox.path()?).context("reading busybox")?;
+        content.add("bin/busybox", PROGRAM, busybox);
+        Ok(content)
+    }
+
+    pub(crate) fn image(self) -> Result<Image> {
+        Image::of(self.0)
+    }
+
+    pub(crate) fn add(&mut self, name: &str, mode: u32, bytes: Vec<u8>) {
         self.0
             .push((Entry::new(name).mode(mode), Cursor::new(bytes)));
     }

@@ -252,8 +252,8 @@ impl Builder {
         self
     }
 
-    /// Runs a machine with firmware under KVM instead of TCG. Firmware also runs under nested KVM that emulates instruction by
-    /// instruction, where Linux does not boot and a BIOS takes seconds.
+    /// Runs a machine with firmware or Linux under KVM instead of TCG. Firmware also runs under nested KVM that emulates instruction
+    /// by instruction, where Linux does not boot and a BIOS takes seconds.
     pub fn kvm(mut self) -> Self {
         self.kvm = true;
         self
@@ -382,7 +382,12 @@ impl Builder {
                 command_line,
             } => {
                 // The translation cache is 1 GiB by default.
-                command.args(["tcg,thread=multi,tb-size=128", "-cpu", "qemu64"]);
+                let accelerator = if self.kvm {
+                    "kvm"
+                } else {
+                    "tcg,thread=multi,tb-size=128"
+                };
+                command.args([accelerator, "-cpu", "qemu64"]);
                 command.args(["-smp", "2", "-serial", "chardev:serial", "-chardev"]);
                 command.arg(format!("socket,id=serial,path={dir}/serial"));
                 command.args(["-append", command_line, "-kernel"]);

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use fastrand::Rng;
 use thiserror::Error;
 
@@ -22,6 +22,8 @@ pub enum Fill {
     Mixed,
     /// The contents of these files, repeatedly, each time from another offset.
     Files(Vec<PathBuf>),
+    /// A copy of this image, which has the same size.
+    Image(PathBuf),
     /// Another content with this percentage of zero pages, in evenly spread runs of 256 KiB.
     WithZeros(u8, Box<Fill>),
 }
@@ -33,12 +35,18 @@ pub fn write(path: &Path, size: u64, fill: &Fill, seed: u64) -> Result<()> {
 }
 
 fn try_write(path: &Path, size: u64, fill: &Fill, seed: u64) -> Result<()> {
+    if let Fill::Image(image) = fill {
+        let copied =
+            fs::copy(image, path).with_context(|| format!("reading {}", image.display()))?;
+        ensure!(copied == size, "{} has {copied} bytes", image.display());
+        return Ok(());
+    }
     let file = File::create(path)?;
     file.set_len(size)?;
     let mut out = Image { file, left: size };
     let mut random = Rng::with_seed(seed);
     match fill {
-        Fill::Zero => Ok(()),
+        Fill::Zero | Fill::Image(_) => Ok(()),
         Fill::Random => out.pages(|page| random.fill(page)),
         Fill::Mixed => out.pages(|page| mixed_page(&mut random, page)),
         Fill::Files(paths) => out.files(paths, &mut random),
@@ -288,6 +296,19 @@ mod tests {
                 "{fill:?}"
             );
         }
+    }
+
+    #[test]
+    fn an_image_is_copied_whole_or_not_at_all() {
+        let dir = tempfile::tempdir().unwrap();
+        let a = image(dir.path(), "a", &Fill::Mixed, 1);
+        let copy = Fill::Image(a.clone());
+        compare(&a, &image(dir.path(), "b", &copy, 2)).unwrap();
+        let error = write(&dir.path().join("c"), SIZE / 2, &copy, 2).unwrap_err();
+        assert!(
+            format!("{error:#}").contains("has 3145728 bytes"),
+            "{error:#}"
+        );
     }
 
     #[test]

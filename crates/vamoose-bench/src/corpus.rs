@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::{fs, io};
 
 use anyhow::{Context, Result, ensure};
+use lab::qemu::Binary;
 use lab::ram::{self, Fill};
 
 use crate::scenario::Content;
@@ -36,15 +37,19 @@ impl Corpus {
         Ok(Self { name, files })
     }
 
-    /// Content for a guest's memory; `None` for nothing.
-    pub(crate) fn fill(&self, content: Content) -> Option<Fill> {
+    /// Content for a guest's memory of `ram` bytes; `None` for nothing. `qemu` runs the real guest whose content is wanted, if that
+    /// has not been done before.
+    pub(crate) fn fill(&self, content: Content, qemu: &Binary, ram: u64) -> Result<Option<Fill>> {
+        if let Some(real) = content.real() {
+            return Ok(Some(Fill::Image(real.memory(qemu, ram)?)));
+        }
         let files = || Box::new(Fill::Files(self.files.clone()));
-        Some(match content {
+        Ok(Some(match content {
             Content::Silesia => Fill::WithZeros(10, files()),
             Content::HalfZero => Fill::WithZeros(50, files()),
             Content::Random => Fill::Random,
-            Content::Zero | Content::Untouched => return None,
-        })
+            _ => return Ok(None),
+        }))
     }
 }
 

@@ -39,7 +39,7 @@ use needs::Found;
 use plan::Plan;
 use record::Machine;
 use results::Results;
-use scenario::{Contender, Scenario, Size};
+use scenario::{Contender, Content, Scenario, Size};
 
 /// Measure migrations by Vamoose beside stock QEMU's on this host
 ///
@@ -77,6 +77,8 @@ enum Command {
     },
     /// Measure what each method makes of given pages: ratio, and speed in both directions
     Codec(codec::Options),
+    /// Write the memory of a guest in which real programs have worked, for `codec`
+    Dump(Dump),
     /// Proxy of a QEMU's monitor, for the demo
     #[command(hide = true)]
     HoldMonitor(demo::hold::Proxy),
@@ -88,6 +90,17 @@ enum Command {
         #[arg(long, value_name = "FILE")]
         svg: Option<PathBuf>,
     },
+}
+
+#[derive(Args, Debug)]
+struct Dump {
+    /// base, postgres, jvm or web
+    guest: Content,
+    /// File to write: the physical memory, page by page
+    file: PathBuf,
+    /// Memory of the guest
+    #[arg(long, value_name = "SIZE", default_value = "1G")]
+    ram: Size,
 }
 
 #[derive(Args, Debug)]
@@ -140,6 +153,7 @@ fn main() -> ExitCode {
         Some(Command::Report { dir }) => report::write(dir),
         Some(Command::Demo { vamoose }) => return demo::run(vamoose.as_deref()),
         Some(Command::Codec(options)) => codec::run(options),
+        Some(Command::Dump(options)) => dump(options),
         Some(Command::HoldMonitor(proxy)) => proxy.serve(),
         Some(Command::Timeline { file, svg }) => timeline::write(file, svg.as_deref()),
         None => run(&cli.run),
@@ -154,8 +168,17 @@ fn list() -> Result<()> {
     Ok(())
 }
 
+fn dump(options: &Dump) -> Result<()> {
+    let real = options.guest.real();
+    let real = real.context("only base, postgres, jvm and web are guests of real programs")?;
+    let memory = real.memory(&newest_qemu("")?, options.ram.0)?;
+    fs::copy(memory, &options.file)
+        .with_context(|| format!("writing {}", options.file.display()))?;
+    Ok(())
+}
+
 fn run(options: &RunOptions) -> Result<()> {
-    let qemu = qemu_of(options)?;
+    let qemu = newest_qemu(options.qemu.as_deref().unwrap_or(""))?;
     let vamoose = program(options.vamoose.as_deref(), "vamoose")?;
     let demo = vamoose.with_file_name("vamoose-demo");
     let found = Found::look(&demo);
@@ -190,8 +213,8 @@ fn run(options: &RunOptions) -> Result<()> {
     ended
 }
 
-fn qemu_of(options: &RunOptions) -> Result<qemu::Binary> {
-    let wanted = options.qemu.as_deref().unwrap_or("");
+/// The newest QEMU whose version begins so.
+fn newest_qemu(wanted: &str) -> Result<qemu::Binary> {
     let fits = |binary: &&qemu::Binary| binary.version.to_string().starts_with(wanted);
     let found = qemu::available().iter().rfind(fits);
     let found = found.with_context(|| {

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use lab::guest::{Image, Part};
 use lab::program::Program;
+use lab::real::Real;
 use lab::{net, proc};
 
 use crate::record::Cell;
@@ -81,6 +82,10 @@ impl Found {
         if cell.contender.who == Who::Live && !self.demo {
             let remedy = "cargo build --release -p vamoose-demo";
             return missing("vamoose-demo beside this program", remedy);
+        }
+        let is_real = matches!(cell.guest, Guest::Still(content) if content.real().is_some());
+        if is_real && !Real::is_there() {
+            return missing("the guests' programs", WORKLOADS);
         }
         if let Guest::Running(_) = cell.guest {
             match self.guest {

@@ -18,6 +18,7 @@ use std::str::FromStr;
 
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use clap::ValueEnum;
+use lab::real::{self, Real};
 use serde::{Deserialize, Serialize};
 
 use crate::record::Cell;
@@ -66,6 +67,11 @@ pub(crate) enum Content {
     /// Memory that was never touched.
     Untouched,
     Random,
+    /// What real programs have left in the memory of a Linux guest: see [`Real`].
+    Base,
+    Postgres,
+    Jvm,
+    Web,
 }
 
 /// Load of a running guest.
@@ -133,13 +139,14 @@ pub(crate) enum Who {
 }
 
 /// Built-in scenarios.
-const BUILT_IN: [(&str, &str); 15] = [
+const BUILT_IN: [(&str, &str); 16] = [
     ("idle", include_str!("../scenarios/idle.toml")),
     ("silesia", include_str!("../scenarios/silesia.toml")),
     ("half-zero", include_str!("../scenarios/half-zero.toml")),
     ("zero", include_str!("../scenarios/zero.toml")),
     ("links", include_str!("../scenarios/links.toml")),
     ("tls", include_str!("../scenarios/tls.toml")),
+    ("real", include_str!("../scenarios/real.toml")),
     ("slow-links", include_str!("../scenarios/slow-links.toml")),
     ("cpu", include_str!("../scenarios/cpu.toml")),
     ("dirty-N", include_str!("../scenarios/dirty.toml")),
@@ -196,8 +203,8 @@ impl Scenario {
         Ok(scenario)
     }
 
-    /// All cells, ordered by guest and link. A guest that does not run has at most `ram` bytes, and at most what the link carries in
-    /// `seconds`, rounded up to 16 MiB.
+    /// All cells, ordered by guest and link. A guest that does not run has at most `ram` bytes, and, unless its content is a real
+    /// guest's, at most what the link carries in `seconds`, rounded up to 16 MiB.
     pub(crate) fn cells(&self, name: &str, ram: u64, seconds: u64) -> Vec<Cell> {
         let mut cells = Vec::new();
         for guest in &self.guests {
@@ -210,6 +217,10 @@ impl Scenario {
                         channels: *channels,
                         contender: contender.clone(),
                         ram: match guest {
+                            // Its programs have worked with this memory.
+                            Guest::Still(content) if content.real().is_some() => {
+                                self.ram.0.min(ram).max(real::LEAST)
+                            }
                             Guest::Still(_) => self.ram.0.min(ram).min(link.carries(seconds)),
                             // The guest's programs need this memory.
                             Guest::Running(_) => self.ram.0,
@@ -221,6 +232,19 @@ impl Scenario {
             }
         }
         cells
+    }
+}
+
+impl Content {
+    /// The guest in whose memory real programs have left this content.
+    pub(crate) fn real(self) -> Option<Real> {
+        match self {
+            Self::Base => Some(Real::Base),
+            Self::Postgres => Some(Real::Postgres),
+            Self::Jvm => Some(Real::Jvm),
+            Self::Web => Some(Real::Web),
+            _ => None,
+        }
     }
 }
 
@@ -461,6 +485,13 @@ mod tests {
     }
 
     #[test]
+    fn real_guests_have_the_memory_that_their_programs_need() {
+        let scenario = Scenario::parse(&TEXT.replace("silesia", "postgres")).unwrap();
+        let ram = |limit: u64| scenario.cells("test", limit << 20, 20)[0].ram >> 20;
+        assert_eq!([ram(4096), ram(768), ram(64)], [1024, 768, 512]);
+    }
+
+    #[test]
     fn errors_name_the_wrong_value() {
         let error = |from: &str, to: &str| {
             let error = Scenario::parse(&TEXT.replace(from, to)).unwrap_err();
@@ -485,7 +516,7 @@ mod tests {
                 .iter()
                 .all(|text| text.parse::<Rate>().unwrap().to_string() == *text)
         );
-        let guests = ["zero", "dirty-7", "redis-b", "updates"];
+        let guests = ["zero", "jvm", "dirty-7", "redis-b", "updates"];
         assert!(
             guests
                 .iter()

@@ -20,7 +20,7 @@ const MOST: Duration = Duration::from_secs(300);
 pub(super) fn measure(host: &Host, content: Content, cell: &Cell, round: u32) -> Result<Record> {
     let folder = TempDir::new_in("/dev/shm").context("a folder for the memory image")?;
     let image = folder.path().join("ram");
-    let fill = match host.corpus.fill(content) {
+    let fill = match host.corpus.fill(content, &host.qemu, cell.ram)? {
         Some(fill) => {
             ram::write(&image, cell.ram, &fill, SEED)?;
             image.as_os_str()

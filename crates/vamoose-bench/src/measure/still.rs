@@ -22,8 +22,10 @@ pub(super) fn measure(host: &Host, content: Content, cell: &Cell, round: u32) ->
     if content != Content::Untouched {
         bare = bare.preallocate();
     }
+    // May take minutes, and much memory: so it comes first.
+    let fill = host.corpus.fill(content, &host.qemu, cell.ram)?;
     let mut destination = bare.clone().incoming().namespace(there.name()).start()?;
-    if let Some(fill) = host.corpus.fill(content) {
+    if let Some(fill) = fill {
         bare = bare.content(fill, SEED);
     }
     let mut source = bare.namespace(here.name()).start()?;

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use anyhow::{Context, Result, ensure};
+use lab::ram::PAGE;
+use lab::real::Real;
 use lab::{qemu, skipped};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -63,6 +65,29 @@ fn missing_requirements_are_reported_and_the_rest_is_measured() -> Result<()> {
     ensure!(said.contains("not here: links of given rates"), "{said}");
     ensure!(said.contains("iproute2"), "{said}");
     ensure!(bench.results()?.len() == 2, "{said}");
+    Ok(())
+}
+
+/// Takes a minute where it has not run before: the memory is kept.
+#[test]
+fn the_memory_of_a_real_guest_is_written() -> Result<()> {
+    if qemu::newest_or_skip()?.is_none() {
+        return Ok(());
+    }
+    if !Real::is_there() {
+        return skipped("no programs for guests: scripts/setup guest workloads");
+    }
+    let folder = TempDir::new()?;
+    let file = folder.path().join("base.mem");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vamoose-bench"));
+    command.args(["dump", "base", "--ram", "512M"]).arg(&file);
+    let output = command.output()?;
+    ensure!(output.status.success(), "{}", said(&output));
+    let memory = fs::read(&file)?;
+    ensure!(memory.len() == 512 << 20, "{} bytes", memory.len());
+    let used = memory.chunks(PAGE).filter(|page| **page != [0; PAGE]);
+    let used = used.count() * 100 / (memory.len() / PAGE);
+    ensure!(used > 25, "only {used} % of the pages are not zero");
     Ok(())
 }
 
