@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::MOMENTS;
-use super::tls::Certificates;
+use super::tls::{self, Certificates};
 use crate::record::Cell;
 use crate::scenario::Who;
 
@@ -55,6 +55,7 @@ const XBZRLE_CACHE: u64 = 256 << 20;
 impl Ends<'_> {
     /// Sets up both ends, and starts the migration.
     pub(super) fn begin(&mut self, cell: &Cell) -> Result<Helpers> {
+        tls::forget(self.source)?;
         match cell.contender.who {
             Who::Relay => self.relay(cell),
             Who::Pair => self.pair(cell),

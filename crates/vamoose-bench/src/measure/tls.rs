@@ -5,8 +5,8 @@ use std::fs;
 use anyhow::{Context as _, Result};
 use lab::qemu::Qemu;
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair,
-    KeyUsagePurpose,
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
+    KeyPair, KeyUsagePurpose,
 };
 use serde_json::json;
 use tempfile::TempDir;
@@ -24,6 +24,9 @@ impl Certificates {
     pub(super) fn make() -> Result<Self> {
         let folder = TempDir::new().context("creating a folder for certificates")?;
         let mut authority = CertificateParams::default();
+        // QEMU takes a certificate for an authority's whose subject and issuer have the same name.
+        let name = &mut authority.distinguished_name;
+        name.push(DnType::CommonName, "authority");
         authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         authority.key_usages = vec![KeyUsagePurpose::KeyCertSign];
         let authority = CertifiedIssuer::self_signed(authority, KeyPair::generate()?)?;
@@ -61,6 +64,37 @@ impl Certificates {
             qemu.qmp.execute("object-add", object)?;
             let parameters = json!({ "tls-creds": CREDENTIALS, "tls-hostname": HOST });
             qemu.qmp.set_parameters(parameters)?;
+        }
+        Ok(())
+    }
+}
+
+/// Makes a QEMU whose guest has come by [`Certificates::use_in`] forget them: its guest may leave it in another way.
+pub(super) fn forget(qemu: &mut Qemu) -> Result<()> {
+    let parameters = json!({ "tls-creds": "", "tls-hostname": "" });
+    qemu.qmp.set_parameters(parameters)?;
+    // An error: there are none.
+    let _ = qemu.qmp.execute("object-del", json!({ "id": CREDENTIALS }));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use lab::qemu::{self, Builder};
+
+    use super::*;
+
+    #[test]
+    fn qemu_takes_the_certificates_again_and_again() -> Result<()> {
+        let Some(binary) = qemu::newest_or_skip()? else {
+            return Ok(());
+        };
+        let bare = Builder::bare(&binary, 8 << 20);
+        let (mut source, mut destination) = (bare.start()?, bare.clone().incoming().start()?);
+        for _ in 0..2 {
+            Certificates::make()?.use_in(&mut source, &mut destination)?;
+            forget(&mut source)?;
+            forget(&mut destination)?;
         }
         Ok(())
     }
