@@ -8,7 +8,8 @@
 //!
 //! Parameters, on the kernel's command line: `vamoose.fill=MIB` of memory in all, `vamoose.hot=MIB` of it to rewrite,
 //! `vamoose.rate=PAGES` rewritten a second, `vamoose.change=WORDS` of 8 bytes in each of them, or all where it is not given;
-//! with `vamoose.change=counters` each second word is four counters, to which something is added.
+//! with `vamoose.change=counters` each second word is four counters, to which something is added. `vamoose.content=disk`: memory is
+//! filled from the disk, which is only read, instead of from the files.
 //!
 //! Built by `scripts/setup guest` with rustc alone, so it uses nothing but std.
 
@@ -24,17 +25,15 @@ const PAGES_PER_MIB: usize = 256;
 const TICK: Duration = Duration::from_millis(100);
 /// The writer sleeps this long between bursts, so that it never keeps a virtual CPU to itself.
 const BURST: Duration = Duration::from_millis(10);
+const DISK: &str = "/dev/vda";
+/// What is read and written does not stay in the page cache.
+const O_DIRECT: i32 = 0o40_000;
 /// Cold pages checked in a burst at least: 64 MiB a second.
 const CHECKED: usize = 164;
 
 fn main() {
     let ticks = thread::spawn(tick);
-    thread::spawn(|| {
-        if let Err(error) = write_disk() {
-            println!("fatal disk: {error}");
-        }
-    });
-    match Parameters::read().and_then(|parameters| Memory::filled(&parameters)) {
+    match Parameters::read().and_then(begin) {
         Ok(memory) => {
             println!("ready");
             memory.churn();
@@ -43,6 +42,17 @@ fn main() {
         Err(error) => println!("fatal {error}"),
     }
     let _ = ticks.join();
+}
+
+fn begin(parameters: Parameters) -> io::Result<Memory> {
+    if !parameters.reads_disk {
+        thread::spawn(|| {
+            if let Err(error) = write_disk() {
+                println!("fatal disk: {error}");
+            }
+        });
+    }
+    Memory::filled(&parameters)
 }
 
 fn tick() {
@@ -62,13 +72,12 @@ fn write_disk() -> io::Result<()> {
     const SECTOR: usize = 512;
     const SECTORS: u64 = 1024;
     const O_DSYNC: i32 = 0o10_000;
-    const O_DIRECT: i32 = 0o40_000;
     #[repr(align(512))]
     struct Sector([u8; SECTOR]);
 
     let mut options = File::options();
     options.read(true).write(true);
-    let disk = match options.custom_flags(O_DIRECT | O_DSYNC).open("/dev/vda") {
+    let disk = match options.custom_flags(O_DIRECT | O_DSYNC).open(DISK) {
         Ok(disk) => disk,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error),
@@ -99,6 +108,7 @@ struct Parameters {
     hot: usize,
     rate: usize,
     change: Change,
+    reads_disk: bool,
 }
 
 /// What changes in a hot page.
@@ -147,6 +157,7 @@ impl Parameters {
             hot: hot.min(fill),
             rate: value("vamoose.rate")?,
             change,
+            reads_disk: word("vamoose.content") == Some("disk"),
         })
     }
 }
@@ -175,7 +186,10 @@ impl Memory {
             parameters.change.begin(page, index);
         }
         let filled = &mut rest[..cold * PAGE];
-        copy_files(filled)?;
+        match parameters.reads_disk {
+            true => read_disk(filled)?,
+            false => copy_files(filled)?,
+        }
         let sums = filled.chunks_exact(PAGE).map(sum).collect();
         let counters = match parameters.change {
             Change::First(_) => (UNCHANGED..).take(hot).collect(),
@@ -299,6 +313,11 @@ fn sum(page: &[u8]) -> u64 {
             bytes.copy_from_slice(word);
             (sum.rotate_left(5) ^ u64::from_le_bytes(bytes)).wrapping_mul(0x0000_0100_0000_01b3)
         })
+}
+
+fn read_disk(memory: &mut [u8]) -> io::Result<()> {
+    let disk = File::options().read(true).custom_flags(O_DIRECT).open(DISK);
+    disk?.read_exact(memory)
 }
 
 /// Fills `memory` with the files under /fill, over and over; each time round starts elsewhere in each file, so that memory

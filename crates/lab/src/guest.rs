@@ -136,13 +136,39 @@ impl Image {
         load: &Load,
         pattern: Pattern,
     ) -> Builder {
-        let pattern = match pattern {
-            Pattern::All => String::new(),
-            Pattern::First(words) => format!(" vamoose.change={words}"),
-            Pattern::Counters => " vamoose.change=counters".to_owned(),
-        };
-        let parameters = format!("{}{pattern}", load.parameters());
+        let parameters = format!("{}{}", load.parameters(), pattern.parameter());
         self.boot(binary, ram, &parameters)
+    }
+
+    /// A machine that fills its memory with this file, except what it rewrites, instead of the image's files. The file is a disk of
+    /// the machine.
+    pub fn machine_with_content(
+        &self,
+        binary: &Binary,
+        ram: u64,
+        load: &Load,
+        pattern: Pattern,
+        content: &Path,
+    ) -> Builder {
+        let parameters = [&load.parameters(), &pattern.parameter(), CONTENT_ON_DISK];
+        let drive = format!(
+            "if=virtio,format=raw,readonly=on,file={}",
+            content.display()
+        );
+        let machine = self.boot(binary, ram, &parameters.concat());
+        machine.argument("-drive").argument(drive)
+    }
+}
+
+const CONTENT_ON_DISK: &str = " vamoose.content=disk";
+
+impl Pattern {
+    fn parameter(self) -> String {
+        match self {
+            Self::All => String::new(),
+            Self::First(words) => format!(" vamoose.change={words}"),
+            Self::Counters => " vamoose.change=counters".to_owned(),
+        }
     }
 }
 

@@ -179,15 +179,7 @@ struct Said {
 impl Vamoose {
     /// Starts `command`, a `vamoose` with its arguments.
     pub fn start(command: &mut Command) -> Result<Self> {
-        Self::spawn(command.env("NO_COLOR", "1").stderr(Stdio::piped()))
-    }
-
-    /// Starts `command` with this program's stderr instead of recording it.
-    pub fn show(command: &mut Command) -> Result<Self> {
-        Self::spawn(command.stderr(Stdio::inherit()))
-    }
-
-    fn spawn(command: &mut Command) -> Result<Self> {
+        command.env("NO_COLOR", "1").stderr(Stdio::piped());
         let mut child = Child::start(command.stdin(Stdio::null()).stdout(Stdio::piped()))?;
         let stderr = child.pipes.stderr.take();
         let said = Arc::<Watched<Said>>::default();

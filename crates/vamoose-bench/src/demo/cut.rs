@@ -13,7 +13,7 @@ use super::screen::note;
 pub(crate) const LASTS: Duration = Duration::from_secs(5);
 
 /// Bytes after which the cable is pulled: about a third of a migration.
-const AFTER: u64 = 128 * MIB;
+const AFTER: u64 = 64 * MIB;
 const MIB: u64 = 1 << 20;
 
 /// The cut of the cable.

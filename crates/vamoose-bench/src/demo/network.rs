@@ -1,11 +1,13 @@
-//! The network between the two hosts: a link of a known rate, or loopback where no link can be made.
+//! The network between the two hosts: a link whose rate is set, or loopback where no link can be made.
 
 use anyhow::{Context, Result};
 use lab::middlebox::{Admission, Change, Direction, Flow, Middlebox, Which};
 use lab::net::{self, End, Link, Wire};
 
-/// Bits per second in each direction.
-pub(crate) const RATE: u64 = 1_000_000_000;
+use crate::scenario::Rate;
+
+/// Bits per second in each direction, at first.
+const RATE: u64 = 1_000_000_000;
 
 pub(crate) struct Network {
     pub(crate) link: Link,
@@ -35,19 +37,38 @@ impl Network {
             None => "two network namespaces, joined by a link of 1 Gbit/s".to_owned(),
             Some(reason) => format!(
                 "LOOPBACK, without a limit of its rate, as no link could be made: {reason}\n\
-                 NOTE: total times say little about a real network, bytes are as reported, and in place of a pulled cable\n\
+                 NOTE: times say little about a real network, bytes are as reported, and in place of a pulled cable \
                  a proxy drops all data and refuses connections"
             ),
         }
     }
 
+    /// The rates at which moves are compared.
+    pub(crate) fn rates(&self) -> &'static [Rate] {
+        match self.why_loopback {
+            None => &[Rate::Constant(RATE), Rate::Open],
+            Some(_) => &[Rate::Open],
+        }
+    }
+
+    /// Sets the rate; returns the name of the link then.
+    pub(crate) fn set(&self, rate: Rate) -> Result<&'static str> {
+        let Some(rate) = rate.limit() else {
+            self.link.lift_rate()?;
+            return Ok(match self.why_loopback {
+                None => "a link without a limit",
+                Some(_) => "loopback",
+            });
+        };
+        self.link.set_rate(rate)?;
+        Ok("1 Gbit/s")
+    }
+
     /// How bytes on the link are counted.
     pub(crate) fn describe_measuring(&self) -> &'static str {
         match self.why_loopback {
-            None => "counted by the source's network device, with all headers",
-            Some(_) => {
-                "as reported (loopback has no counter; before QEMU 9, stock QEMU counts whole pages)"
-            }
+            None => "counted by the network device, with all headers",
+            Some(_) => "as reported, because loopback has no counter",
         }
     }
 

@@ -1,18 +1,19 @@
-//! One migration of a freshly booted guest, with its measurements.
+//! The moves of the guest, with their measurements.
 
+use std::mem;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use lab::guest::Guest;
+use lab::net::Namespace;
 use lab::vamoose::Server;
 
+use super::Variant;
 use super::cut::Cut;
 use super::hold::Hold;
-use super::network::RATE;
 use super::proof::Life;
 use super::screen::note;
-use super::setup::{LOAD, RAM, Setup};
-use super::{METHOD, Variant};
+use super::setup::{RAM, RATE, Setup};
 use crate::measure::begin::Ends;
 use crate::measure::moving::{self, Moved};
 use crate::record::{Cell, Figures};
@@ -21,125 +22,158 @@ use crate::scenario::{Contender, Guest as Kind, Rate, Who, Workload};
 /// Time limit of each step; a step that takes longer hangs.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// A successful migration.
+/// Ticks between two moves, in which the guest settles.
+const REST: usize = 15;
+
+/// The guest, which moves from one host to the other and back.
+pub(crate) struct Travel<'a> {
+    pub(crate) setup: &'a Setup<'a>,
+    guest: Guest,
+    /// Whether it is at the second host.
+    is_there: bool,
+}
+
+/// A successful move.
 #[derive(Debug)]
 pub(crate) struct Run {
-    pub(crate) variant: Variant,
-    pub(crate) figures: Figures,
-    /// From the command until the guest ran at the destination.
-    pub(crate) total: Duration,
+    pub(crate) measured: Measured,
     /// From the guest's stop to its start, without [`Run::held`].
     pub(crate) downtime: Duration,
-    /// CPU seconds of the guest, in both QEMUs.
-    pub(crate) guest_cpu: f64,
     pub(crate) life: Life,
     /// How long the guest was held back at the destination, until all of its memory had been compared.
     pub(crate) held: Duration,
 }
 
-impl Setup<'_> {
-    /// Boots a guest, moves it, and waits until it has verified all of its memory at the destination.
-    pub(crate) fn run(&self, variant: Variant) -> Result<Run> {
-        self.try_run(variant).with_context(|| variant.to_string())
-    }
+/// What is compared.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Measured {
+    /// From the command until the guest ran at the destination.
+    pub(crate) seconds: f64,
+    pub(crate) mebibytes: f64,
+    /// CPU seconds of all processes, without the guest's.
+    pub(crate) cpu: f64,
+    /// Milliseconds.
+    pub(crate) downtime: f64,
+}
 
-    fn try_run(&self, variant: Variant) -> Result<Run> {
-        let (mut source, mut destination) = self.boot(variant)?;
-        let moved = self.migrate(variant, &mut source, &mut destination);
-        let (moved, held) = moved.with_context(|| fates(&mut source, &mut destination))?;
-        ensure!(moved.is_there, "it took longer than {LIMIT:?}");
-        let total = moved.span[1] - moved.commanded;
-        let downtime = moved.figures.downtime.context("no downtime measured")?;
-        let downtime = Duration::from_secs_f64(downtime / 1e3).saturating_sub(held);
+impl<'a> Travel<'a> {
+    /// Boots the guest.
+    pub(crate) fn begin(setup: &'a Setup<'a>) -> Result<Self> {
+        let start = Instant::now();
+        let machine = setup.machine().namespace(setup.network.link.source.name());
+        let guest = Guest::start(&machine)?;
+        setup.guard.watch(guest.qemu.process())?;
+        guest.wait_ready(LIMIT)?;
         note(format!(
-            "{variant}: moved in {:.1} s, downtime {} ms; now the guest verifies its memory",
-            total.as_secs_f64(),
-            downtime.as_millis()
+            "the guest has booted and filled its memory ({:.1} s)",
+            start.elapsed().as_secs_f64()
         ));
-        expect_status(&mut source, "postmigrate").context("source")?;
-        expect_status(&mut destination, "running").context("destination")?;
-        // The first round may have begun at the source; the second one covers all memory after the move.
-        destination.wait_rounds(2, LIMIT)?;
-        Ok(Run {
-            variant,
-            figures: moved.figures,
-            total,
-            downtime,
-            guest_cpu: moved.guest_cpu,
-            life: Life::of(&source.finish()?, &destination.finish()?, moved.commanded)?,
-            held,
+        Ok(Self {
+            setup,
+            guest,
+            is_there: false,
         })
     }
 
-    /// Boots a source with a working guest, and starts a waiting destination.
-    fn boot(&self, variant: Variant) -> Result<(Guest, Guest)> {
-        let start = Instant::now();
-        let link = &self.network.link;
-        let source = Guest::start(&self.machine().namespace(link.source.name()))?;
-        self.guard.watch(source.qemu.process())?;
+    /// Moves the guest to the other host.
+    pub(crate) fn go(&mut self, variant: Variant, rate: Rate) -> Result<Run> {
+        self.try_go(variant, rate)
+            .with_context(|| variant.to_string())
+    }
+
+    /// Waits until the guest has verified all of its memory.
+    pub(crate) fn verify(&self) -> Result<()> {
+        // The first round may have begun before the last move.
+        self.guest.wait_rounds(2, LIMIT)
+    }
+
+    fn try_go(&mut self, variant: Variant, rate: Rate) -> Result<Run> {
+        let [_, there] = self.hosts();
+        let machine = self.setup.machine().incoming().preallocate();
         // Vamoose resumes the guest itself, once the source has stopped for good.
-        let waiting = match variant {
-            Variant::Stock => self.machine().incoming(),
-            _ => self.machine().incoming().paused(),
+        let machine = match variant {
+            Variant::Stock(_) => machine,
+            Variant::Cut | Variant::Vamoose => machine.paused(),
         };
-        let waiting = waiting.namespace(link.destination.name());
-        let destination = Guest::start(&waiting.preallocate())?;
-        self.guard.watch(destination.qemu.process())?;
-        source.wait_ready(LIMIT)?;
-        source.wait_ticks(5, LIMIT)?;
+        let mut destination = Guest::start(&machine.namespace(there.name()))?;
+        self.setup.guard.watch(destination.qemu.process())?;
+        self.guest.wait_ticks(REST, LIMIT)?;
+        let moved = self.migrate(variant, rate, &mut destination);
+        let source = &mut self.guest;
+        let (moved, held) = moved.with_context(|| fates(source, &mut destination))?;
+        ensure!(moved.is_there, "it took longer than {LIMIT:?}");
+        expect_status(source, "postmigrate").context("source")?;
+        expect_status(&mut destination, "running").context("destination")?;
+        destination.wait_ticks(REST, LIMIT)?;
+        let source = mem::replace(&mut self.guest, destination);
+        self.is_there = !self.is_there;
+        let life = Life::of(&source.finish()?, &self.guest.log(), moved.commanded)?;
+        let run = Run::of(&moved, life, held)?;
+        let Measured {
+            seconds,
+            mebibytes,
+            cpu,
+            downtime,
+        } = run.measured;
         note(format!(
-            "{variant}: the guest has booted and filled its memory ({:.1} s)",
-            start.elapsed().as_secs_f64()
+            "{variant}: {seconds:.2} s, {mebibytes:.0} MiB, {cpu:.2} s of CPU, downtime {downtime:.0} ms"
         ));
-        Ok((source, destination))
+        Ok(run)
+    }
+
+    /// The host with the guest, and the other.
+    fn hosts(&self) -> [&'a Namespace; 2] {
+        let link = &self.setup.network.link;
+        match self.is_there {
+            false => [&link.source, &link.destination],
+            true => [&link.destination, &link.source],
+        }
     }
 
     /// Moves the guest; also returns how long it was held back.
     fn migrate(
-        &self,
+        &mut self,
         variant: Variant,
-        source: &mut Guest,
+        rate: Rate,
         destination: &mut Guest,
     ) -> Result<(Moved, Duration)> {
-        let cell = self.cell(variant);
-        let link = &self.network.link;
+        let (setup, [here, there]) = (self.setup, self.hosts());
+        let source = &mut self.guest;
+        let cell = setup.cell(variant, rate);
         let monitor = destination.qemu.qmp_socket();
         let hold = if variant == Variant::Cut {
             let at = destination.qemu.socket("held");
             let memory = [source.qemu.ram(), destination.qemu.ram()];
-            Some((Hold::start(self.guard, &at, &monitor, memory)?, at))
+            Some((Hold::start(setup.guard, &at, &monitor, memory)?, at))
         } else {
             None
         };
         let (mut server, mut cable) = (None, None);
-        if variant != Variant::Stock {
+        if !matches!(variant, Variant::Stock(_)) {
             let monitor = hold.as_ref().map_or(&monitor, |(_, at)| at);
             let options = &cell.contender.far_options;
-            let mut started = Server::start(&self.vamoose, &link.destination, monitor, options)?;
-            let to = started.address.clone();
-            if variant == Variant::Cut {
-                let pulled = self.network.cable(&to)?;
-                started.address = pulled.address(&to);
-                cable = Some(pulled);
-            }
-            let to = &started.address;
-            let security = variant.security();
+            server = Some(Server::start(&setup.vamoose, there, monitor, options)?);
+        }
+        if let (Variant::Cut, Some(server)) = (variant, &mut server) {
+            let to = server.address.clone();
+            let pulled = setup.network.cable(&to)?;
+            server.address = pulled.address(&to);
+            cable = Some(pulled);
+            let to = &server.address;
             note(format!(
-                "there$ vamoose serve {security} --listen {to} --qmp-dir DIR\n\
-                 here$  vamoose migrate --qmp SOCKET {security} --to {to} --name guest --channels {} --downtime-limit {}",
+                "there$ vamoose serve --keys DIR --listen {to} --qmp-dir DIR\n\
+                 here$ vamoose migrate --qmp SOCKET --keys DIR --to {to} --name guest --channels {} --downtime-limit {}",
                 cell.channels, cell.downtime_limit
             ));
-            server = Some(started);
         }
         let mut cut = cable.as_ref().map(Cut::new).transpose()?;
         let ends = Ends {
             source: &mut source.qemu,
             destination: &mut destination.qemu,
-            here: &link.source,
-            there: &link.destination,
-            vamoose: &self.vamoose,
+            here,
+            there,
+            vamoose: &setup.vamoose,
             server,
-            is_shown: true,
         };
         let moved = moving::migrate(ends, &cell, || cut.as_mut().map_or(Ok(()), Cut::look))?;
         if let Some(cut) = cut {
@@ -148,25 +182,58 @@ impl Setup<'_> {
         let held = hold.map_or(Ok(Duration::ZERO), |(hold, _)| hold.finish())?;
         Ok((moved, held))
     }
+}
 
-    fn cell(&self, variant: Variant) -> Cell {
-        let [options, far_options] = match variant {
-            Variant::Cut | Variant::Tls => self.keys.options(),
-            Variant::Plain | Variant::Stock => Default::default(),
+impl Run {
+    fn of(moved: &Moved, life: Life, held: Duration) -> Result<Self> {
+        let Figures {
+            downtime,
+            stopped,
+            link_bytes,
+            wire_bytes,
+            cpu,
+            ..
+        } = &moved.figures;
+        let whole = downtime.context("no downtime measured")?;
+        let before = (moved.span[0] - moved.commanded).as_secs_f64();
+        let stopped = stopped.context("no end of the guest at the source measured")?;
+        let bytes = link_bytes.or(*wire_bytes).context("no bytes counted")?;
+        let downtime = Duration::from_secs_f64(whole / 1e3).saturating_sub(held);
+        let measured = Measured {
+            seconds: before + (stopped + whole) / 1e3,
+            mebibytes: bytes as f64 / f64::from(1 << 20),
+            cpu: cpu.total(),
+            downtime: downtime.as_secs_f64() * 1e3,
         };
+        Ok(Self {
+            measured,
+            downtime,
+            life,
+            held,
+        })
+    }
+}
+
+impl Setup<'_> {
+    fn cell(&self, variant: Variant, rate: Rate) -> Cell {
         let (who, method) = match variant {
-            Variant::Stock => (Who::Qemu, METHOD),
-            _ => (Who::Migrate, "auto"),
+            Variant::Stock(method) => (Who::Qemu, method),
+            Variant::Cut | Variant::Vamoose => (Who::Migrate, "auto"),
+        };
+        let is_stock = who == Who::Qemu;
+        let [options, far_options] = match is_stock {
+            true => Default::default(),
+            false => self.keys.options(),
         };
         Cell {
             scenario: "demo".to_owned(),
-            guest: Kind::Running(Workload::Dirty(LOAD.rate)),
-            link: Rate::Constant(RATE),
+            guest: Kind::Running(Workload::Dirty(RATE)),
+            link: rate,
             channels: 2,
             contender: Contender {
                 who,
                 method: method.to_owned(),
-                tls: false,
+                tls: is_stock,
                 options,
                 far_options,
             },

@@ -1,10 +1,15 @@
-//! Output of the demo. If standard output is closed, the demo goes on without it.
+//! Output of the demo, at most 80 columns wide. If standard output is closed, the demo goes on without it.
 
 use std::fmt::Display;
 use std::io::{self, Write as _};
 use std::thread;
 
-use super::run::Run;
+use lab::median;
+
+use super::ROUNDS;
+use super::run::Measured;
+
+const COLUMNS: usize = 80;
 
 pub(crate) fn say(text: impl Display) {
     // The print macros would panic if standard output is closed.
@@ -13,47 +18,156 @@ pub(crate) fn say(text: impl Display) {
 
 /// Begins a step of the demo.
 pub(crate) fn step(number: u32, title: &str) {
-    say(format!("\n{number}. {title}"));
+    say("");
+    wrapped(&format!("{number}. "), "   ", title);
 }
 
-/// Prints a remark within a step; it may have several lines.
+/// Prints a remark within a step.
 pub(crate) fn note(text: impl Display) {
     for line in text.to_string().lines() {
-        say(format!("   {line}"));
+        wrapped("   ", "     ", line);
     }
 }
 
-/// Prints all runs side by side.
-pub(crate) fn table(runs: &[Run], measuring: &str) {
-    say("                    total  downtime  tick gap     link   CPU seconds");
-    say("                        s        ms        ms      MiB    all (guest)");
-    for run in runs {
-        let Run { figures, .. } = run;
-        let bytes = figures.link_bytes.or(figures.wire_bytes);
-        let link = bytes.map_or("?".to_owned(), |bytes| (bytes >> 20).to_string());
-        say(format!(
-            "   {:<14} {:>7.1} {:>9} {:>9} {link:>8} {:>6.2} {:>7.2}",
-            run.variant.to_string(),
-            run.total.as_secs_f64(),
-            run.downtime.as_millis(),
-            run.life.continuity.gap().as_millis(),
-            figures.cpu.total(),
-            run.guest_cpu,
-        ));
+/// Prints a paragraph outside of steps.
+pub(crate) fn wrap(text: impl Display) {
+    wrapped("", "", &text.to_string());
+}
+
+fn wrapped(first: &str, further: &str, text: &str) {
+    let mut line = first.to_owned();
+    let mut is_empty = true;
+    for word in text.split_whitespace() {
+        if !is_empty && line.chars().count() + 1 + word.chars().count() > COLUMNS {
+            say(&line);
+            further.clone_into(&mut line);
+            is_empty = true;
+        }
+        if !is_empty {
+            line.push(' ');
+        }
+        line.push_str(word);
+        is_empty = false;
     }
+    say(line);
+}
+
+/// The moves of two contenders over one link.
+pub(crate) struct Comparison {
+    pub(crate) link: &'static str,
+    /// Stock QEMU's encoding.
+    pub(crate) method: &'static str,
+    pub(crate) stock: Vec<Measured>,
+    pub(crate) vamoose: Vec<Measured>,
+}
+
+impl Comparison {
+    /// Vamoose's median time, as a part of stock QEMU's.
+    pub(crate) fn of_time(&self) -> f64 {
+        middle(&self.vamoose).seconds / middle(&self.stock).seconds
+    }
+
+    /// A table, without an indent.
+    pub(crate) fn table(&self) -> Vec<String> {
+        let [stock, vamoose] = [middle(&self.stock), middle(&self.vamoose)];
+        let row = |name: &str, it: Measured| {
+            let Measured {
+                seconds,
+                mebibytes,
+                cpu,
+                downtime,
+            } = it;
+            format!("{name:<30}{seconds:>7.2} s{mebibytes:>8.0} MiB{cpu:>9.2} s{downtime:>9.0} ms")
+        };
+        let part = |of: fn(&Measured) -> f64| of(&vamoose) / of(&stock);
+        vec![
+            format!(
+                "{:<30}{:>9}{:>12}{:>11}{:>12}",
+                self.link, "time", "sent", "CPU", "downtime"
+            ),
+            row(&format!("stock QEMU, TLS, {}", self.method), stock),
+            row("Vamoose, TLS", vamoose),
+            format!(
+                "{:<30}{:>7.2}  {:>8.2}    {:>9.2}  {:>9.2}",
+                "ratio, Vamoose to stock",
+                part(|it| it.seconds),
+                part(|it| it.mebibytes),
+                part(|it| it.cpu),
+                part(|it| it.downtime),
+            ),
+        ]
+    }
+}
+
+/// What the columns of the tables mean.
+pub(crate) fn legend(measuring: &str) -> String {
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    say("");
-    note(format!(
-        "total: from the command until the guest runs at the destination.\n\
-         downtime: from the guest's stop to its start, by one clock.\n\
-         tick gap: from the last tick at the source to the first at the destination; ticks come every 100 ms.\n\
-         link: bytes to the destination, {measuring}.\n\
-         CPU seconds: of the migration, at both ends; those of the guest (vCPU threads of both QEMUs) are shown separately.\n\
-         Stock QEMU: zstd, level 1. vamoose: its default, method auto.\n\
-         All: 2 channels, downtime limit 300 ms, return path, destination memory preallocated, cable plugged in.\n\
-         vamoose: destination with -S, resumed once the source has stopped for good; pages and all data sent are\n\
-         checked by CRC-32C. TLS: authenticated and encrypted. plain: neither, for a fair comparison with stock.\n\
-         stock: plain TCP; destination without -S, so that the guest resumes as soon as it has arrived.\n\
-         One run each, on {cores} shared cores: an illustration, not a benchmark."
-    ));
+    format!(
+        "time: from the command until the guest runs at the destination\n\
+         sent: to the destination, {measuring}\n\
+         CPU: of all processes at both ends, without the guest's own\n\
+         downtime: from the guest's stop to its start, by one clock\n\
+         stock QEMU: x509 certificates, zstd level 1 or no compression, whichever was faster; \
+         the guest resumes as soon as it has arrived\n\
+         Vamoose: its defaults, with keys; it also checks all pages by CRC-32C, survives lost connections, and resumes the guest \
+         only when the source has stopped for good\n\
+         both: 2 channels, downtime limit 300 ms, destination memory preallocated\n\
+         Medians of {ROUNDS} moves, in turn, on {cores} shared cores that carry both hosts, the guest and the link."
+    )
+}
+
+/// The median of each figure.
+fn middle(moves: &[Measured]) -> Measured {
+    let of = |figure: fn(&Measured) -> f64| median(moves.iter().map(figure)).unwrap_or(f64::NAN);
+    Measured {
+        seconds: of(|it| it.seconds),
+        mebibytes: of(|it| it.mebibytes),
+        cpu: of(|it| it.cpu),
+        downtime: of(|it| it.downtime),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_has_medians_and_shows_where_vamoose_is_behind() {
+        let measured = |seconds, downtime| Measured {
+            seconds,
+            mebibytes: 300.0,
+            cpu: 2.0,
+            downtime,
+        };
+        let comparison = Comparison {
+            link: "1 Gbit/s",
+            method: "zstd",
+            stock: vec![
+                measured(4.0, 50.0),
+                measured(9.0, 40.0),
+                measured(3.0, 60.0),
+            ],
+            vamoose: vec![
+                measured(3.0, 200.0),
+                measured(1.0, 100.0),
+                measured(2.0, 90.0),
+            ],
+        };
+        assert_eq!(
+            comparison.table(),
+            [
+                "1 Gbit/s                           time        sent        CPU    downtime",
+                "stock QEMU, TLS, zstd            4.00 s     300 MiB     2.00 s       50 ms",
+                "Vamoose, TLS                     2.00 s     300 MiB     2.00 s      100 ms",
+                "ratio, Vamoose to stock          0.50      1.00         1.00       2.00",
+            ]
+        );
+        assert!(
+            comparison
+                .table()
+                .iter()
+                .all(|line| line.len() + 3 <= COLUMNS)
+        );
+        assert!((comparison.of_time() - 0.5).abs() < 1e-9);
+    }
 }

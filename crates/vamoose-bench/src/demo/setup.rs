@@ -1,12 +1,13 @@
-//! Setup that all runs share: programs, network, keys, and the guest's image.
+//! Setup that all moves share: programs, network, keys, and the guest's image.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use lab::guest::{Image, Load};
+use lab::guest::{Image, Load, Pattern};
 use lab::qemu::{self, Binary, Builder};
 use lab::vamoose::{Keys, program};
 
+use super::content::Content;
 use super::guard::Guard;
 use super::network::Network;
 use super::screen::note;
@@ -14,22 +15,20 @@ use super::screen::note;
 const MIB: u64 = 1 << 20;
 /// Memory of the guest.
 pub(crate) const RAM: u64 = 1024 * MIB;
-/// MiB of files with which the guest fills its memory, repeatedly.
-const CONTENT: u32 = 64;
-/// MiB that the guest fills and verifies.
-pub(crate) const FILLED: u32 = 700;
-/// 8 MiB a second, written into 64 MiB: enough for several rounds, and less than the slowest method moves.
-pub(crate) const LOAD: Load = Load {
-    fill: FILLED,
-    hot: 64,
-    rate: 2000,
-};
+/// MiB that the guest changes.
+const HOT: u32 = 32;
+/// Pages that the guest changes in a second: enough for several rounds, and less than the slowest method moves.
+pub(crate) const RATE: u32 = 2000;
+/// Changed words of a page: a quarter.
+const CHANGED: u32 = 128;
 
 pub(crate) struct Setup<'a> {
     pub(crate) guard: &'a Guard,
     binary: Binary,
     pub(crate) vamoose: PathBuf,
     image: Image,
+    content: Content,
+    pub(crate) load: Load,
     pub(crate) keys: Keys,
     pub(crate) network: Network,
 }
@@ -42,29 +41,36 @@ impl<'a> Setup<'a> {
         note(format!("two unmodified QEMUs {}", binary.version));
         let network = Network::new();
         note(network.describe());
-        let image = Image::build(CONTENT)?;
+        // The image's own files are not used.
+        let image = Image::build(1)?;
+        let content = Content::gather(guard)?;
+        let load = Load {
+            fill: content.mebibytes()? + HOT,
+            hot: HOT,
+            rate: RATE,
+        };
         note(format!(
-            "a Linux guest with {} MiB of RAM and 2 vCPUs (emulated): {} MiB filled with this machine's files,\n\
-             {} pages a second rewritten, all of it verified continuously, a tick every 100 ms",
+            "a Linux guest with {} MiB of RAM and 2 emulated CPUs, which fills its memory with real content: {}; \
+             programs in the guest would take minutes for that, as its CPUs are emulated\n\
+             it changes a quarter of each of {RATE} pages a second, verifies all content over and over, and ticks every 100 ms",
             RAM / MIB,
-            LOAD.fill,
-            LOAD.rate,
+            content.describe(),
         ));
         let keys = Keys::make(&vamoose)?;
         for key in &keys.public {
             note(format!(
-                "$ vamoose keys init --dir DIR  ->  {}",
+                "$ vamoose keys init --dir DIR -> {}",
                 key.trim_end()
             ));
         }
-        note(
-            "the source host and the destination host have a key each, and trust each other's key",
-        );
+        note("both hosts have a key each, and trust each other's key");
         Ok(Self {
             guard,
             binary,
             vamoose,
             image,
+            content,
+            load,
             keys,
             network,
         })
@@ -72,6 +78,9 @@ impl<'a> Setup<'a> {
 
     /// The guest's machine, equal at both ends.
     pub(crate) fn machine(&self) -> Builder {
-        self.image.machine(&self.binary, RAM, &LOAD)
+        let pattern = Pattern::First(CHANGED);
+        let content = self.content.path();
+        self.image
+            .machine_with_content(&self.binary, RAM, &self.load, pattern, content)
     }
 }

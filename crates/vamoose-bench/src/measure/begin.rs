@@ -25,8 +25,6 @@ pub(crate) struct Ends<'a> {
     pub(crate) vamoose: &'a Path,
     /// The server for `migrate`, if it is already running.
     pub(crate) server: Option<Server>,
-    /// Whether the output of the Vamoose at the source is shown.
-    pub(crate) is_shown: bool,
 }
 
 /// The Vamoose processes of a migration.
@@ -123,12 +121,8 @@ impl Ends<'_> {
         command.args(["--json", "-", "--method", &contender.method]);
         command.args(["--channels", &cell.channels.to_string()]);
         command.args(["--downtime-limit", &cell.downtime_limit.to_string()]);
-        let near = match self.is_shown {
-            true => Vamoose::show(&mut command)?,
-            false => Vamoose::start(&mut command)?,
-        };
         Ok(Helpers {
-            near: Some(near),
+            near: Some(Vamoose::start(&mut command)?),
             server: Some(server),
             _keys: keys,
             ..Helpers::default()

@@ -107,7 +107,6 @@ impl<'a> Running<'a> {
             there: hosts[1],
             vamoose: &self.host.vamoose,
             server: None,
-            is_shown: false,
         };
         let mut moved = moving::migrate(ends, cell, || Ok(()))?;
         moved.figures.dirty_rate = Some(dirty_rate);

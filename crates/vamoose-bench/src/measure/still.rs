@@ -37,7 +37,6 @@ pub(super) fn measure(host: &Host, content: Content, cell: &Cell, round: u32) ->
         there,
         vamoose: &host.vamoose,
         server: None,
-        is_shown: false,
     };
     let moved = moving::migrate(ends, cell, || Ok(()))?;
     if moved.is_there {
