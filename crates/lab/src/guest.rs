@@ -112,6 +112,11 @@ impl Image {
         Self::build(content).map(Some)
     }
 
+    /// Whether guests can have disks. The host's own kernel comes without the drivers.
+    pub fn has_disks() -> bool {
+        drivers().is_dir()
+    }
+
     /// The files of the kernel and the initramfs.
     pub fn files(&self) -> [&Path; 2] {
         [&self.kernel, &self.initrd]
@@ -310,6 +315,10 @@ fn is_static(program: &Path) -> Result<bool> {
     Ok(bytes.starts_with(b"\x7fELF\x02"))
 }
 
+fn drivers() -> PathBuf {
+    target_dir().join("guest/drivers")
+}
+
 pub(crate) const DIRECTORY: u32 = 0o040_755;
 pub(crate) const DEVICE: u32 = 0o020_600;
 pub(crate) const PROGRAM: u32 = 0o100_755;
@@ -332,8 +341,7 @@ fn entries(content: u64) -> Result<Vec<(Entry, Cursor<Vec<u8>>)>> {
         add(Entry::new(name), PROGRAM, bytes);
     }
     // Drivers may be missing: with the host's own kernel, guests have no disk.
-    let drivers = fs::read_dir(target_dir().join("guest/drivers"));
-    for driver in drivers.into_iter().flatten().flatten() {
+    for driver in fs::read_dir(drivers()).into_iter().flatten().flatten() {
         let name = format!("drivers/{}", driver.file_name().to_string_lossy());
         add(Entry::new(&name), FILE, read(&driver.path())?);
     }

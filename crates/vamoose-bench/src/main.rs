@@ -69,7 +69,7 @@ enum Command {
         #[arg(value_name = "DIR")]
         dir: PathBuf,
     },
-    /// Move a running guest, pull the cable during the move, and prove that nothing was lost (two minutes)
+    /// Move a running guest, pull the cable during a move, prove that nothing was lost, and compare with stock QEMU (three minutes)
     Demo {
         /// Program to show [default: the one beside this program]
         #[arg(long, value_name = "PROGRAM")]

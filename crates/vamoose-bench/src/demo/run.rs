@@ -22,7 +22,7 @@ use crate::scenario::{Contender, Guest as Kind, Rate, Who, Workload};
 /// Time limit of each step; a step that takes longer hangs.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// Ticks between two moves, in which the guest settles.
+/// Ticks before the first move and after each, in which the guest settles.
 const REST: usize = 15;
 
 /// The guest, which moves from one host to the other and back.
@@ -64,6 +64,7 @@ impl<'a> Travel<'a> {
         let guest = Guest::start(&machine)?;
         setup.guard.watch(guest.qemu.process())?;
         guest.wait_ready(LIMIT)?;
+        guest.wait_ticks(REST, LIMIT)?;
         note(format!(
             "the guest has booted and filled its memory ({:.1} s)",
             start.elapsed().as_secs_f64()
@@ -97,7 +98,6 @@ impl<'a> Travel<'a> {
         };
         let mut destination = Guest::start(&machine.namespace(there.name()))?;
         self.setup.guard.watch(destination.qemu.process())?;
-        self.guest.wait_ticks(REST, LIMIT)?;
         let moved = self.migrate(variant, rate, &mut destination);
         let source = &mut self.guest;
         let (moved, held) = moved.with_context(|| fates(source, &mut destination))?;

@@ -6,8 +6,8 @@ use std::thread;
 
 use lab::median;
 
-use super::ROUNDS;
 use super::run::Measured;
+use super::{ROUNDS, Variant};
 
 const COLUMNS: usize = 80;
 
@@ -52,50 +52,57 @@ fn wrapped(first: &str, further: &str, text: &str) {
     say(line);
 }
 
-/// The moves of two contenders over one link.
+/// The medians of all contenders over one link.
 pub(crate) struct Comparison {
     pub(crate) link: &'static str,
-    /// Stock QEMU's encoding.
-    pub(crate) method: &'static str,
-    pub(crate) stock: Vec<Measured>,
-    pub(crate) vamoose: Vec<Measured>,
+    /// Vamoose is the last.
+    rows: [(Variant, Measured); 3],
 }
 
 impl Comparison {
-    /// Vamoose's median time, as a part of stock QEMU's.
-    pub(crate) fn of_time(&self) -> f64 {
-        middle(&self.vamoose).seconds / middle(&self.stock).seconds
+    pub(crate) fn of(link: &'static str, moves: &[(Variant, Vec<Measured>); 3]) -> Self {
+        let rows = moves
+            .each_ref()
+            .map(|(variant, moves)| (*variant, middle(moves)));
+        Self { link, rows }
+    }
+
+    /// The faster way of stock QEMU, and Vamoose.
+    pub(crate) fn best_and_vamoose(&self) -> [Measured; 2] {
+        let [(_, a), (_, b), (_, vamoose)] = self.rows;
+        [if b.seconds < a.seconds { b } else { a }, vamoose]
     }
 
     /// A table, without an indent.
     pub(crate) fn table(&self) -> Vec<String> {
-        let [stock, vamoose] = [middle(&self.stock), middle(&self.vamoose)];
-        let row = |name: &str, it: Measured| {
-            let Measured {
-                seconds,
-                mebibytes,
-                cpu,
-                downtime,
-            } = it;
+        let [stock, vamoose] = self.best_and_vamoose();
+        let row = |(variant, it): &(Variant, Measured)| {
+            let (
+                name,
+                Measured {
+                    seconds,
+                    mebibytes,
+                    cpu,
+                    downtime,
+                },
+            ) = (variant.to_string(), it);
             format!("{name:<30}{seconds:>7.2} s{mebibytes:>8.0} MiB{cpu:>9.2} s{downtime:>9.0} ms")
         };
-        let part = |of: fn(&Measured) -> f64| of(&vamoose) / of(&stock);
-        vec![
-            format!(
-                "{:<30}{:>9}{:>12}{:>11}{:>12}",
-                self.link, "time", "sent", "CPU", "downtime"
-            ),
-            row(&format!("stock QEMU, TLS, {}", self.method), stock),
-            row("Vamoose, TLS", vamoose),
-            format!(
-                "{:<30}{:>7.2}  {:>8.2}    {:>9.2}  {:>9.2}",
-                "ratio, Vamoose to stock",
-                part(|it| it.seconds),
-                part(|it| it.mebibytes),
-                part(|it| it.cpu),
-                part(|it| it.downtime),
-            ),
-        ]
+        let ratio = |of: fn(&Measured) -> f64| of(&vamoose) / of(&stock);
+        let mut lines = vec![format!(
+            "{:<30}{:>9}{:>12}{:>11}{:>12}",
+            self.link, "time", "sent", "CPU", "downtime"
+        )];
+        lines.extend(self.rows.iter().map(row));
+        lines.push(format!(
+            "{:<30}{:>7.2}{:>10.2}{:>13.2}{:>11.2}",
+            "Vamoose to the faster of stock",
+            ratio(|it| it.seconds),
+            ratio(|it| it.mebibytes),
+            ratio(|it| it.cpu),
+            ratio(|it| it.downtime),
+        ));
+        lines
     }
 }
 
@@ -107,8 +114,7 @@ pub(crate) fn legend(measuring: &str) -> String {
          sent: to the destination, {measuring}\n\
          CPU: of all processes at both ends, without the guest's own\n\
          downtime: from the guest's stop to its start, by one clock\n\
-         stock QEMU: x509 certificates, zstd level 1 or no compression, whichever was faster; \
-         the guest resumes as soon as it has arrived\n\
+         stock QEMU: x509 certificates, no compression or zstd level 1; the guest resumes as soon as it has arrived\n\
          Vamoose: its defaults, with keys; it also checks all pages by CRC-32C, survives lost connections, and resumes the guest \
          only when the source has stopped for good\n\
          both: 2 channels, downtime limit 300 ms, destination memory preallocated\n\
@@ -139,35 +145,36 @@ mod tests {
             cpu: 2.0,
             downtime,
         };
-        let comparison = Comparison {
-            link: "1 Gbit/s",
-            method: "zstd",
-            stock: vec![
-                measured(4.0, 50.0),
-                measured(9.0, 40.0),
-                measured(3.0, 60.0),
-            ],
-            vamoose: vec![
-                measured(3.0, 200.0),
-                measured(1.0, 100.0),
-                measured(2.0, 90.0),
-            ],
-        };
+        let moves = [
+            (Variant::Stock("none"), vec![measured(9.0, 10.0)]),
+            (
+                Variant::Stock("zstd"),
+                vec![
+                    measured(4.0, 50.0),
+                    measured(9.0, 40.0),
+                    measured(3.0, 60.0),
+                ],
+            ),
+            (
+                Variant::Vamoose,
+                vec![
+                    measured(3.0, 200.0),
+                    measured(1.0, 100.0),
+                    measured(2.0, 90.0),
+                ],
+            ),
+        ];
+        let table = Comparison::of("1 Gbit/s", &moves).table();
         assert_eq!(
-            comparison.table(),
+            table,
             [
                 "1 Gbit/s                           time        sent        CPU    downtime",
+                "stock QEMU, TLS, none            9.00 s     300 MiB     2.00 s       10 ms",
                 "stock QEMU, TLS, zstd            4.00 s     300 MiB     2.00 s       50 ms",
                 "Vamoose, TLS                     2.00 s     300 MiB     2.00 s      100 ms",
-                "ratio, Vamoose to stock          0.50      1.00         1.00       2.00",
+                "Vamoose to the faster of stock   0.50      1.00         1.00       2.00",
             ]
         );
-        assert!(
-            comparison
-                .table()
-                .iter()
-                .all(|line| line.len() + 3 <= COLUMNS)
-        );
-        assert!((comparison.of_time() - 0.5).abs() < 1e-9);
+        assert!(table.iter().all(|line| line.len() + 3 <= COLUMNS));
     }
 }

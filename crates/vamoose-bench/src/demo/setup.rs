@@ -17,6 +17,9 @@ const MIB: u64 = 1 << 20;
 pub(crate) const RAM: u64 = 1024 * MIB;
 /// MiB that the guest changes.
 const HOT: u32 = 32;
+/// Without a disk: MiB of files in the image, and of memory to fill with these, over and over.
+const IN_IMAGE: u32 = 64;
+const FILLED: u32 = 640;
 /// Pages that the guest changes in a second: enough for several rounds, and less than the slowest method moves.
 pub(crate) const RATE: u32 = 2000;
 /// Changed words of a page: a quarter.
@@ -27,7 +30,8 @@ pub(crate) struct Setup<'a> {
     binary: Binary,
     pub(crate) vamoose: PathBuf,
     image: Image,
-    content: Content,
+    /// `None`: files of the image.
+    content: Option<Content>,
     pub(crate) load: Load,
     pub(crate) keys: Keys,
     pub(crate) network: Network,
@@ -41,11 +45,13 @@ impl<'a> Setup<'a> {
         note(format!("two unmodified QEMUs {}", binary.version));
         let network = Network::new();
         note(network.describe());
-        // The image's own files are not used.
-        let image = Image::build(1)?;
-        let content = Content::gather(guard)?;
+        let content = Image::has_disks().then(|| Content::gather(guard));
+        let content = content.transpose()?;
+        // The image's own files are not used if there is a disk.
+        let image = Image::build(if content.is_some() { 1 } else { IN_IMAGE })?;
+        let filled = content.as_ref().map_or(Ok(FILLED), Content::mebibytes)?;
         let load = Load {
-            fill: content.mebibytes()? + HOT,
+            fill: filled + HOT,
             hot: HOT,
             rate: RATE,
         };
@@ -54,7 +60,10 @@ impl<'a> Setup<'a> {
              programs in the guest would take minutes for that, as its CPUs are emulated\n\
              it changes a quarter of each of {RATE} pages a second, verifies all content over and over, and ticks every 100 ms",
             RAM / MIB,
-            content.describe(),
+            content.as_ref().map_or_else(
+                || format!("{IN_IMAGE} MiB of this machine's files, over and over"),
+                Content::describe,
+            ),
         ));
         let keys = Keys::make(&vamoose)?;
         for key in &keys.public {
@@ -79,8 +88,10 @@ impl<'a> Setup<'a> {
     /// The guest's machine, equal at both ends.
     pub(crate) fn machine(&self) -> Builder {
         let pattern = Pattern::First(CHANGED);
-        let content = self.content.path();
-        self.image
-            .machine_with_content(&self.binary, RAM, &self.load, pattern, content)
+        let (image, binary, load) = (&self.image, &self.binary, &self.load);
+        match &self.content {
+            Some(content) => image.machine_with_content(binary, RAM, load, pattern, content.path()),
+            None => image.machine_that_writes(binary, RAM, load, pattern),
+        }
     }
 }
