@@ -13,7 +13,6 @@
 mod content;
 mod cut;
 mod guard;
-pub(crate) mod hold;
 mod network;
 mod proof;
 mod run;
@@ -163,7 +162,7 @@ fn conclude(compared: &[Comparison], silences: &[Duration]) {
     }
     screen::wrap(format!(
         "Proved: Vamoose moved a running guest between unmodified QEMUs {} times, once with the cable pulled for {} s. \
-         No tick was lost or repeated, the longest silence was {} ms, all memory arrived intact, and no source kept running.",
+         No tick was lost or repeated, the longest silence was {} ms, the guest found all of its content intact, and no source kept running.",
         silences.len(),
         cut::LASTS.as_secs(),
         longest.as_millis(),

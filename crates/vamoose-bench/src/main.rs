@@ -79,9 +79,6 @@ enum Command {
     Codec(codec::Options),
     /// Write the memory of a guest in which real programs have worked, for `codec`
     Dump(Dump),
-    /// Proxy of a QEMU's monitor, for the demo
-    #[command(hide = true)]
-    HoldMonitor(demo::hold::Proxy),
     /// Show what happened in a migration (`vamoose report`)
     Timeline {
         /// Report of `vamoose migrate --json FILE`
@@ -154,7 +151,6 @@ fn main() -> ExitCode {
         Some(Command::Demo { vamoose }) => return demo::run(vamoose.as_deref()),
         Some(Command::Codec(options)) => codec::run(options),
         Some(Command::Dump(options)) => dump(options),
-        Some(Command::HoldMonitor(proxy)) => proxy.serve(),
         Some(Command::Timeline { file, svg }) => timeline::write(file, svg.as_deref()),
         None => run(&cli.run),
     };

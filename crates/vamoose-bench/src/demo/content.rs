@@ -2,39 +2,42 @@
 //!
 //! Programs in the guest would need minutes to fill its memory, because its processors are emulated.
 
-use std::fs::{self, File};
-use std::io::{BufRead as _, BufReader, Write};
-use std::os::unix::fs::FileExt as _;
+use std::fs;
+use std::io::{Seek as _, SeekFrom, Write as _};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
-use lab::process::Child;
+use anyhow::{Context, Result};
 use lab::ram::{self, PAGE};
 use tempfile::NamedTempFile;
-
-use super::guard::Guard;
 
 const MIB: u64 = 1 << 20;
 /// At most so many bytes of files, and of the program's memory.
 const FILES: u64 = 400 * MIB;
 const HEAP: u64 = 240 * MIB;
 
-/// Lines of text that the program reads.
-const LINES: &str = "800000";
-/// Perl, because every Debian has it. It reads texts of this machine, and where each word is.
+/// Reads texts of this machine and where each word is, then writes its own anonymous memory into a file. Perl, because every Debian
+/// has it.
 const PROGRAM: &str = r#"
+    my ($out, $most) = @ARGV;
     FILE: for my $name (glob("/usr/share/doc/*/copyright /usr/share/perl/*/{*,*/*}.pm /usr/include/{*,*/*}.h")) {
         open my $file, "<", $name or next;
         while (<$file>) {
             push @lines, $_;
             push @{$places{$_}}, $#lines for /\w+/g;
-            last FILE if @lines >= $ARGV[0];
+            last FILE if @lines >= 800_000;
         }
     }
-    $| = 1;
-    print "ready\n";
-    <STDIN>;
+    open $out, ">:raw", $out or die; open my $maps, "<", "/proc/self/maps" or die;
+    open my $memory, "<:raw", "/proc/self/mem" or die;
+    for (<$maps>) {
+        my ($from, $to) = map { hex } /^(\w+)-(\w+) rw\S+ \S+ \S+ 0\s/ or next;
+        sysseek $memory, $from, 0;
+        for (; $from < $to && $most > 0; $from += 4096, $most -= 4096) {
+            sysread $memory, my $page, 4096 or die;
+            print $out $page;
+        }
+    }
 "#;
 
 /// A file with the content.
@@ -46,11 +49,15 @@ pub(crate) struct Content {
 }
 
 impl Content {
-    pub(crate) fn gather(guard: &Guard) -> Result<Self> {
+    pub(crate) fn gather() -> Result<Self> {
         let mut file = NamedTempFile::with_prefix("vamoose-")?;
-        let heap = copy_heap(guard, file.as_file_mut());
-        // Without perl, or where no process may read another, files must do.
-        let heap = heap.or_else(|_| file.as_file_mut().set_len(0).map(|()| 0))?;
+        let mut perl = Command::new("perl");
+        perl.args(["-e", PROGRAM]).arg(file.path());
+        // Without perl, or where no process may read its memory, files must do.
+        if lab::run(perl.arg(HEAP.to_string())).is_err() {
+            file.as_file().set_len(0)?;
+        }
+        let heap = file.seek(SeekFrom::End(0))?;
         let mut files = 0;
         for path in ram::host_files(FILES)? {
             let mut bytes = fs::read(&path).with_context(|| path.display().to_string())?;
@@ -80,59 +87,6 @@ impl Content {
             heap => format!(
                 "{files}, and {heap} MiB of the memory of a Perl program with an index of texts"
             ),
-        }
-    }
-}
-
-/// Runs the program, and appends its anonymous memory to `out`.
-fn copy_heap(guard: &Guard, out: &mut File) -> Result<u64> {
-    let mut command = Command::new("perl");
-    command.args(["-e", PROGRAM, LINES]).stdin(Stdio::piped());
-    let mut child = Child::start(command.stdout(Stdio::piped()))?;
-    guard.watch(child.process())?;
-    let mut said = String::new();
-    let output = child.pipes.stdout.take().context("no pipe")?;
-    BufReader::new(output).read_line(&mut said)?;
-    ensure!(said == "ready\n", "perl says '{said}'");
-    let process = format!("/proc/{}", child.pipes.id());
-    let memory = File::open(format!("{process}/mem"))?;
-    let maps = fs::read_to_string(format!("{process}/maps"))?;
-    let mut copied = 0;
-    for [from, to] in maps.lines().filter_map(anonymous) {
-        let size = (to - from).min(HEAP - copied);
-        let mut bytes = vec![0; usize::try_from(size)?];
-        memory.read_exact_at(&mut bytes, from)?;
-        out.write_all(&bytes)?;
-        copied += size;
-    }
-    Ok(copied)
-}
-
-/// The addresses of a line of `/proc/PID/maps`, if it is of anonymous memory that the process writes.
-fn anonymous(line: &str) -> Option<[u64; 2]> {
-    let mut words = line.split_whitespace();
-    let (from, to) = words.next()?.split_once('-')?;
-    let can_be_written = words.next()?.starts_with("rw");
-    let is_of_no_file = words.nth(2)? == "0";
-    let address = |text| u64::from_str_radix(text, 16).ok();
-    let addresses = [address(from)?, address(to)?];
-    (can_be_written && is_of_no_file).then_some(addresses)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn memory_of_files_is_told_from_a_heap() {
-        let heap = "5581a000-5581f000 rw-p 00000000 00:00 0          [heap]";
-        assert_eq!(anonymous(heap), Some([0x5581_a000, 0x5581_f000]));
-        for other in [
-            "5581a000-5581f000 rw-p 0001a000 fe:00 4711       /usr/bin/perl",
-            "5581a000-5581f000 r--p 00000000 00:00 0          [vvar]",
-            "no map",
-        ] {
-            assert_eq!(anonymous(other), None, "{other}");
         }
     }
 }

@@ -10,7 +10,6 @@ use lab::vamoose::Server;
 
 use super::Variant;
 use super::cut::Cut;
-use super::hold::Hold;
 use super::proof::Life;
 use super::screen::note;
 use super::setup::{RAM, RATE, Setup};
@@ -37,11 +36,9 @@ pub(crate) struct Travel<'a> {
 #[derive(Debug)]
 pub(crate) struct Run {
     pub(crate) measured: Measured,
-    /// From the guest's stop to its start, without [`Run::held`].
+    /// From the guest's stop to its start.
     pub(crate) downtime: Duration,
     pub(crate) life: Life,
-    /// How long the guest was held back at the destination, until all of its memory had been compared.
-    pub(crate) held: Duration,
 }
 
 /// What is compared.
@@ -100,7 +97,7 @@ impl<'a> Travel<'a> {
         self.setup.guard.watch(destination.qemu.process())?;
         let moved = self.migrate(variant, rate, &mut destination);
         let source = &mut self.guest;
-        let (moved, held) = moved.with_context(|| fates(source, &mut destination))?;
+        let moved = moved.with_context(|| fates(source, &mut destination))?;
         ensure!(moved.is_there, "it took longer than {LIMIT:?}");
         expect_status(source, "postmigrate").context("source")?;
         expect_status(&mut destination, "running").context("destination")?;
@@ -108,7 +105,7 @@ impl<'a> Travel<'a> {
         let source = mem::replace(&mut self.guest, destination);
         self.is_there = !self.is_there;
         let life = Life::of(&source.finish()?, &self.guest.log(), moved.commanded)?;
-        let run = Run::of(&moved, life, held)?;
+        let run = Run::of(&moved, life)?;
         let Measured {
             seconds,
             mebibytes,
@@ -130,29 +127,16 @@ impl<'a> Travel<'a> {
         }
     }
 
-    /// Moves the guest; also returns how long it was held back.
-    fn migrate(
-        &mut self,
-        variant: Variant,
-        rate: Rate,
-        destination: &mut Guest,
-    ) -> Result<(Moved, Duration)> {
+    /// Has the guest moved.
+    fn migrate(&mut self, variant: Variant, rate: Rate, destination: &mut Guest) -> Result<Moved> {
         let (setup, [here, there]) = (self.setup, self.hosts());
         let source = &mut self.guest;
         let cell = setup.cell(variant, rate);
         let monitor = destination.qemu.qmp_socket();
-        let hold = if variant == Variant::Cut {
-            let at = destination.qemu.socket("held");
-            let memory = [source.qemu.ram(), destination.qemu.ram()];
-            Some((Hold::start(setup.guard, &at, &monitor, memory)?, at))
-        } else {
-            None
-        };
         let (mut server, mut cable) = (None, None);
         if !matches!(variant, Variant::Stock(_)) {
-            let monitor = hold.as_ref().map_or(&monitor, |(_, at)| at);
             let options = &cell.contender.far_options;
-            server = Some(Server::start(&setup.vamoose, there, monitor, options)?);
+            server = Some(Server::start(&setup.vamoose, there, &monitor, options)?);
         }
         if let (Variant::Cut, Some(server)) = (variant, &mut server) {
             let to = server.address.clone();
@@ -179,13 +163,12 @@ impl<'a> Travel<'a> {
         if let Some(cut) = cut {
             cut.show(&source.log(), moved.report.as_ref())?;
         }
-        let held = hold.map_or(Ok(Duration::ZERO), |(hold, _)| hold.finish())?;
-        Ok((moved, held))
+        Ok(moved)
     }
 }
 
 impl Run {
-    fn of(moved: &Moved, life: Life, held: Duration) -> Result<Self> {
+    fn of(moved: &Moved, life: Life) -> Result<Self> {
         let Figures {
             downtime,
             stopped,
@@ -198,18 +181,17 @@ impl Run {
         let before = (moved.span[0] - moved.commanded).as_secs_f64();
         let stopped = stopped.context("no end of the guest at the source measured")?;
         let bytes = link_bytes.or(*wire_bytes).context("no bytes counted")?;
-        let downtime = Duration::from_secs_f64(whole / 1e3).saturating_sub(held);
+        let downtime = Duration::from_secs_f64(whole / 1e3);
         let measured = Measured {
             seconds: before + (stopped + whole) / 1e3,
             mebibytes: bytes as f64 / f64::from(1 << 20),
             cpu: cpu.total(),
-            downtime: downtime.as_secs_f64() * 1e3,
+            downtime: whole,
         };
         Ok(Self {
             measured,
             downtime,
             life,
-            held,
         })
     }
 }

@@ -45,7 +45,7 @@ impl<'a> Setup<'a> {
         note(format!("two unmodified QEMUs {}", binary.version));
         let network = Network::new();
         note(network.describe());
-        let content = Image::has_disks().then(|| Content::gather(guard));
+        let content = Image::has_disks().then(Content::gather);
         let content = content.transpose()?;
         // The image's own files are not used if there is a disk.
         let image = Image::build(if content.is_some() { 1 } else { IN_IMAGE })?;
