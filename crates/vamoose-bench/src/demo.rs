@@ -124,7 +124,7 @@ fn demonstrate(guard: &Guard, vamoose: Option<&Path>) -> Result<()> {
     }
     say("");
     note(screen::legend(setup.network.describe_measuring()));
-    conclude(&compared, &silences);
+    conclude(&silences);
     Ok(())
 }
 
@@ -135,7 +135,7 @@ fn compare(
     silences: &mut Vec<Duration>,
 ) -> Result<Comparison> {
     let link = travel.setup.network.set(rate)?;
-    note(format!("over {link}:"));
+    say(format!("   {link}"));
     let mut moves = CONTENDERS.map(|variant| (variant, Vec::new()));
     for _ in 0..ROUNDS {
         for (variant, moves) in &mut moves {
@@ -149,17 +149,9 @@ fn compare(
     Ok(Comparison::of(link, &moves))
 }
 
-fn conclude(compared: &[Comparison], silences: &[Duration]) {
+fn conclude(silences: &[Duration]) {
     let longest = silences.iter().max().copied().unwrap_or_default();
     say("");
-    for it in compared {
-        let [best, vamoose] = it.best_and_vamoose();
-        screen::wrap(format!(
-            "Measured: over {}, Vamoose took {:.2} of the time of stock QEMU's faster way.",
-            it.link,
-            vamoose.seconds / best.seconds
-        ));
-    }
     screen::wrap(format!(
         "Proved: Vamoose moved a running guest between unmodified QEMUs {} times, once with the cable pulled for {} s. \
          No tick was lost or repeated, the longest silence was {} ms, the guest found all of its content intact, and no source kept running.",

@@ -1,5 +1,6 @@
 //! The moves of the guest, with their measurements.
 
+use std::fmt;
 use std::mem;
 use std::time::{Duration, Instant};
 
@@ -11,11 +12,11 @@ use lab::vamoose::Server;
 use super::Variant;
 use super::cut::Cut;
 use super::proof::Life;
-use super::screen::note;
+use super::screen::{note, say};
 use super::setup::{RAM, RATE, Setup};
 use crate::measure::begin::Ends;
 use crate::measure::moving::{self, Moved};
-use crate::record::{Cell, Figures};
+use crate::record::Cell;
 use crate::scenario::{Contender, Guest as Kind, Rate, Who, Workload};
 
 /// Time limit of each step; a step that takes longer hangs.
@@ -51,6 +52,16 @@ pub(crate) struct Measured {
     pub(crate) cpu: f64,
     /// Milliseconds.
     pub(crate) downtime: f64,
+}
+
+impl fmt::Display for Measured {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:>7.2} s{:>8.0} MiB{:>9.2} s{:>9.0} ms",
+            self.seconds, self.mebibytes, self.cpu, self.downtime
+        )
+    }
 }
 
 impl<'a> Travel<'a> {
@@ -106,15 +117,7 @@ impl<'a> Travel<'a> {
         self.is_there = !self.is_there;
         let life = Life::of(&source.finish()?, &self.guest.log(), moved.commanded)?;
         let run = Run::of(&moved, life)?;
-        let Measured {
-            seconds,
-            mebibytes,
-            cpu,
-            downtime,
-        } = run.measured;
-        note(format!(
-            "{variant}: {seconds:.2} s, {mebibytes:.0} MiB, {cpu:.2} s of CPU, downtime {downtime:.0} ms"
-        ));
+        say(format!("   {:<30}{}", variant.to_string(), run.measured));
         Ok(run)
     }
 
@@ -169,25 +172,20 @@ impl<'a> Travel<'a> {
 
 impl Run {
     fn of(moved: &Moved, life: Life) -> Result<Self> {
-        let Figures {
-            downtime,
-            stopped,
-            link_bytes,
-            wire_bytes,
-            cpu,
-            ..
-        } = &moved.figures;
-        let whole = downtime.context("no downtime measured")?;
-        let before = (moved.span[0] - moved.commanded).as_secs_f64();
-        let stopped = stopped.context("no end of the guest at the source measured")?;
-        let bytes = link_bytes.or(*wire_bytes).context("no bytes counted")?;
-        let downtime = Duration::from_secs_f64(whole / 1e3);
+        let figures = &moved.figures;
+        let downtime = figures.downtime.context("no downtime measured")?;
+        let stopped = figures.stopped.context("no end at the source measured")?;
+        let bytes = figures
+            .link_bytes
+            .or(figures.wire_bytes)
+            .context("no bytes counted")?;
         let measured = Measured {
-            seconds: before + (stopped + whole) / 1e3,
+            seconds: (moved.span[0] - moved.commanded).as_secs_f64() + (stopped + downtime) / 1e3,
             mebibytes: bytes as f64 / f64::from(1 << 20),
-            cpu: cpu.total(),
-            downtime: whole,
+            cpu: figures.cpu.total(),
+            downtime,
         };
+        let downtime = Duration::from_secs_f64(downtime / 1e3);
         Ok(Self {
             measured,
             downtime,
