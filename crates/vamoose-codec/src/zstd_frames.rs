@@ -2,11 +2,11 @@
 //!
 //! Packets are independent of each other: their levels may differ, and a channel may have several encoders. The price is the
 //! history of earlier packets: half a percent of the bytes at level 1, and two at level 3 (docs/results/parts.md). A frame states
-//! how many bytes of pages it holds, and has a checksum of them if that was requested. A packet in which zstd finds next to nothing is
-//! sent raw, as method none.
+//! how many bytes of pages it holds, and has a checksum of them if that was requested. A packet in which zstd finds next to nothing
+//! is sent raw, as method none.
 //!
-//! A stock QEMU that is set up for method zstd decodes these frames, too, as zstd's streaming functions accept one frame after another:
-//! [`checks_itself`] has what a frame must be for that. Pages that are not encoded need a frame around them then: [`raw_frame`].
+//! A stock QEMU that is set up for method zstd decodes these frames, too, as zstd's streaming functions accept one frame after
+//! another. Relays give it those that [`checks_itself`] accepts. Pages that are not encoded need a frame around them: [`raw_frame`].
 //!
 //! From level 1, the words of a packet are [taken apart](crate::words) where that saves bytes. A byte of value 8 precedes the frame then.
 //!
@@ -269,9 +269,9 @@ pub fn checks_itself(payload: &[u8], pages_len: usize) -> bool {
 /// Bytes of a [`raw_frame`].
 pub const RAW_FRAME_LEN: usize = 12;
 
-/// What makes a page of `page_size` bytes a zstd frame, in front of it: a frame header without a window, which states the frame's length,
-/// and the header of a raw block. QEMU asks for one page at a time, so zstd copies a frame of one page to its place at once, and longer
-/// frames by way of a buffer. `None` if the page is longer than a block.
+/// What makes a page of `page_size` bytes a zstd frame, in front of it: a frame header without a window, which states the frame's
+/// length, and the header of a raw block. QEMU asks for one page at a time, so zstd copies a frame of one page to its place at once,
+/// and longer frames by way of a buffer. `None` if the page is longer than a block.
 pub fn raw_frame(page_size: usize) -> Option<[u8; RAW_FRAME_LEN]> {
     let len = u32::try_from(page_size)
         .ok()

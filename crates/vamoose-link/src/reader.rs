@@ -210,9 +210,9 @@ impl ChannelReader {
         self.read_payload(header, PageSink::Own(pages))
     }
 
-    /// As [`ChannelReader::read_rest`], but a zstd frame with a checksum of its pages stays encoded, for a receiver that decodes it and
-    /// compares the checksum: then returns true, and [`ChannelWriter::write_frame`](crate::ChannelWriter::write_frame) must be called
-    /// next. The frame's bytes have arrived as they were sent, unless the stream is a plain connection.
+    /// As [`ChannelReader::read_rest`], but a zstd frame with a checksum of its pages stays encoded, for a receiver that decodes it
+    /// and compares the checksum. Then returns true, and [`ChannelWriter::write_frame`](crate::ChannelWriter::write_frame) must be
+    /// called next. The frame's bytes have arrived as they were sent, unless the stream is a plain connection.
     ///
     /// # Errors
     /// As [`ChannelReader::read`].

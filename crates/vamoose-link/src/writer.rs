@@ -167,7 +167,7 @@ impl ChannelWriter {
     }
 
     /// Sends to a QEMU that is set up for method zstd, without encoding: packets of zstd-frames as they were read
-    /// ([`write_frame`](Self::write_frame)), and all other pages raw, each within a zstd frame. False if pages are too long for that.
+    /// ([`write_frame`](Self::write_frame)), and all other pages raw, each within a zstd frame. False if pages are too long.
     pub fn send_frames(&mut self) -> bool {
         self.frame = raw_frame(self.sender.layout.page_size());
         self.frame.is_some()
@@ -199,7 +199,8 @@ impl ChannelWriter {
         self.write_ram(header, PageSource::Own(pages, len))
     }
 
-    /// Whether a packet with this header can be sent as it is read by [`ChannelReader::read_frame`](crate::ChannelReader::read_frame).
+    /// Whether a packet with this header can be sent as
+    /// [`ChannelReader::read_frame`](crate::ChannelReader::read_frame) reads it.
     ///
     /// # Errors
     /// When there is no memory for the encoder.
