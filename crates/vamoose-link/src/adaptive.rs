@@ -13,9 +13,9 @@
 //! | the sender for the socket, the receiver not for the network | the receiver | a lighter rung |
 //! | the sender for its source | the source | a lighter rung |
 //! | the sender for the socket, a little | link and encoder alike | the same |
-//! | the sender for nothing, or for a core | the encoder | a lighter rung, unless the link is nearly full |
+//! | the sender for nothing, or for a core | the encoder | a lighter rung, but nothing raw while the link is loaded, and the same while it is nearly full |
 //!
-//! Rungs are none, and zstd at levels -3, -1, 1 and 3: each slower and denser than the one before. Packets of two neighbouring
+//! Rungs are none, and zstd at levels -1, 1 and 3: each slower and denser than the one before. Packets of two neighbouring
 //! rungs are mixed where one leaves the link idle and the other the cores. Steps are small where the direction changes, and become
 //! larger while it does not. A denser rung is worth its CPU time if it saves 3 % of the bytes for each half more of encoding time.
 //! To find out, both rungs encode a part of the same packet now and then, while the link limits.
@@ -54,7 +54,6 @@ const COMPARED_PART: usize = 4;
 /// The method and level of each rung.
 const METHODS: [(Method, Option<i32>); RUNGS] = [
     (Method::None, None),
-    (Method::ZstdFrames, Some(-3)),
     (Method::ZstdFrames, Some(-1)),
     (Method::ZstdFrames, Some(1)),
     (Method::ZstdFrames, Some(3)),

@@ -127,49 +127,67 @@ pub(super) struct Policy {
 }
 
 /// What the link carries, in bytes per nanosecond: learned while the link limits, and forgotten soon after.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 struct LinkRate {
+    /// Infinite while it is not known.
     rate: f64,
     /// Windows since the link limited.
     age: u32,
 }
 
 impl LinkRate {
+    fn unknown() -> Self {
+        Self {
+            rate: f64::INFINITY,
+            age: 0,
+        }
+    }
+
     fn observe(&mut self, limit: Limit, wire: f64) {
         self.age += 1;
         if limit == Limit::Link {
             // The highest rate counts, but a single window may be too high.
-            let rate = self.rate.max(wire);
+            let rate = match self.rate.is_finite() {
+                true => self.rate.max(wire),
+                false => wire,
+            };
             self.rate = rate + (wire - rate) / 4.0;
             self.age = 0;
-        } else if self.age > LINK_MEMORY {
-            self.rate = 0.0;
+        } else if self.age > LOADED_MEMORY {
+            self.rate = f64::INFINITY;
         }
     }
 
-    /// Whether `wire` is about as much as the link carries.
+    /// Whether `wire` is about as much as the link carried a moment ago.
     fn is_reached(self, wire: f64) -> bool {
-        wire > NEARLY * self.rate && self.rate > 0.0
+        self.age <= FULL_MEMORY && wire > NEARLY * self.rate
+    }
+
+    /// Whether `wire` is a large part of what the link carried lately.
+    fn is_loaded(self, wire: f64) -> bool {
+        wire > LARGE * self.rate
     }
 }
 
-/// Windows for which the rate of a link that has limited is remembered.
-const LINK_MEMORY: u32 = 6;
+/// Windows for which a link that has limited counts as full, and as loaded.
+const FULL_MEMORY: u32 = 6;
+const LOADED_MEMORY: u32 = 12;
 
 /// The rates of single windows differ by about 15 %.
 const NEARLY: f64 = 0.87;
+const LARGE: f64 = 0.3;
 
-/// None, and four levels of zstd.
-pub(super) const RUNGS: usize = 5;
+/// None, and three levels of zstd.
+pub(super) const RUNGS: usize = 4;
 
 /// The rung that encodes nothing.
 pub(super) const RAW: usize = 0;
 
 /// The rung of a new channel. Starting too light on a slow link costs more than starting too dense on a fast one.
-pub(super) const FIRST: usize = 3;
+pub(super) const FIRST: usize = 2;
 
 /// Typical quotients of size and CPU time, until the guest's own are known.
-const TYPICAL: [(f64, f64); RUNGS - 1] = [(0.41, 2.2), (0.87, 1.1), (0.87, 1.3), (0.97, 1.3)];
+const TYPICAL: [(f64, f64); RUNGS - 1] = [(0.36, 2.4), (0.87, 1.3), (0.97, 1.3)];
 
 /// Share of the bytes that a rung has to save for each 100 % of additional encoding time: 3 % for half as much again.
 const WORTH: f64 = 0.06;
@@ -185,8 +203,18 @@ const LEAST_STEP: f64 = 0.125;
 const MOST_STEP: f64 = 1.0;
 const SOURCE_STEP: f64 = 0.5;
 
-/// The largest step to and from raw packets.
+/// The largest step to and from raw packets, and a bound that depends on the pages: raw packets among highly compressible ones make
+/// many times the bytes, so a step about doubles these at most.
 const RAW_STEP: f64 = 0.5;
+
+fn raw_step(rates: Rates) -> f64 {
+    let size = (rates.wire / rates.pages.max(f64::MIN_POSITIVE)).clamp(LEAST, 0.5);
+    let mut step = RAW_STEP;
+    while step > 1.5 * size / (1.0 - size) {
+        step /= 2.0;
+    }
+    step
+}
 
 /// A mix loses to raw packets if its rate is lower by this share, divided by the square root of the number of windows: the rates of
 /// single windows differ by about 15 %.
@@ -217,7 +245,7 @@ impl Policy {
             raw_rate: Mean::default(),
             mixed_rate: Mean::default(),
             hold: 0,
-            link_rate: LinkRate::default(),
+            link_rate: LinkRate::unknown(),
             comparisons,
             wanted: None,
             looks_up: false,
@@ -266,6 +294,10 @@ impl Policy {
             Limit::Balance if self.position > 1.0 => return,
             // A lighter rung would send more bytes over a link that carries no more.
             Limit::Encoder if self.link_rate.is_reached(rates.wire) => return,
+            // Raw packets would soon fill a link that was full lately, and the next pages may be less compressible.
+            Limit::Encoder if self.position >= 1.0 && self.link_rate.is_loaded(rates.wire) => {
+                (1.0, MOST_STEP)
+            }
             // With raw packets in the mix, the socket fills in bursts and the link is idle between these: so towards raw.
             Limit::Encoder | Limit::Receiver | Limit::Balance => (0.0, MOST_STEP),
         };
@@ -281,8 +313,10 @@ impl Policy {
         }
         let direction = distance.signum();
         self.turn(direction, most);
-        // From raw packets to the first rung, size and CPU time change more than between any other rungs.
-        let most = if self.position <= 1.0 { RAW_STEP } else { most };
+        let most = match self.position <= 1.0 {
+            true => most.min(raw_step(rates)),
+            false => most,
+        };
         self.position += direction * self.step.min(most).min(distance.abs());
     }
 

@@ -100,15 +100,15 @@ const FILES: [(usize, f64); 7] = [
 impl Data {
     /// Size by each rung, of the packet of that number.
     fn size(self, rung: usize, number: usize) -> f64 {
-        const TEXT: [f64; RUNGS] = [1.0, 0.385, 0.32, 0.26, 0.24];
+        const TEXT: [f64; RUNGS] = [1.0, 0.32, 0.26, 0.24];
         if rung == RAW {
             return 1.0;
         }
         match self {
-            Self::Database => [1.0, 0.25, 0.18, 0.15, 0.146][rung],
+            Self::Database => [1.0, 0.18, 0.15, 0.146][rung],
             Self::Noise => 1.0,
             Self::Mixed if (number / 8).is_multiple_of(2) => 1.0,
-            Self::Booted if number < KERNEL => [1.0, 0.97, 0.96, 0.945, 0.94][rung],
+            Self::Booted if number < KERNEL => [1.0, 0.96, 0.945, 0.94][rung],
             Self::Text | Self::Mixed | Self::Booted => TEXT[rung],
             Self::Memory => [0.1, 0.35, 0.6, 0.9, 1.3, 1.7, 2.0][number * 5 % 7] * TEXT[rung],
             Self::Files => {
@@ -126,8 +126,8 @@ impl Data {
 }
 
 /// Nanoseconds per byte of pages, of one core.
-const ENCODING: [f64; RUNGS] = [0.0, 1.5, 1.7, 2.1, 3.1];
-const DECODING: [f64; RUNGS] = [0.0, 0.45, 0.5, 0.7, 0.7];
+const ENCODING: [f64; RUNGS] = [0.0, 1.7, 2.1, 3.1];
+const DECODING: [f64; RUNGS] = [0.0, 0.5, 0.7, 0.7];
 /// Nanoseconds per byte on the wire.
 const SENDING: f64 = 0.2;
 const RECEIVING: f64 = 0.25;
@@ -726,7 +726,7 @@ fn auto_stays_near_the_best_rung_on_mixed_data() {
 fn a_mix_beats_every_rung() {
     let (best, _) = best_fixed(TEXT_AT_25);
     let found = goodput(TEXT_AT_25);
-    assert!(found > 1.1 * best, "{found} {best}");
+    assert!(found > 1.05 * best, "{found} {best}");
 }
 
 /// Windows that differ by chance do not make auto give up a mix for raw packets.
@@ -1018,6 +1018,6 @@ fn a_full_link_gets_no_raw_packets_among_highly_compressible_ones() {
         let (time, wire) = run(&auto);
         let (best_time, best_wire) = run(&|| Choice::Fixed(1));
         assert!(time < 1.1 * best_time, "{time} {best_time}: {world:?}");
-        assert!(wire < 1.3 * best_wire, "{wire} {best_wire}: {world:?}");
+        assert!(wire < 1.4 * best_wire, "{wire} {best_wire}: {world:?}");
     }
 }
