@@ -13,7 +13,7 @@
 //! | the sender for the socket, the receiver not for the network | the receiver | a lighter rung |
 //! | the sender for its source | the source | a lighter rung |
 //! | the sender for the socket, a little | link and encoder alike | the same |
-//! | the sender for nothing, or for a core | the encoder | a lighter rung, but nothing raw while the link is loaded, and the same while it is nearly full |
+//! | the sender for nothing, or for a core | the encoder | a lighter rung, but nothing raw while the link is loaded |
 //!
 //! Rungs are none, and zstd at levels -1, 1 and 3: each slower and denser than the one before. Packets of two neighbouring
 //! rungs are mixed where one leaves the link idle and the other the cores. Steps are small where the direction changes, and become

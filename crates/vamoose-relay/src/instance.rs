@@ -72,16 +72,6 @@ impl Instance {
     pub(crate) fn has_its_place(&self) -> bool {
         SocketFile::at(&self.monitor).is_none_or(|file| self.socket == Some(file))
     }
-
-    #[cfg(test)]
-    pub(crate) fn unknown(path: &Path) -> Self {
-        Self {
-            monitor: path.to_owned(),
-            process: None,
-            uuid: String::new(),
-            socket: None,
-        }
-    }
 }
 
 impl SocketFile {
@@ -100,6 +90,17 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     use super::*;
+
+    impl Instance {
+        pub(crate) fn unknown(path: &Path) -> Self {
+            Self {
+                monitor: path.to_owned(),
+                process: None,
+                uuid: String::new(),
+                socket: None,
+            }
+        }
+    }
 
     fn at(path: &Path, process: Option<ProcessId>) -> Instance {
         Instance {

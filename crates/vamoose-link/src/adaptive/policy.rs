@@ -127,54 +127,35 @@ pub(super) struct Policy {
 }
 
 /// What the link carries, in bytes per nanosecond: learned while the link limits, and forgotten soon after.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct LinkRate {
-    /// Infinite while it is not known.
-    rate: f64,
+    rate: Option<f64>,
     /// Windows since the link limited.
     age: u32,
 }
 
 impl LinkRate {
-    fn unknown() -> Self {
-        Self {
-            rate: f64::INFINITY,
-            age: 0,
-        }
-    }
-
     fn observe(&mut self, limit: Limit, wire: f64) {
         self.age += 1;
         if limit == Limit::Link {
             // The highest rate counts, but a single window may be too high.
-            let rate = match self.rate.is_finite() {
-                true => self.rate.max(wire),
-                false => wire,
-            };
-            self.rate = rate + (wire - rate) / 4.0;
+            let rate = self.rate.map_or(wire, |rate| rate.max(wire));
+            self.rate = Some(rate + (wire - rate) / 4.0);
             self.age = 0;
-        } else if self.age > LOADED_MEMORY {
-            self.rate = f64::INFINITY;
+        } else if self.age > LINK_MEMORY {
+            self.rate = None;
         }
-    }
-
-    /// Whether `wire` is about as much as the link carried a moment ago.
-    fn is_reached(self, wire: f64) -> bool {
-        self.age <= FULL_MEMORY && wire > NEARLY * self.rate
     }
 
     /// Whether `wire` is a large part of what the link carried lately.
     fn is_loaded(self, wire: f64) -> bool {
-        wire > LARGE * self.rate
+        self.rate.is_some_and(|rate| wire > LARGE * rate)
     }
 }
 
-/// Windows for which a link that has limited counts as full, and as loaded.
-const FULL_MEMORY: u32 = 6;
-const LOADED_MEMORY: u32 = 12;
+/// Windows for which the rate of a link that has limited is remembered.
+const LINK_MEMORY: u32 = 12;
 
-/// The rates of single windows differ by about 15 %.
-const NEARLY: f64 = 0.87;
 const LARGE: f64 = 0.3;
 
 /// None, and three levels of zstd.
@@ -245,7 +226,7 @@ impl Policy {
             raw_rate: Mean::default(),
             mixed_rate: Mean::default(),
             hold: 0,
-            link_rate: LinkRate::unknown(),
+            link_rate: LinkRate::default(),
             comparisons,
             wanted: None,
             looks_up: false,
@@ -292,8 +273,6 @@ impl Policy {
             Limit::Link => (rung_position(self.densest_worthwhile()), MOST_STEP),
             Limit::Source => (0.0, SOURCE_STEP),
             Limit::Balance if self.position > 1.0 => return,
-            // A lighter rung would send more bytes over a link that carries no more.
-            Limit::Encoder if self.link_rate.is_reached(rates.wire) => return,
             // Raw packets would soon fill a link that was full lately, and the next pages may be less compressible.
             Limit::Encoder if self.position >= 1.0 && self.link_rate.is_loaded(rates.wire) => {
                 (1.0, MOST_STEP)

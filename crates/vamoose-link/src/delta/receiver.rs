@@ -145,17 +145,6 @@ impl DeltaReceiver {
         Ok(())
     }
 
-    /// Version and content of the first `count` slots.
-    #[cfg(test)]
-    pub(super) fn all(&self, count: usize) -> Vec<(u32, Vec<u8>)> {
-        let slots = self.slots.get().map_or(&[][..], |slots| &slots[..count]);
-        let slots = slots.iter().map(|slot| {
-            let slot = lock(slot);
-            (slot.version, slot.content.to_vec())
-        });
-        slots.collect()
-    }
-
     fn wait_for(&self, touch: Touch) -> Result<(), DeltaError> {
         if self.is_there(touch)? {
             return Ok(());
@@ -240,6 +229,18 @@ fn passed(touch: Touch, slot: &Slot) -> DeltaError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    impl DeltaReceiver {
+        /// Version and content of the first `count` slots.
+        pub(in crate::delta) fn all(&self, count: usize) -> Vec<(u32, Vec<u8>)> {
+            let slots = self.slots.get().map_or(&[][..], |slots| &slots[..count]);
+            let slots = slots.iter().map(|slot| {
+                let slot = lock(slot);
+                (slot.version, slot.content.to_vec())
+            });
+            slots.collect()
+        }
+    }
 
     #[test]
     fn patience_restarts_with_every_packet() {

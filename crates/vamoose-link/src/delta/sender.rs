@@ -224,17 +224,6 @@ impl DeltaSender {
         }
     }
 
-    /// Version and content of all slots in use.
-    #[cfg(test)]
-    pub(super) fn all(&self) -> Vec<(u32, Vec<u8>)> {
-        let index = lock(&self.index);
-        let slots = (0..).zip(&index.slots);
-        let content = |slot| lock(self.content(slot)).to_vec();
-        slots
-            .map(|(number, slot)| (slot.version, content(number)))
-            .collect()
-    }
-
     /// The page in a slot. Uncontended: one packet at a time touches a slot.
     fn content(&self, slot: u32) -> &Mutex<Content> {
         let contents = self
@@ -350,6 +339,18 @@ mod tests {
     use multifd::BlockName;
 
     use super::*;
+
+    impl DeltaSender {
+        /// Version and content of all slots in use.
+        pub(in crate::delta) fn all(&self) -> Vec<(u32, Vec<u8>)> {
+            let index = lock(&self.index);
+            let slots = (0..).zip(&index.slots);
+            let content = |slot| lock(self.content(slot)).to_vec();
+            slots
+                .map(|(number, slot)| (slot.version, content(number)))
+                .collect()
+        }
+    }
 
     const PAGE: usize = 4096;
 
