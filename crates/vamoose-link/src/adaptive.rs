@@ -20,7 +20,7 @@
 //! larger while it does not. A denser rung is worth its CPU time if it saves 3 % of the bytes for each half more of encoding time.
 //! To find out, both rungs encode a part of the same packet now and then, while the link limits.
 //!
-//! The first packets go by zstd 1. Each channel decides for itself, by its share of link and cores.
+//! The first packets go by zstd -1. Each channel decides for itself, by its share of link and cores.
 
 pub(crate) mod meter;
 mod policy;

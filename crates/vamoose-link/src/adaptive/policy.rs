@@ -164,8 +164,9 @@ pub(super) const RUNGS: usize = 4;
 /// The rung that encodes nothing.
 pub(super) const RAW: usize = 0;
 
-/// The rung of a new channel. Starting too light on a slow link costs more than starting too dense on a fast one.
-pub(super) const FIRST: usize = 2;
+/// The rung of a new channel: the lightest that encodes. Starting with raw packets on a slow link costs more than starting with encoded
+/// ones on a fast one.
+pub(super) const FIRST: usize = 1;
 
 /// Typical quotients of size and CPU time, until the guest's own are known.
 const TYPICAL: [(f64, f64); RUNGS - 1] = [(0.36, 2.4), (0.87, 1.3), (0.97, 1.3)];
@@ -318,8 +319,10 @@ impl Policy {
     fn loses_to_raw(&mut self, rate: f64) -> bool {
         let is_link = self.limit == Limit::Link;
         if self.position == 0.0 {
-            self.hold = self.hold.saturating_sub(1);
-            self.mixed_rate = Mean::default();
+            if self.hold > 0 {
+                self.hold -= 1;
+                self.mixed_rate = Mean::default();
+            }
             if rate < self.raw_rate.value / 2.0 {
                 // Another link.
                 self.raw_rate = Mean::default();
@@ -334,7 +337,7 @@ impl Policy {
             // What raw packets did is long ago.
             (self.raw_rate, self.mixed_rate) = Default::default();
         }
-        if !is_link || self.position >= 1.0 {
+        if self.position >= 1.0 || !(is_link || self.limit == Limit::Balance) {
             return false;
         }
         self.mixed_rate.add(rate, MOST_WINDOWS);
