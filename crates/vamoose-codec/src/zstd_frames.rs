@@ -217,21 +217,21 @@ impl Unpacker {
         let apart = Vec::new();
         Ok(Self { context, apart })
     }
+}
 
-    fn unpack_frame(
-        &mut self,
-        earlier: &[u8],
-        payload: &[u8],
-        pages: &mut [u8],
-    ) -> Result<(), DecodeError> {
-        check(payload, pages.len())?;
-        let found = match earlier {
-            [] => self.context.decompress(pages, payload),
-            _ => decompress_after(&mut self.context, earlier, payload, pages),
-        };
-        let found = found.map_err(|code| corrupt(get_error_name(code)))?;
-        DecodeError::check_len(Method::ZstdFrames, payload.len(), found, pages.len())
-    }
+fn unpack_frame(
+    context: &mut DCtx<'static>,
+    earlier: &[u8],
+    payload: &[u8],
+    pages: &mut [u8],
+) -> Result<(), DecodeError> {
+    check(payload, pages.len())?;
+    let found = match earlier {
+        [] => context.decompress(pages, payload),
+        _ => decompress_after(context, earlier, payload, pages),
+    };
+    let found = found.map_err(|code| corrupt(get_error_name(code)))?;
+    DecodeError::check_len(Method::ZstdFrames, payload.len(), found, pages.len())
 }
 
 impl Unpack for Unpacker {
@@ -245,19 +245,17 @@ impl Unpack for Unpacker {
         payload: &[u8],
         pages: &mut [u8],
     ) -> Result<(), DecodeError> {
+        let Self { context, apart } = self;
         let [APART, frame @ ..] = payload else {
-            return self.unpack_frame(earlier, payload, pages);
+            return unpack_frame(context, earlier, payload, pages);
         };
-        let mut apart = std::mem::take(&mut self.apart);
         if apart.len() < pages.len() {
             apart.resize(pages.len(), 0);
         }
-        let unpacked = self.unpack_frame(earlier, frame, &mut apart[..pages.len()]);
-        if unpacked.is_ok() {
-            put_together(&apart[..pages.len()], pages);
-        }
-        self.apart = apart;
-        unpacked
+        let apart = &mut apart[..pages.len()];
+        unpack_frame(context, earlier, frame, apart)?;
+        put_together(apart, pages);
+        Ok(())
     }
 }
 
