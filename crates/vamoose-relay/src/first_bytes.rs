@@ -32,6 +32,10 @@ pub(crate) enum FirstBytes {
     Silent,
 }
 
+/// Between two relays, in place of the magic of a main stream: the migration has no channels, and blocks follow
+/// ([`ByteReader`](vamoose_link::ByteReader)).
+pub(crate) const BLOCKS_MAGIC: [u8; MAGIC_LEN] = *b"VMBL";
+
 /// The length of the magic that main streams and channels begin with.
 const MAGIC_LEN: usize = 4;
 

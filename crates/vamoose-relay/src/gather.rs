@@ -12,6 +12,7 @@
 //! unknown, no channel a second after main came:        perhaps one: a channel from another host may be late. If the source is on
 //!                                                      this host, half of the timeout, for mains in which `ram` is not found
 //! first bytes 0x16 0x03 (TLS) on any connection:        everything is forwarded as bytes
+//! main from another relay that knows it has none:       a migration without multifd, in blocks
 //! ```
 //!
 //! A connection that is silent when `ram` is on the main stream is not a channel, because a channel has sent its SYNC by then. It
@@ -36,7 +37,7 @@ use vamoose_link::{Hangup, Peer, Stream, all_has_come, peer_of};
 
 use crate::{
     Accept, RelayError, chain,
-    first_bytes::{Arrivals, FirstBytes, UnclassifiedConnection, peek},
+    first_bytes::{Arrivals, BLOCKS_MAGIC, FirstBytes, UnclassifiedConnection, peek},
     opaque::Opaque,
 };
 
@@ -94,6 +95,10 @@ pub(crate) fn gather(
         if firsts.any(|it| it.first() == Some(FirstBytes::Tls)) {
             return Ok(gathering.into_opaque("it is TLS", Opaque::Tls));
         }
+        if gathering.main.as_ref().is_some_and(|main| main.in_blocks) {
+            let why = "the other relay has a single main connection";
+            return Ok(gathering.into_opaque(why, Opaque::Single));
+        }
         let now = Instant::now();
         // Before `complete`: it may find further channels.
         let is_settled = gathering.is_settled(now)?;
@@ -149,6 +154,8 @@ struct Main {
     began: Instant,
     /// Whether the source is on this host.
     is_near: bool,
+    /// Whether blocks follow instead of QEMU's bytes.
+    in_blocks: bool,
 }
 
 impl Gathering<'_> {
@@ -216,7 +223,11 @@ impl Gathering<'_> {
 
     /// When to assume a migration without multifd, unless a channel arrives first.
     fn plain_at(&self) -> Option<Instant> {
-        let main = self.main.as_ref()?;
+        // Another relay says so.
+        let main = self
+            .main
+            .as_ref()
+            .filter(|main| main.stream.session().is_none())?;
         let after = match main.is_near {
             // `ram` decides, unless too many bytes precede it. On a busy host a second is not enough.
             true => PLAIN_AFTER.max(self.timeout / 2),
@@ -263,8 +274,13 @@ impl Gathering<'_> {
                 self.closed(&connection)?;
                 continue;
             }
+            let is_of_relay = connection.stream.session().is_some();
+            if is_of_relay && connection.magic() == Some(BLOCKS_MAGIC) {
+                self.add_main(connection, true)?;
+                continue;
+            }
             match connection.first() {
-                Some(FirstBytes::Main) => self.add_main(connection)?,
+                Some(FirstBytes::Main) => self.add_main(connection, false)?,
                 Some(FirstBytes::Channel) => match connection.initial() {
                     Some(initial) => {
                         let initial = Initial::parse(initial)?;
@@ -311,7 +327,11 @@ impl Gathering<'_> {
         Ok(())
     }
 
-    fn add_main(&mut self, connection: UnclassifiedConnection) -> Result<(), RelayError> {
+    fn add_main(
+        &mut self,
+        connection: UnclassifiedConnection,
+        in_blocks: bool,
+    ) -> Result<(), RelayError> {
         if self.main.is_some() {
             let problem = "there are two main streams".to_owned();
             return Err(RelayError::ChannelIds(problem));
@@ -324,6 +344,7 @@ impl Gathering<'_> {
             stream: connection.stream,
             connected: connection.since,
             began: now,
+            in_blocks,
         });
         Ok(())
     }

@@ -20,7 +20,7 @@ use vamoose_link::Stream;
 use crate::{
     Relay, RelayError, chain,
     first_bytes::{Arrivals, Closes, FirstBytes, UnclassifiedConnection, may_be_post_copy},
-    main_stream::{NoWitness, forward},
+    main_stream::{ByteEnd, NoWitness, forward},
 };
 
 /// Limit of silent connections. A source opens one.
@@ -91,7 +91,9 @@ fn pass(relay: &Relay<'_>, near: &Arc<Stream>, first: [u8; 4]) {
     };
     info!("passing a channel for post-copy on");
     relay.stats.add_received(first.len());
-    if let Err(error) = forward(near, &far, relay.stats, NoWitness, NoWitness) {
+    let settings = (&relay.config.method, relay.stats);
+    let (near, far) = (ByteEnd::plain(near.clone()), ByteEnd::plain(far));
+    if let Err(error) = forward(&near, &far, &[], settings, NoWitness, NoWitness) {
         debug!("a channel for post-copy broke: {}", chain(&error));
     }
 }

@@ -1,7 +1,7 @@
 //! The main stream: a relay forwards its bytes without interpreting them, except for its marks (`syncs`).
 
 use std::{
-    io::{self, Read as _, Write as _},
+    io,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU8, Ordering},
@@ -11,7 +11,7 @@ use std::{
 };
 
 use tracing::Span;
-use vamoose_link::{Pacer, Stats, Stream, is_stall, lock};
+use vamoose_link::{ByteReader, ByteWriter, MethodChoice, Pacer, Stats, Stream, is_stall, lock};
 
 use crate::{Direction, Outcome, RelayError, return_path::ReturnPath};
 
@@ -67,7 +67,7 @@ impl MainState {
 }
 
 /// Writes bytes to the receiver of a [`Pump`].
-pub(crate) type Write<'a> = &'a dyn Fn(&[u8]) -> Result<(), RelayError>;
+pub(crate) type Write<'a> = &'a mut dyn FnMut(&[u8]) -> Result<(), RelayError>;
 
 /// Observes the bytes that go through a [`Pump`].
 pub(crate) trait Witness {
@@ -116,90 +116,142 @@ impl<F: FnMut(u32)> Witness for ReturnWitness<'_, F> {
     }
 }
 
-/// One direction of a main stream.
+/// One direction of a main stream, or of another connection.
 pub(crate) struct Pump<'a> {
     pub(crate) direction: Direction,
-    from: Arc<Stream>,
-    to: Arc<Stream>,
-    stats: &'a Stats,
+    from: ByteReader,
+    to: ByteWriter,
     pacer: Option<&'a Pacer>,
 }
 
 impl<'a> Pump<'a> {
+    /// Of a main stream, whose bytes are forwarded as they are.
     pub(crate) fn new(
         direction: Direction,
         from: &Arc<Stream>,
         to: &Arc<Stream>,
-        stats: &'a Stats,
+        stats: &Arc<Stats>,
         pacer: Option<&'a Pacer>,
     ) -> Self {
+        let stats = counted(direction, stats);
         Self {
             direction,
-            from: from.clone(),
-            to: to.clone(),
-            stats,
+            from: ByteReader::plain(from.clone(), stats.clone()),
+            to: ByteWriter::plain(to.clone(), stats),
             pacer,
         }
     }
 
     /// Forwards bytes until the sender ends, then forwards the end, unless the witness objects.
-    pub(crate) fn run(&self, witness: &mut impl Witness) -> Result<(), RelayError> {
-        let mut buffer = vec![0; PIECE];
+    pub(crate) fn run(mut self, witness: &mut impl Witness) -> Result<(), RelayError> {
+        let direction = self.direction;
         loop {
-            let piece = match (&*self.from).read(&mut buffer) {
-                Ok(0) => break,
-                Ok(read) => &buffer[..read],
+            let piece = match self.from.read() {
+                Ok(Some(piece)) => piece,
+                Ok(None) => break,
                 // A main stream may be idle for any time.
                 Err(error) if is_transient(&error) => continue,
-                Err(error) => return Err(RelayError::MainRead(self.direction, error)),
+                Err(error) => return Err(RelayError::MainRead(direction, error)),
             };
             if let Some(pacer) = self.pacer {
                 // Does not wait behind pages: the end of the main stream must be noticed at once.
                 pacer.charge(piece.len());
             }
-            witness.pass(piece, &|part| self.write(part))?;
-            if self.direction == Direction::Forward {
-                self.stats.add_received(piece.len());
-                self.stats.add_sent(piece.len());
-            }
+            let to = &mut self.to;
+            witness.pass(piece, &mut |part| write(to, part, direction))?;
         }
         if witness.ends() {
             self.to.finish();
         }
         Ok(())
     }
+}
 
-    fn write(&self, part: &[u8]) -> Result<(), RelayError> {
-        let written = (&*self.to).write_all(part);
-        written.map_err(|error| match is_stall(&error) {
-            true => RelayError::MainStalled(self.direction, self.to.stall_timeout()),
-            false => RelayError::MainWrite(self.direction, error),
-        })
+/// Only what goes to the destination is counted.
+fn counted(direction: Direction, stats: &Arc<Stats>) -> Option<Arc<Stats>> {
+    (direction == Direction::Forward).then(|| stats.clone())
+}
+
+fn write(to: &mut ByteWriter, part: &[u8], direction: Direction) -> Result<(), RelayError> {
+    let written = to.write(part);
+    written.map_err(|error| match is_stall(&error) {
+        true => RelayError::MainStalled(direction, to.stall_timeout()),
+        false => RelayError::MainWrite(direction, error),
+    })
+}
+
+/// One end of a connection that is forwarded, and the form in which the end's bytes travel.
+#[derive(Clone)]
+pub(crate) struct ByteEnd {
+    pub(crate) stream: Arc<Stream>,
+    /// In blocks: the other end of the stream is a relay that does the same.
+    pub(crate) in_blocks: bool,
+    /// What was read from the stream before.
+    pub(crate) before: Vec<u8>,
+}
+
+impl ByteEnd {
+    /// Bytes travel as they are.
+    pub(crate) fn plain(stream: Arc<Stream>) -> Self {
+        Self {
+            stream,
+            in_blocks: false,
+            before: Vec::new(),
+        }
+    }
+
+    fn reader(&self, stats: Option<Arc<Stats>>) -> ByteReader {
+        let stream = self.stream.clone();
+        match self.in_blocks {
+            true => ByteReader::blocks(stream, self.before.clone(), stats),
+            false => ByteReader::plain(stream, stats),
+        }
+    }
+
+    fn writer(&self, method: &MethodChoice, stats: Option<Arc<Stats>>) -> ByteWriter {
+        let stream = self.stream.clone();
+        match self.in_blocks {
+            true => ByteWriter::blocks(stream, method, stats),
+            false => ByteWriter::plain(stream, stats),
+        }
     }
 }
 
-/// Connects two connections in both directions. When one direction breaks, so does the other.
+/// Connects two connections in both directions, after sending `first` to `far`. When one direction breaks, so does the other.
 pub(crate) fn forward(
-    near: &Arc<Stream>,
-    far: &Arc<Stream>,
-    stats: &Stats,
+    near: &ByteEnd,
+    far: &ByteEnd,
+    first: &[u8],
+    (method, stats): (&MethodChoice, &Arc<Stats>),
     mut there: impl Witness,
     mut back: impl Witness + Send,
 ) -> Result<(), RelayError> {
-    fn one_way(pump: &Pump<'_>, witness: &mut impl Witness) -> Result<(), RelayError> {
-        let passed = pump.run(witness);
+    let pump = |direction, from: &ByteEnd, to: &ByteEnd| {
+        let stats = counted(direction, stats);
+        Pump {
+            direction,
+            from: from.reader(stats.clone()),
+            to: to.writer(method, stats),
+            pacer: None,
+        }
+    };
+    let end = |passed: Result<(), RelayError>| {
         if passed.is_err() {
-            pump.from.shut_down();
-            pump.to.shut_down();
+            near.stream.shut_down();
+            far.stream.shut_down();
         }
         passed
-    }
-    let pump_there = Pump::new(Direction::Forward, near, far, stats, None);
-    let pump_back = Pump::new(Direction::Back, far, near, stats, None);
+    };
+    let mut pump_there = pump(Direction::Forward, near, far);
+    let pump_back = pump(Direction::Back, far, near);
     let span = Span::current();
     thread::scope(|scope| {
-        let back = scope.spawn(move || span.in_scope(|| one_way(&pump_back, &mut back)));
-        let forward = one_way(&pump_there, &mut there);
+        let back = scope.spawn(move || span.in_scope(|| end(pump_back.run(&mut back))));
+        let begun = match first {
+            [] => Ok(()),
+            first => write(&mut pump_there.to, first, Direction::Forward),
+        };
+        let forward = end(begun.and_then(|()| pump_there.run(&mut there)));
         // A thread that panicked has no error to add.
         forward.and(back.join().unwrap_or(Ok(())))
     })
@@ -209,9 +261,6 @@ pub(crate) fn forward(
 pub(crate) struct NoWitness;
 
 impl Witness for NoWitness {}
-
-/// Large enough for a migration without multifd to be cheap.
-const PIECE: usize = 128 * 1024;
 
 /// Whether to retry: a connection may be idle for any time.
 fn is_transient(error: &io::Error) -> bool {

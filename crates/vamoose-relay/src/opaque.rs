@@ -1,4 +1,5 @@
-//! Forwards connections as bytes: a migration without multifd or with QEMU's TLS, and all other protocols at a gateway.
+//! Forwards connections as bytes: a migration without multifd or with QEMU's TLS, and all other protocols at a gateway. Between two
+//! relays the bytes travel in blocks, compressed ([`ByteWriter`](vamoose_link::ByteWriter)), unless it is QEMU's TLS.
 //!
 //! Each connection of the source becomes one connection to the destination. With TLS, the client sends first, and the destination
 //! is dialled then. All other connections are dialled at once, one after the other, because a QEMU takes the first connection for
@@ -21,8 +22,10 @@ use vamoose_link::Stream;
 
 use crate::{
     Outcome, Relay, RelayError, Summary, chain,
-    first_bytes::{Arrivals, FirstBytes, UnclassifiedConnection, classify, may_be_post_copy},
-    main_stream::{MainState, NoWitness, ReturnWitness, Witness, Write, forward},
+    first_bytes::{
+        Arrivals, BLOCKS_MAGIC, FirstBytes, UnclassifiedConnection, classify, may_be_post_copy,
+    },
+    main_stream::{ByteEnd, MainState, NoWitness, ReturnWitness, Witness, Write, forward},
 };
 
 /// The kind of connections that are forwarded as bytes.
@@ -36,6 +39,13 @@ pub(crate) enum Opaque {
     PerhapsSingle,
     /// Unknown. One connection may fail without the others.
     Bytes,
+}
+
+impl Opaque {
+    /// Whether bytes travel in blocks between two relays. TLS does not: a relay must see what it is.
+    fn is_in_blocks(self) -> bool {
+        self != Self::Tls
+    }
 }
 
 /// Interval at which the threads' reports are read while no connection arrives.
@@ -72,17 +82,16 @@ pub(crate) fn pass(
     let mut arrivals = Arrivals::new(relay.accept, relay.hangup, others);
     let mut setup_time = None;
     let outcome = thread::scope(|scope| {
-        let begin = |stream, first, is_main| {
-            let report = report.clone();
+        let begin = |stream, first: Vec<u8>, is_main| {
             let connection = Connection {
                 relay,
-                stream,
+                near: near_end(stream, &first, kind, is_main),
                 first,
                 kind,
                 is_main,
-                report,
+                report: report.clone(),
             };
-            let far = relay.dial_one(&connection.first);
+            let far = connection.dial();
             let span = Span::current();
             scope.spawn(move || span.in_scope(|| connection.run(far)));
         };
@@ -204,9 +213,24 @@ fn belongs(connection: &UnclassifiedConnection, kind: Opaque) -> Option<bool> {
     Some(!is_foreign)
 }
 
+/// The end at the source, of whose bytes `first` have been read.
+fn near_end(stream: Arc<Stream>, first: &[u8], kind: Opaque, is_main: bool) -> ByteEnd {
+    let in_blocks = kind.is_in_blocks() && stream.session().is_some();
+    ByteEnd {
+        stream,
+        in_blocks,
+        // Of a main stream, the magic is no block.
+        before: match in_blocks && !is_main {
+            true => first.to_vec(),
+            false => Vec::new(),
+        },
+    }
+}
+
 struct Connection<'a> {
     relay: &'a Relay<'a>,
-    stream: Arc<Stream>,
+    near: ByteEnd,
+    /// What has been read from the source: bytes of the program, unless the source's end is in blocks.
     first: Vec<u8>,
     kind: Opaque,
     /// Whether this is a main stream in plain text, with a return path.
@@ -215,8 +239,32 @@ struct Connection<'a> {
 }
 
 impl Connection<'_> {
+    /// Opens the connection to the destination, with the first bytes, if these are not sent as a block.
+    fn dial(&self) -> Result<ByteEnd, RelayError> {
+        let in_blocks = self.kind.is_in_blocks() && !self.relay.dialer.is_to_qemu();
+        let first = match (in_blocks, self.is_main) {
+            (true, true) => &BLOCKS_MAGIC[..],
+            (true, false) => &[],
+            (false, true) => &MAIN_MAGIC.to_be_bytes(),
+            (false, false) => self.first_bytes(),
+        };
+        Ok(ByteEnd {
+            stream: self.relay.dial_one(first)?,
+            in_blocks,
+            before: Vec::new(),
+        })
+    }
+
+    /// The program's bytes that have been read, without a main stream's magic.
+    fn first_bytes(&self) -> &[u8] {
+        match self.is_main || self.near.in_blocks {
+            true => &[],
+            false => &self.first,
+        }
+    }
+
     /// Forwards to `far`, the connection to the destination.
-    fn run(self, far: Result<Arc<Stream>, RelayError>) {
+    fn run(self, far: Result<ByteEnd, RelayError>) {
         let end = match far.and_then(|far| self.pass(&far)) {
             Ok(()) => Report::Ended,
             Err(error) if self.is_foreign(&error) => {
@@ -240,23 +288,28 @@ impl Connection<'_> {
         matches!(self.kind, Opaque::Single | Opaque::PerhapsSingle)
     }
 
-    fn pass(&self, far: &Arc<Stream>) -> Result<(), RelayError> {
-        let stats = self.relay.stats;
+    fn pass(&self, far: &ByteEnd) -> Result<(), RelayError> {
+        let settings = (&self.relay.config.method, self.relay.stats);
+        // Otherwise the connection was opened with these.
+        let first = match far.in_blocks {
+            true => self.first_bytes(),
+            false => &[],
+        };
         if !self.follows_main() {
-            return forward(&self.stream, far, stats, NoWitness, NoWitness);
+            return forward(&self.near, far, first, settings, NoWitness, NoWitness);
         }
         let main = MainState::default();
         let there = FirstPiece {
             main: &main,
             kind: self.kind,
-            at_start: self.first.is_empty(),
+            at_start: !self.is_main && self.first_bytes().is_empty(),
         };
         let back = ReturnWitness::new(&main, |code| match code {
             _ if !self.is_main => {}
             0 => self.report(Report::Loaded),
             code => self.report(Report::Failed(RelayError::Refused(code))),
         });
-        forward(&self.stream, far, stats, there, back)?;
+        forward(&self.near, far, first, settings, there, back)?;
         if self.is_main {
             main.verdict()?;
         }

@@ -230,7 +230,7 @@ mod tests {
             scope.spawn(|| {
                 let mut main = BehindSyncs::new(&state, &syncs, &stats, &config);
                 let out = out;
-                main.pass(&bytes, &|part| {
+                main.pass(&bytes, &mut |part| {
                     out.send(part.to_vec()).unwrap();
                     Ok(())
                 })

@@ -237,7 +237,7 @@ mod tests {
         state.received(forward);
         if !back.is_empty() {
             let mut witness = ReturnWitness::new(&state, |_| ());
-            witness.pass(back, &|_| Ok(())).unwrap();
+            witness.pass(back, &mut |_| Ok(())).unwrap();
         }
         state
     }

@@ -76,14 +76,14 @@ impl<'scope, 'env> Threads<'scope, 'env> {
     ) {
         let mut behind = BehindSyncs::new(state, self.syncs, self.stats, self.config);
         let pump = Pump::new(Direction::Forward, from, to, self.stats, pacer);
-        self.spawn(move |report| report(main_ended(&pump, &mut behind)));
+        self.spawn(move |report| report(main_ended(pump, &mut behind)));
     }
 
     pub(super) fn return_main(&self, from: &Arc<Stream>, to: &Arc<Stream>, state: &'env MainState) {
         let pump = Pump::new(Direction::Back, from, to, self.stats, None);
         self.spawn(move |report| {
             let mut witness = ReturnWitness::new(state, |code| report(Report::Shut { code }));
-            report(main_ended(&pump, &mut witness));
+            report(main_ended(pump, &mut witness));
         });
     }
 
@@ -109,7 +109,8 @@ impl<'scope, 'env> Threads<'scope, 'env> {
     }
 }
 
-fn main_ended(pump: &Pump<'_>, witness: &mut impl Witness) -> Report {
+fn main_ended(pump: Pump<'_>, witness: &mut impl Witness) -> Report {
+    let direction = pump.direction;
     let ended = pump.run(witness);
-    ended.map_or_else(Report::Failed, |()| Report::MainEnded(pump.direction))
+    ended.map_or_else(Report::Failed, |()| Report::MainEnded(direction))
 }
