@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips load databases cuts faults bench paths libvirt package package-rpm package-image \
+.PHONY: help setup build demo test model flips load databases cuts faults bench paths storage libvirt package package-rpm package-image \
 	package-compare package-test first-migration
 
 help:          # Show these targets
@@ -61,6 +61,10 @@ bench: setup   # Measure Vamoose beside stock QEMU on this host (minutes; BENCH=
 # As root. PATHS_RAM and PATHS_RUNS set the guest's memory in MiB and how often each case runs.
 paths: setup   # Measure what a second path gains
 	cargo test --release -p vamoose --test all paths:: -- --ignored --nocapture
+
+# As root. STORAGE_SIZE and STORAGE_RUNS set the disk's size in MiB and how often each case runs.
+storage: setup # Measure disks and requests through two gateways, beside QEMU alone (minutes)
+	cargo test --release -p vamoose --test all gateway::storage -- --ignored --nocapture --test-threads 1
 
 # As root. LIBVIRT_CASES, LIBVIRT_WAYS and LIBVIRT_VERSIONS choose cases, LIBVIRT_ROUNDS and LIBVIRT_GUESTS set how many.
 libvirt: setup   # Move guests between two hosts with virsh, in every way (half an hour; LIBVIRT=cases, times or evacuation)

@@ -263,7 +263,7 @@ impl IncomingMigration {
             return MigrationEnd::of(&relay.relay());
         }
         let (from, target) = (&admitted.from, &admitted.target);
-        info!("from {from}, {target}: passing bytes through as they are");
+        info!("from {from}, {target}: passing bytes through");
         // An error means that no further stream will come: the other gateway has ended the migration, or is gone.
         MigrationEnd::of(&pass_bytes(&relay, &mut || conversation.poll().is_err()))
     }

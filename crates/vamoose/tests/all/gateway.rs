@@ -7,6 +7,7 @@ mod log;
 mod metrics;
 mod opaque;
 mod service;
+mod storage;
 mod streams;
 mod trouble;
 
@@ -179,6 +180,16 @@ impl Host {
         self.gateway.wait_for(text, LIMIT)
     }
 
+    /// Waits for a migration's last line, and returns its MiB before and after compression.
+    fn carried(&self, end: &str) -> Result<(f64, f64)> {
+        let line = self.says(end)?;
+        let sizes = line.split_once(" MiB as ").and_then(|(before, after)| {
+            let before = before.rsplit(' ').next()?.parse().ok()?;
+            Some((before, after.split(' ').next()?.parse().ok()?))
+        });
+        sizes.with_context(|| format!("no sizes in {line:?}"))
+    }
+
     fn restart(&mut self) -> Result<()> {
         self.gateway.kill()?;
         self.gateway = self.setting.start()?;
@@ -349,7 +360,8 @@ fn without_multifd() -> Result<()> {
             .expect_moved(&mut source, &mut destination)
             .with_context(|| format!("{} to {}", from.version, to.version))?;
     }
-    hosts.near.says("port 49152: loaded; ")?;
+    let (before, after) = hosts.near.carried("port 49152: loaded; ")?;
+    ensure!(after < before * 0.8, "{before} MiB as {after} MiB");
     Ok(())
 }
 

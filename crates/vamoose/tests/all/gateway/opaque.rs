@@ -1,4 +1,5 @@
-//! Connections that are no migrations pass unchanged: NBD, where the server speaks first, TLS, RPC.
+//! Connections that are no migrations arrive unchanged, and are compressed between the gateways: NBD, where the server speaks first,
+//! TLS, RPC.
 
 use std::{
     io::{Read as _, Write as _},
@@ -49,7 +50,7 @@ fn a_server_that_speaks_first_is_heard() -> Result<()> {
     drop(clients);
     hosts
         .near
-        .says("passing bytes through as they are, encrypted: the destination speaks first")?;
+        .says("passing bytes through, compressed and encrypted: the destination speaks first")?;
     hosts.near.says("port 49152: passed through to its end; ")?;
     hosts.far.says("port 49152: passed through to its end; ")?;
     Ok(())
@@ -82,6 +83,8 @@ fn bytes_of_all_kinds_arrive_both_ways_and_so_does_each_end() -> Result<()> {
         writer.join().unwrap()?;
     }
     hosts.near.says("encrypted: it is TLS")?;
+    let (before, after) = hosts.near.carried("passed through to its end; ")?;
+    ensure!(after < before / 4.0, "{before} MiB as {after} MiB");
     Ok(())
 }
 
