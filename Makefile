@@ -63,7 +63,7 @@ paths: setup   # Measure what a second path gains
 	cargo test --release -p vamoose --test all paths:: -- --ignored --nocapture
 
 # As root. STORAGE_SIZE and STORAGE_RUNS set the disk's size in MiB and how often each case runs.
-storage: setup # Measure disks and requests through two gateways, beside QEMU alone (minutes)
+storage: setup # Measure disks and requests through two gateways beside QEMU alone, and cut the link meanwhile (minutes)
 	cargo test --release -p vamoose --test all gateway::storage -- --ignored --nocapture --test-threads 1
 
 # As root. LIBVIRT_CASES, LIBVIRT_WAYS and LIBVIRT_VERSIONS choose cases, LIBVIRT_ROUNDS and LIBVIRT_GUESTS set how many.

@@ -149,7 +149,9 @@ impl OutgoingMigration {
         let ended = match decided {
             Ok(Content::Opaque(why)) => {
                 let (peer, target) = (&self.peer.name, self.listener.at.target());
-                info!("to {peer}, {target}: passing bytes through, compressed and encrypted: {why}");
+                info!(
+                    "to {peer}, {target}: passing bytes through, compressed and encrypted: {why}"
+                );
                 Some((begin(), self.pass(OPAQUE)))
             }
             Ok(Content::Migration) => Some((begin(), self.pass(MIGRATION))),

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use lab::{
-    net::{self, Link, Namespace},
+    net::{self, End, Link, Namespace},
     proc,
     qemu::{self, Binary, Builder, Qemu},
     vamoose::{Keys, Vamoose},
@@ -62,7 +62,7 @@ fn a_mirrored_disk_is_measured() -> Result<()> {
         let mut costs = WAYS.map(|_| Vec::new());
         for _ in 0..runs {
             for (way, costs) in WAYS.iter().zip(&mut costs) {
-                let cost = mirror(binary, &disk, rate, *way);
+                let cost = mirror(binary, &disk, rate, *way, |_, _| Ok(()));
                 costs.push(cost.with_context(|| format!("{way:?} at {rate:?}"))?);
             }
         }
@@ -145,8 +145,51 @@ fn addresses(way: Way, link: &Link) -> (String, String) {
     }
 }
 
-/// Mirrors a disk to another host, compares both, and returns the cost.
-fn mirror(binary: &Binary, disk: &Path, rate: Option<u64>, way: Way) -> Result<Cost> {
+/// STORAGE_CUTS is the number of cuts: one in the middle of each disk, for 3 s.
+#[test]
+#[ignore = "minutes, as root"]
+fn a_disk_survives_cuts() -> Result<()> {
+    const SIZE: u64 = 512;
+    let cuts = env::var("STORAGE_CUTS").map_or(Ok(20), |text| text.parse())?;
+    net::available()?;
+    let binary = qemu::available().last().context("there is no QEMU here")?;
+    let folder = TempDir::new()?;
+    let disk = folder.path().join("disk");
+    make_disk(&disk, SIZE)?;
+    for number in 0..cuts {
+        let at = SIZE * MIB / cuts * number;
+        let cut = |source: &mut Qemu, link: &Link| {
+            while copied(source)? < at {}
+            let wire = &link.wires[0];
+            match number % 2 {
+                0 => wire.pull(End::Source)?,
+                _ => wire.lose(End::Source)?,
+            }
+            thread::sleep(Duration::from_secs(3));
+            wire.deliver()?;
+            wire.plug()
+        };
+        let cost = mirror(binary, &disk, Some(1000), Way::Gateways, cut);
+        let cost = cost.with_context(|| format!("cut {number}, after {at} bytes"))?;
+        println!("cut after {} MiB: equal, {:.1} s", at / MIB, cost.seconds);
+    }
+    Ok(())
+}
+
+/// Bytes that a mirror has copied.
+fn copied(source: &mut Qemu) -> Result<u64> {
+    let jobs = source.qmp.execute("query-block-jobs", json!({}))?;
+    jobs[0]["offset"].as_u64().context("no job")
+}
+
+/// Mirrors a disk to another host, calls `then` meanwhile, compares both disks, and returns the cost.
+fn mirror(
+    binary: &Binary,
+    disk: &Path,
+    rate: Option<u64>,
+    way: Way,
+    then: impl FnOnce(&mut Qemu, &Link) -> Result<()>,
+) -> Result<Cost> {
     let link = Link::new(rate.map(|rate| rate * 1_000_000))?;
     let copy = TempDir::new()?;
     let copied = copy.path().join("disk");
@@ -181,6 +224,7 @@ fn mirror(binary: &Binary, disk: &Path, rate: Option<u64>, way: Way) -> Result<C
     source.qmp.execute("blockdev-add", client)?;
     let job = json!({ "job-id": "mirror", "device": "disk", "target": "far", "sync": "full" });
     source.qmp.execute("blockdev-mirror", job)?;
+    then(&mut source, &link)?;
     source
         .qmp
         .wait_event("BLOCK_JOB_READY", |_| true, Duration::from_secs(300))?;
