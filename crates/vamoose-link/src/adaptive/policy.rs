@@ -66,15 +66,14 @@ struct Comparison {
 }
 
 impl Comparison {
-    /// Quotients of the sizes and of the CPU times.
-    fn quotients(&self) -> (f64, f64) {
-        let Self {
-            lighter, denser, ..
-        } = self;
-        (
-            denser.size / lighter.size.max(LEAST),
-            denser.cpu / lighter.cpu.max(LEAST),
-        )
+    /// Quotient of the sizes.
+    fn size(&self) -> f64 {
+        self.denser.size / self.lighter.size.max(LEAST)
+    }
+
+    /// Additional CPU time of the denser rung, in nanoseconds per byte of pages.
+    fn cpu(&self) -> f64 {
+        self.denser.cpu - self.lighter.cpu
     }
 }
 
@@ -158,8 +157,8 @@ const LINK_MEMORY: u32 = 12;
 
 const LARGE: f64 = 0.3;
 
-/// None, and three levels of zstd.
-pub(super) const RUNGS: usize = 4;
+/// None, and four levels of zstd.
+pub(super) const RUNGS: usize = 5;
 
 /// The rung that encodes nothing.
 pub(super) const RAW: usize = 0;
@@ -168,14 +167,15 @@ pub(super) const RAW: usize = 0;
 /// ones on a fast one.
 pub(super) const FIRST: usize = 1;
 
-/// Typical quotients of size and CPU time, until the guest's own are known.
-const TYPICAL: [(f64, f64); RUNGS - 1] = [(0.36, 2.4), (0.87, 1.3), (0.97, 1.3)];
+/// Typical quotients of size, and additional CPU times in nanoseconds per byte of pages, until the guest's own are known.
+const TYPICAL: [(f64, f64); RUNGS - 1] = [(0.36, 1.6), (0.87, 0.6), (0.97, 0.7), (0.97, 3.5)];
 
-/// Share of the bytes that a rung has to save for each 100 % of additional encoding time: 3 % for half as much again.
-const WORTH: f64 = 0.06;
+/// Share of the bytes that a rung has to save for each additional core: 4 % for a tenth of a core. A slow link has the time for dense
+/// rungs.
+const PRICE: f64 = 0.4;
 
-/// CPU time of a byte of raw pages, in nanoseconds: of both QEMUs and both kernels. The first rung is compared with that.
-const RAW_COST: f64 = 1.2;
+/// Share of the bytes that the first rung that encodes has to save.
+const LEAST_SAVING: f64 = 0.08;
 
 /// Comparisons that are averaged.
 const MEMORY: f64 = 6.0;
@@ -213,7 +213,7 @@ impl Policy {
         let comparisons = TYPICAL.map(|(size, cpu)| Comparison {
             lighter: Cost {
                 size: 1.0,
-                cpu: 1.0,
+                cpu: 0.0,
             },
             denser: Cost { size, cpu },
             count: 0.0,
@@ -271,7 +271,10 @@ impl Policy {
         }
         let (target, most) = match self.limit {
             Limit::Link if self.hold > 0 => (0.0, MOST_STEP),
-            Limit::Link => (rung_position(self.densest_worthwhile()), MOST_STEP),
+            Limit::Link => (
+                rung_position(self.densest_worthwhile(rates.pages)),
+                MOST_STEP,
+            ),
             Limit::Source => (0.0, SOURCE_STEP),
             Limit::Balance if self.position > 1.0 => return,
             // Raw packets would soon fill a link that was full lately, and the next pages may be less compressible.
@@ -351,7 +354,6 @@ impl Policy {
         let Some(comparison) = self.comparisons.get_mut(rung) else {
             return;
         };
-        let raw = if rung == RAW { RAW_COST } else { 0.0 };
         comparison.count = (comparison.count + 1.0).min(MEMORY);
         let both = [
             (&mut comparison.lighter, lighter),
@@ -359,23 +361,27 @@ impl Policy {
         ];
         for (mean, cost) in both {
             mean.size += (cost.size - mean.size) / comparison.count;
-            mean.cpu += (raw + cost.cpu - mean.cpu) / comparison.count;
+            mean.cpu += (cost.cpu - mean.cpu) / comparison.count;
         }
     }
 
-    /// The densest rung that saves enough for its CPU time, compared with the next lighter worthwhile rung. If rungs between these two
-    /// were rejected, typical values do not suffice: the rung must have been measured.
-    fn densest_worthwhile(&self) -> usize {
-        let (mut best, mut size, mut cost) = (RAW, 1.0, 1.0);
+    /// The densest rung that saves enough for its CPU time at this `rate`, compared with the next lighter worthwhile rung. If rungs
+    /// between these two were rejected, typical values do not suffice: the rung must have been measured.
+    fn densest_worthwhile(&self, rate: f64) -> usize {
+        let (mut best, mut size, mut cpu) = (RAW, 1.0, 0.0);
         for (comparison, rung) in self.comparisons.iter().zip(1..) {
             if comparison.count == 0.0 && best + 1 < rung {
                 break;
             }
-            let (more_size, more_cost) = comparison.quotients();
-            size *= more_size;
-            cost *= more_cost;
-            if 1.0 - size >= WORTH * (cost - 1.0) {
-                (best, size, cost) = (rung, 1.0, 1.0);
+            size *= comparison.size();
+            cpu += comparison.cpu();
+            let least = match best {
+                // Packets of both are mixed, so as many are encoded as the cores have time for.
+                RAW => LEAST_SAVING,
+                _ => PRICE * rate * cpu,
+            };
+            if 1.0 - size >= least && size < 1.0 {
+                (best, size, cpu) = (rung, 1.0, 0.0);
             }
         }
         best

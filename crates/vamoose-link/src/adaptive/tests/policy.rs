@@ -17,8 +17,8 @@ const ENCODER: [f64; 4] = [0.0, 0.0, 0.0, 0.6];
 
 fn observe(policy: &mut Policy, [source, socket, core, network]: [f64; 4]) {
     let rates = Rates {
-        pages: 1.0,
-        wire: if socket > 0.0 { 0.4 } else { 0.3 },
+        pages: 0.2,
+        wire: if socket > 0.0 { 0.08 } else { 0.06 },
     };
     policy.observe(waits(source, socket, core, network), rates);
     policy.next_packet();
@@ -90,43 +90,45 @@ fn between_two_rungs_packets_of_both_are_mixed() {
     assert!(rungs.windows(5).all(|few| few.contains(&1)));
 }
 
-/// Where the policy comes to over a link that limits, if a rung's size and cost beside the one before are these.
-fn settled(pairs: [(f64, f64); RUNGS - 1]) -> usize {
+/// Where the policy comes to over a link that limits to this rate of pages, if a rung's size beside the one before and its additional
+/// CPU time are these.
+fn settled(rate: f64, pairs: [(f64, f64); RUNGS - 1]) -> usize {
     let mut policy = Policy::new();
     for _ in 0..200 {
         if let Some(rung) = policy.wanted() {
             let (size, cpu) = pairs[rung];
-            let size_of = |size| Cost { size, cpu: 1.0 };
-            policy.compared(
-                rung,
-                [
-                    size_of(0.5),
-                    Cost {
-                        size: 0.5 * size,
-                        cpu,
-                    },
-                ],
-            );
+            let cost = |size, cpu| Cost { size, cpu };
+            policy.compared(rung, [cost(0.5, 1.0), cost(0.5 * size, 1.0 + cpu)]);
         }
-        observe(&mut policy, LINK);
+        let [source, socket, core, network] = LINK;
+        let rates = Rates {
+            pages: rate,
+            wire: 0.4 * rate,
+        };
+        policy.observe(waits(source, socket, core, network), rates);
+        policy.next_packet();
     }
     policy.rung()
 }
 
 #[test]
-fn a_denser_rung_has_to_save_three_percent_for_half_more_time() {
-    let good = (0.8, 1.5);
-    for (last, rung) in [
-        ((0.98, 1.5), 2),
-        ((0.96, 1.5), 3),
-        ((0.96, 2.0), 2),
-        ((0.93, 2.0), 3),
+fn a_denser_rung_has_to_save_four_percent_for_a_tenth_of_a_core() {
+    let good = (0.6, 0.5);
+    for (rate, last, rung) in [
+        (0.2, (0.97, 0.5), 2),
+        (0.2, (0.95, 0.5), 3),
+        (0.2, (0.95, 1.0), 2),
+        (0.02, (0.97, 1.0), 3),
     ] {
-        assert_eq!(settled([good, good, last]), rung, "{last:?}");
+        let found = settled(rate, [good, good, last, (1.0, 1.0)]);
+        assert_eq!(found, rung, "{rate} {last:?}");
     }
+    // A slow link has time for the densest rung.
+    assert_eq!(settled(0.02, [good, good, good, (0.95, 5.0)]), 4);
+    assert_eq!(settled(0.2, [good, good, good, (0.95, 5.0)]), 3);
     // What saves nothing is left out.
-    assert_eq!(settled([(2.0, 1.0); 3]), RAW);
-    assert_eq!(settled([good, (1.0, 1.3), (1.0, 1.3)]), 1);
+    assert_eq!(settled(0.2, [(2.0, 0.0); 4]), RAW);
+    assert_eq!(settled(0.2, [good, (1.0, 0.3), (1.0, 0.3), (1.0, 0.3)]), 1);
 }
 
 #[test]
@@ -194,7 +196,7 @@ fn comparisons_count_by_bytes() {
                 (0.6, 0.9)
             };
             let cost = |size, cpu| Cost { size, cpu };
-            let costs = [cost(size, 30.0 * size), cost(size * saving, 54.0 * size)];
+            let costs = [cost(size, 0.3 * size), cost(size * saving, 0.5 * size)];
             policy.compared(rung, costs);
         }
         observe(&mut policy, LINK);

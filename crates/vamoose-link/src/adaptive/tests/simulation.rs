@@ -100,15 +100,15 @@ const FILES: [(usize, f64); 7] = [
 impl Data {
     /// Size by each rung, of the packet of that number.
     fn size(self, rung: usize, number: usize) -> f64 {
-        const TEXT: [f64; RUNGS] = [1.0, 0.32, 0.26, 0.24];
+        const TEXT: [f64; RUNGS] = [1.0, 0.32, 0.26, 0.24, 0.23];
         if rung == RAW {
             return 1.0;
         }
         match self {
-            Self::Database => [1.0, 0.18, 0.15, 0.146][rung],
+            Self::Database => [1.0, 0.18, 0.15, 0.146, 0.14][rung],
             Self::Noise => 1.0,
             Self::Mixed if (number / 8).is_multiple_of(2) => 1.0,
-            Self::Booted if number < KERNEL => [1.0, 0.96, 0.945, 0.94][rung],
+            Self::Booted if number < KERNEL => [1.0, 0.96, 0.945, 0.94, 0.935][rung],
             Self::Text | Self::Mixed | Self::Booted => TEXT[rung],
             Self::Memory => [0.1, 0.35, 0.6, 0.9, 1.3, 1.7, 2.0][number * 5 % 7] * TEXT[rung],
             Self::Files => {
@@ -126,8 +126,8 @@ impl Data {
 }
 
 /// Nanoseconds per byte of pages, of one core.
-const ENCODING: [f64; RUNGS] = [0.0, 1.7, 2.1, 3.1];
-const DECODING: [f64; RUNGS] = [0.0, 0.5, 0.7, 0.7];
+const ENCODING: [f64; RUNGS] = [0.0, 1.7, 2.1, 3.1, 6.5];
+const DECODING: [f64; RUNGS] = [0.0, 0.5, 0.7, 0.7, 0.7];
 /// Nanoseconds per byte on the wire.
 const SENDING: f64 = 0.2;
 const RECEIVING: f64 = 0.25;
@@ -842,17 +842,17 @@ fn auto_keeps_up_where_everything_shares_the_cores() {
 
 /// Zstd at level 1 is what stock QEMU has.
 #[test]
-fn a_slow_link_is_no_reason_to_burn_the_cores() {
+fn a_link_of_1_gbit_is_no_reason_to_burn_the_cores() {
     for data in [Data::Text, Data::Memory, Data::Mixed] {
         let world = World {
-            link: 0.1 * GBIT,
+            link: GBIT,
             data,
             ..ONE_MACHINE
         };
-        let mut zstd = Simulation::new(world, || Choice::Fixed(3));
+        let mut zstd = Simulation::new(world, || Choice::Fixed(2));
         zstd.run(4.0);
         let row = Row::of(world, 4.0);
-        assert!(row.cpu < 1.35 * zstd.cpu_per_byte(), "{row}");
+        assert!(row.cpu < 1.1 * zstd.cpu_per_byte(), "{row}");
     }
 }
 
@@ -943,7 +943,7 @@ fn table() {
 
 /// Files of all kinds on a slow link, where the thread has all the time: every byte that a denser rung would have saved is lost.
 #[test]
-fn slow_link_uses_only_the_densest_rung() {
+fn slow_link_uses_only_the_densest_rungs() {
     for reports in [true, false] {
         let world = World {
             link: 0.1 * GBIT,
@@ -952,7 +952,7 @@ fn slow_link_uses_only_the_densest_rung() {
             ..ONE_MACHINE
         };
         let row = Row::of(world, 8.0);
-        assert!(row.first >= 0.94 && row.then >= 0.98, "{row}");
+        assert!(row.first >= 0.94 && row.then >= 0.97, "{row}");
     }
 }
 
