@@ -27,7 +27,7 @@
 mod adaptive;
 mod address;
 mod backlog;
-mod bytes;
+mod blocks;
 mod chain;
 mod conversation;
 mod delta;
@@ -54,7 +54,7 @@ mod zero_copy;
 
 pub use adaptive::Adaptive;
 pub use address::{Address, AddressError};
-pub use bytes::{ByteReader, ByteWriter};
+pub use blocks::{ByteReader, ByteWriter};
 pub use chain::chain;
 pub use conversation::{Conversation, ConversationError, random_id, send_message};
 #[cfg(feature = "fuzzing")]
