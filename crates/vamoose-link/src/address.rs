@@ -29,6 +29,27 @@ pub struct AddressError {
 }
 
 impl Address {
+    /// The address in `text`, in which scheme and port may be missing: a name or an address alone is TCP with this port.
+    ///
+    /// # Errors
+    /// When `text` is no address.
+    pub fn with_default_port(text: &str, port: u16) -> Result<Self, AddressError> {
+        if text.starts_with("tcp:") || text.starts_with("unix:") {
+            return text.parse();
+        }
+        let host = text.strip_prefix('[').and_then(|it| it.strip_suffix(']'));
+        let host = host.unwrap_or(text);
+        if host.parse::<IpAddr>().is_ok() || !(host.is_empty() || host.contains(':')) {
+            let host = host.to_owned();
+            return Ok(Self::Tcp { host, port });
+        }
+        let address = format!("tcp:{text}").parse();
+        address.map_err(|AddressError { problem, .. }| AddressError {
+            text: text.to_owned(),
+            problem,
+        })
+    }
+
     /// Whether only this host can reach the address: a unix socket, `localhost` or a loopback
     /// address.
     pub fn is_local(&self) -> bool {
@@ -58,6 +79,8 @@ impl FromStr for Address {
         let rest = text
             .strip_prefix("tcp:")
             .ok_or_else(|| error("it starts with neither tcp: nor unix:"))?;
+        // libvirt's URIs have the slashes, QEMU's have not.
+        let rest = rest.strip_prefix("//").unwrap_or(rest);
         let (host, port) = rest
             .rsplit_once(':')
             .ok_or_else(|| error("the port is missing"))?;
@@ -103,6 +126,32 @@ mod tests {
             "unix:/run/x.sock",
         ] {
             assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
+        }
+    }
+
+    #[test]
+    fn slashes_of_libvirt_are_accepted() {
+        let address: Address = "tcp://kvm2:1".parse().unwrap();
+        assert_eq!(address.to_string(), "tcp:kvm2:1");
+    }
+
+    #[test]
+    fn scheme_and_port_may_be_missing() {
+        for (text, address) in [
+            ("kvm2", "tcp:kvm2:4440"),
+            ("kvm2:1", "tcp:kvm2:1"),
+            ("192.0.2.20", "tcp:192.0.2.20:4440"),
+            ("2001:db8::20", "tcp:[2001:db8::20]:4440"),
+            ("[2001:db8::20]", "tcp:[2001:db8::20]:4440"),
+            ("[2001:db8::20]:1", "tcp:[2001:db8::20]:1"),
+            ("tcp:kvm2:1", "tcp:kvm2:1"),
+            ("unix:/x", "unix:/x"),
+        ] {
+            let read = Address::with_default_port(text, 4440).unwrap();
+            assert_eq!(read.to_string(), address, "{text}");
+        }
+        for text in ["", "kvm2:", "kvm2:x", "tcp:kvm2", "[::1"] {
+            assert!(Address::with_default_port(text, 4440).is_err(), "{text}");
         }
     }
 

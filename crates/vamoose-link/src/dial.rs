@@ -37,7 +37,12 @@ pub(crate) struct Destination {
 impl Destination {
     pub(crate) fn new(address: Address) -> Self {
         Self::by(address, |host, port| {
-            Ok((host, port).to_socket_addrs()?.collect())
+            let found = (host, port).to_socket_addrs();
+            // The system's resolver has no kinds of errors.
+            found.map_or_else(
+                |error| Err(io::Error::new(io::ErrorKind::NotFound, error)),
+                |it| Ok(it.collect()),
+            )
         })
     }
 

@@ -73,6 +73,12 @@ impl SocketError {
         }
     }
 
+    /// Whether the name of a host has no address.
+    pub fn is_unknown_name(&self) -> bool {
+        let is_tcp = matches!(self.address, Address::Tcp { .. });
+        is_tcp && self.source.kind() == io::ErrorKind::NotFound
+    }
+
     /// Whether the system is out of file descriptors or memory, which may pass.
     pub fn is_exhaustion(&self) -> bool {
         matches!(

@@ -8,6 +8,7 @@
 
 pub mod devices;
 pub mod hints;
+pub mod hosts;
 pub mod link;
 pub mod log;
 pub mod metrics;

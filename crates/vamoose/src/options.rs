@@ -150,6 +150,14 @@ impl StallTimeout {
     }
 }
 
+/// Where the QEMUs of this host have their monitors.
+#[derive(Args, Clone, Debug)]
+pub struct QmpDir {
+    /// Directory of the QEMUs' QMP sockets, named GUEST.qmp
+    #[arg(long, default_value = "/run/vms", value_name = "DIR")]
+    pub qmp_dir: PathBuf,
+}
+
 /// Users who may connect to a command that listens.
 #[derive(Args, Clone, Debug)]
 pub struct Access {
@@ -292,19 +300,19 @@ const FAULTS: &str = "VAMOOSE_FAULTS";
 const PAGE_BYTES: usize = 4096;
 
 /// Serialises a value as its text on the command line.
-pub mod as_text {
+mod as_text {
     use std::{fmt::Display, str::FromStr};
 
     use serde::{Deserialize as _, Deserializer, Serializer, de::Error};
 
-    pub fn serialize<S: Serializer>(
+    pub(super) fn serialize<S: Serializer>(
         value: &impl Display,
         serializer: S,
     ) -> Result<S::Ok, S::Error> {
         serializer.collect_str(value)
     }
 
-    pub fn deserialize<'de, D, T>(deserializer: D) -> Result<T, D::Error>
+    pub(super) fn deserialize<'de, D, T>(deserializer: D) -> Result<T, D::Error>
     where
         D: Deserializer<'de>,
         T: FromStr<Err: Display>,
@@ -313,6 +321,11 @@ pub mod as_text {
         text.parse().map_err(D::Error::custom)
     }
 }
+
+/// A value that is a string in a configuration file.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(bound = "T: FromStr<Err: fmt::Display>")]
+pub struct Text<T>(#[serde(deserialize_with = "as_text::deserialize")] pub T);
 
 /// A value of --method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

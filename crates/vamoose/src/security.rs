@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use vamoose_link::{Address, Certificates, Keys, PublicKey, Security};
 
-/// Options for authentication between two Vamooses: exactly one method, the same at both ends.
+/// Options for authentication between two Vamooses: one method, the same at both ends. The default is keys, where this host has one.
 #[derive(Args, Clone, Debug)]
 pub struct SecurityOptions {
     /// Use TLS with the certificates in this directory, named as QEMU names them
@@ -27,7 +27,7 @@ pub struct SecurityOptions {
     /// Use TLS with the key of this host, and the keys of its peers, in this directory
     /// [default: /etc/vamoose for root, ~/.config/vamoose for other users]
     ///
-    /// `vamoose keys init` makes the key. The file `trusted` lists the peers' keys, one per line; hosts=NAME,NAME... after a key
+    /// This is the default where the directory has a key. `vamoose keys init` makes the key. The file `trusted` lists the peers' keys, one per line; hosts=NAME,NAME... after a key
     /// limits it to these hosts.
     #[arg(long, value_name = "DIR", num_args = 0..=1, conflicts_with = "insecure")]
     keys: Option<Option<PathBuf>>,
@@ -48,14 +48,14 @@ impl SecurityOptions {
         addresses: impl IntoIterator<Item = &'a Address>,
     ) -> Result<Security> {
         let is_unix = |address: &Address| matches!(address, Address::Unix(_));
-        if !self.is_chosen() && addresses.into_iter().all(is_unix) {
+        if !self.is_given() && addresses.into_iter().all(is_unix) {
             return Ok(Security::Insecure);
         }
         self.security()
     }
 
-    /// Whether a method was chosen.
-    pub fn is_chosen(&self) -> bool {
+    /// Whether an option chooses a method.
+    fn is_given(&self) -> bool {
         let has_keys = self.keys.is_some() || !self.peer_key.is_empty();
         self.insecure || self.tls_creds.is_some() || has_keys
     }
@@ -77,16 +77,33 @@ impl SecurityOptions {
                 server_name: self.tls_server_name.clone(),
             }));
         }
-        if !self.is_chosen() {
+        self.keys_in(self.keys_directory()?)
+    }
+
+    fn keys_in(&self, directory: PathBuf) -> Result<Security> {
+        if !self.is_given() && !Keys::has_key(&directory) {
             bail!(
-                "nothing says how the two ends authenticate each other: use --tls-creds DIR (certificates), --keys (a key \
-                 on each host, made by `vamoose keys init`), or --insecure (neither authentication nor encryption)"
+                "this host has no key in {}: `vamoose keys init` makes one, on each host. Otherwise use --tls-creds DIR \
+                 (certificates) or --insecure (neither authentication nor encryption)",
+                directory.display()
             );
         }
         Ok(Security::Keys(Keys {
-            directory: keys_directory(self.keys.clone().flatten())?,
+            directory,
             trusted: only(&self.peer_key),
         }))
+    }
+
+    /// The directory of --keys.
+    pub fn keys_directory(&self) -> Result<PathBuf> {
+        keys_directory(self.keys.clone().flatten())
+    }
+
+    /// Trusts only `key`, unless other options choose whom to trust.
+    pub fn trust(&mut self, key: PublicKey) {
+        if !self.insecure && self.tls_creds.is_none() && self.peer_key.is_empty() {
+            self.peer_key.push(key);
+        }
     }
 }
 
@@ -176,11 +193,23 @@ mod tests {
     }
 
     #[test]
-    fn exactly_one_method_must_be_chosen() {
-        let none = parse(&[]).unwrap_err().to_string();
-        for way in ["--tls-creds", "--keys", "vamoose keys init", "--insecure"] {
-            assert!(none.contains(way), "{none}");
+    fn keys_are_the_default_where_there_is_a_key() {
+        let options = Line::parse_from(["vamoose"]).security;
+        let directory = tempfile::tempdir().unwrap();
+        let none = options.keys_in(directory.path().into()).unwrap_err();
+        for way in ["--tls-creds", "vamoose keys init", "--insecure"] {
+            assert!(none.to_string().contains(way), "{none}");
         }
+        Keys::generate(directory.path()).unwrap();
+        let default = options.keys_in(directory.path().into()).unwrap();
+        assert!(matches!(
+            default,
+            Security::Keys(Keys { trusted: None, .. })
+        ));
+    }
+
+    #[test]
+    fn at_most_one_method_can_be_chosen() {
         for options in [
             &["--insecure", "--keys"][..],
             &["--insecure", "--tls-creds", "d"],

@@ -55,9 +55,23 @@ impl Keys {
         Ok(OwnKey::load(&directory.join(KEY))?.public)
     }
 
+    /// Whether `directory` has a key, which may be unusable.
+    pub fn has_key(directory: &Path) -> bool {
+        directory.join(KEY).exists()
+    }
+
     /// The file that lists the keys to trust.
     pub fn trusted_file(directory: &Path) -> PathBuf {
         directory.join(TRUSTED)
+    }
+
+    /// The bytes of a file that decides where guests go: it belongs to root or to the user of this process, and no other user can
+    /// write it.
+    ///
+    /// # Errors
+    /// When the file cannot be read, or others could have written it.
+    pub fn read_guarded(path: &Path) -> Result<Vec<u8>, TlsError> {
+        read_guarded(path).map_err(|fault| TlsError::file(path, fault))
     }
 
     /// This end's key.
@@ -206,6 +220,10 @@ impl OwnKey {
 }
 
 fn read_trusted(path: &Path) -> Result<Vec<Trusted>, FileFault> {
+    parse_trusted(&read_guarded(path)?)
+}
+
+fn read_guarded(path: &Path) -> Result<Vec<u8>, FileFault> {
     let file = File::open(path)?;
     let metadata = file.metadata()?;
     let mode = metadata.mode() & 0o7777;
@@ -214,7 +232,7 @@ fn read_trusted(path: &Path) -> Result<Vec<Trusted>, FileFault> {
         return Err(FileFault::Unfit(fault));
     }
     check_owner(&metadata)?;
-    parse_trusted(&read_file(file)?)
+    read_file(file)
 }
 
 /// Only the user of this process and root may own keys and lists: these decide who can receive guests.

@@ -12,19 +12,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Error, Result};
 use clap::{Args, ValueEnum};
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     flag,
 };
 use tracing::warn;
-use vamoose_link::{Address, lock, millis};
-use vamoose_relay::{AttemptId, Cause, Failure, Migration, Role, UnderWay};
+use vamoose_link::{Address, DialError, Remote, lock, millis};
+use vamoose_relay::{AttemptId, Cause, ControlError, Failure, Migration, Role, UnderWay};
 
 use vamoose::{
+    hosts,
     link::LinkOptions,
-    options::{Encoding, JsonReport, MethodName, StateDir},
+    options::{Encoding, JsonReport, MethodName, QmpDir, StateDir},
     progress::{Display, Progress, remaining},
     report::Report,
     timeline::Timeline,
@@ -38,22 +39,33 @@ use vamoose::{
 /// again: it then continues the attempt, or reports where the guest is.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
-    /// QMP socket of the source QEMU
+    /// Guest to migrate: the name of its QEMU on both hosts
+    #[arg(required_unless_present = "name")]
+    guest: Option<String>,
+    /// Host to migrate it to, where `vamoose serve` runs: a host of hosts.toml, or a name or address, with or without :PORT
+    ///
+    /// The file hosts.toml is beside the keys. It has a table for each host, such as [kvm2], with `address` or `addresses`, and
+    /// optionally `key`, the only one to accept from it, and `bind`.
+    #[arg(required_unless_present = "to")]
+    host: Option<String>,
+    /// QMP socket of the source QEMU [default: GUEST.qmp in the directory of --qmp-dir]
     #[arg(long, value_name = "SOCKET")]
-    qmp: PathBuf,
+    qmp: Option<PathBuf>,
+    #[command(flatten)]
+    qmp_dir: QmpDir,
     /// Address of `vamoose serve`: tcp:HOST:PORT; repeat it for further addresses of that host
     ///
     /// The data channels are spread over all addresses. While one cannot be reached, the others carry everything.
-    #[arg(long, value_name = "URI", required = true)]
+    #[arg(long, value_name = "URI", conflicts_with = "host")]
     to: Vec<Address>,
-    /// Address of this host from which to connect: one for each --to, in the same order
+    /// Address of this host from which to connect: one for each address of the other host, in the same order
     #[arg(long, value_name = "ADDRESS")]
     bind: Vec<IpAddr>,
     #[command(flatten)]
     link: LinkOptions,
-    /// Name of the waiting QEMU, whose QMP socket is NAME.qmp there
+    /// Name of the waiting QEMU, whose QMP socket is NAME.qmp there [default: GUEST]
     #[arg(long)]
-    name: String,
+    name: Option<String>,
     #[command(flatten)]
     encoding: Encoding,
     /// Number of data channels
@@ -101,9 +113,8 @@ impl ZeroPageDetection {
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     let config = options.encoding.config(MethodName::Auto)?;
-    let to = options
-        .link
-        .remote(&options.to, &options.bind, config.stall_timeout)?;
+    let to = options.remote(config.stall_timeout)?;
+    let (name, qmp) = options.names()?;
     let method = config.method.clone();
     let cancel = Arc::new(AtomicBool::new(false));
     let lost_terminal = Arc::new(AtomicBool::new(false));
@@ -124,10 +135,10 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let watched = Mutex::new(None);
     let watchable = watchable::bind(&state_dir);
     let migration = Migration {
-        qmp: &options.qmp,
+        qmp: &qmp,
         to: &to,
         state_dir: &state_dir,
-        name: &options.name,
+        name,
         channels: options.channels,
         config,
         downtime_limit: options.downtime_limit.map(Duration::from_millis),
@@ -146,7 +157,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             }
             display.show(progress);
             timeline.add(start.elapsed(), progress);
-            *lock(&watched) = Some(Watched::of(progress, options, method.name(), start));
+            *lock(&watched) = Some(Watched::of(progress, name, &to, method.name(), start));
             last = progress.clone();
         })
     });
@@ -167,8 +178,55 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if let (Err(_), Err(error)) = (&moved, &written) {
         warn!("{error:#}");
     }
-    moved?;
+    moved.map_err(|failure| options.explain(failure))?;
     written
+}
+
+impl Options {
+    /// The server: HOST, or the addresses that options give.
+    fn remote(&self, stall_timeout: Duration) -> Result<Remote> {
+        let Some(name) = &self.host else {
+            return self.link.remote(&self.to, &self.bind, stall_timeout);
+        };
+        let host = hosts::find(&self.hosts_file()?, name)?;
+        let mut link = self.link.clone();
+        if let Some(key) = host.key {
+            link.security.trust(key);
+        }
+        let bind = match self.bind.is_empty() {
+            true => &host.bind,
+            false => &self.bind,
+        };
+        link.remote(&host.to, bind, stall_timeout)
+    }
+
+    fn hosts_file(&self) -> Result<PathBuf> {
+        Ok(hosts::file(&self.link.security.keys_directory()?))
+    }
+
+    /// The waiting QEMU's name, and the source's QMP socket.
+    fn names(&self) -> Result<(&str, PathBuf)> {
+        let guest = self.guest.as_deref().or(self.name.as_deref());
+        let guest = guest.context("a guest is needed: vamoose migrate GUEST HOST")?;
+        let qmp = self.qmp.clone();
+        let qmp = qmp.unwrap_or_else(|| self.qmp_dir.qmp_dir.join(format!("{guest}.qmp")));
+        Ok((self.name.as_deref().unwrap_or(guest), qmp))
+    }
+
+    /// Adds what the user may have meant by a HOST that has no address.
+    fn explain(&self, failure: Failure) -> Error {
+        let is_unknown = matches!(
+            &failure.cause,
+            Cause::Control(ControlError::Dial(DialError::Socket(error))) if error.is_unknown_name()
+        );
+        match (&self.host, self.hosts_file()) {
+            (Some(host), Ok(file)) if is_unknown => Error::new(failure).context(format!(
+                "{host} is neither a host of {} nor a name that this host can resolve",
+                file.display()
+            )),
+            _ => failure.into(),
+        }
+    }
 }
 
 /// Whether this command was started with SIGHUP ignored, for example by `nohup`.
@@ -187,22 +245,24 @@ struct Watched {
 }
 
 impl Watched {
-    fn of(progress: &Progress, options: &Options, method: &str, began: Instant) -> Self {
+    fn of(progress: &Progress, name: &str, to: &Remote, method: &str, began: Instant) -> Self {
         let ram = |key: &str| progress.source["ram"][key].as_u64();
-        let peer = options
-            .to
-            .first()
-            .map_or_else(String::new, Address::to_string);
         let paused_since = Instant::now().checked_sub(progress.stopped_for);
         Self {
             under_way: UnderWay {
-                name: Some(options.name.clone()),
+                name: Some(name.to_owned()),
                 status: Some(progress.status.clone()),
                 method: Some(method.to_owned()),
                 rounds: ram("dirty-sync-count"),
                 remaining: remaining(&progress.source),
                 total: ram("total"),
-                ..UnderWay::new("migrate", Role::Source, peer, began, &progress.moved)
+                ..UnderWay::new(
+                    "migrate",
+                    Role::Source,
+                    to.address(),
+                    began,
+                    &progress.moved,
+                )
             },
             began,
             paused_since: paused_since.filter(|_| !progress.stopped_for.is_zero()),

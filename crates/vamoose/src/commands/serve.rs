@@ -1,6 +1,6 @@
 //! `vamoose serve`: accepts migrations on the destination host.
 
-use std::{path::PathBuf, sync::Arc, thread, time::Duration};
+use std::{sync::Arc, thread, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
@@ -15,25 +15,24 @@ use vamoose_relay::{Server, ServerConfig};
 
 use vamoose::link::{LinkOptions, page_caches};
 use vamoose::metrics::{self, Counts, MetricsOption};
-use vamoose::options::{Access, Hardware, Size, StallTimeout, StateDir};
+use vamoose::options::{Access, Hardware, QmpDir, Size, StallTimeout, StateDir};
 use vamoose::watchable;
 
 /// Accept incoming migrations for QEMUs waiting on this host
 ///
 /// Start each QEMU like the source's, with -incoming defer, -S (without -S, vamoose turns its automatic start off) and its QMP
-/// socket at DIR/NAME.qmp. `vamoose migrate --name NAME` on the source host moves a guest into it. A QEMU whose migration
+/// socket at DIR/GUEST.qmp. `vamoose migrate GUEST HOST` on the source host moves the guest into it. A QEMU whose migration
 /// fails holds an incomplete guest and is terminated. The first Ctrl-C or SIGTERM lets migrations under way finish; a second
 /// one aborts them.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
-    /// Address to listen on: tcp:HOST:PORT (repeatable)
-    #[arg(long, value_name = "URI", required = true)]
+    /// Address to listen on: tcp:HOST:PORT, where no HOST means all addresses of this host (repeatable)
+    #[arg(long, value_name = "URI", default_value = "tcp::4440")]
     listen: Vec<Address>,
     #[command(flatten)]
     link: LinkOptions,
-    /// Directory of the QEMUs' QMP sockets, named NAME.qmp
-    #[arg(long, value_name = "DIR")]
-    qmp_dir: PathBuf,
+    #[command(flatten)]
+    qmp_dir: QmpDir,
     #[command(flatten)]
     hardware: Hardware,
     #[command(flatten)]
@@ -65,15 +64,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         page_caches: PageCaches::new(page_caches(options.page_caches)),
         ..options.link.config(&options.listen, stall_timeout)?
     };
-    if !options.qmp_dir.is_dir() {
-        bail!(
-            "--qmp-dir: {} is not a directory",
-            options.qmp_dir.display()
-        );
+    let qmp_dir = &options.qmp_dir.qmp_dir;
+    if !qmp_dir.is_dir() {
+        bail!("--qmp-dir: {} is not a directory", qmp_dir.display());
     }
     let engines = options.hardware.engines(Settings::default())?;
     let config = ServerConfig {
-        qmp_dir: options.qmp_dir.clone(),
+        qmp_dir: qmp_dir.clone(),
         state_dir: options.state_dir.path()?,
         engines,
         sessions,

@@ -49,9 +49,10 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         Outcome::NeverRan => Verdict::NeverRan,
         Outcome::MovedElsewhere => Verdict::MovedElsewhere,
     };
-    let may_ask = options.security.is_chosen() && !options.unreachable;
-    let security = may_ask.then(|| options.security.security());
-    let config = security.transpose()?.map(SessionConfig::new);
+    // Without a key or an option, the destination cannot be asked; that matters only if it has to be.
+    let security = (!options.unreachable).then(|| options.security.security());
+    let config = (security.as_ref().and_then(|it| it.as_ref().ok()))
+        .map(|it| SessionConfig::new(it.clone()));
     let settlement = Settlement::plan(&journal, options.attempt, verdict, config)?;
     for step in settlement.steps() {
         println!("{step}");
@@ -59,9 +60,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if options.dry_run {
         return Ok(());
     }
-    if settlement.asks() && !may_ask && !options.unreachable {
+    if settlement.asks() {
         // The error names the options.
-        options.security.security()?;
+        security.transpose()?;
     }
     settlement.carry_out()?;
     println!("attempt {} is settled", options.attempt);

@@ -1,17 +1,18 @@
 //! `vamoose serve` and `vamoose migrate`: both QEMUs are driven over QMP, the guest ends up running in
 //! one place, and what cannot work is refused before anything starts.
 
-use std::{process::Command, time::Duration};
+use std::{fs, os::unix::fs::symlink, process::Command, time::Duration};
 
 use crate::common::{Host, LIMIT, MIB, migrate, vamoose};
 use anyhow::{Context as _, Result, ensure};
 use lab::{
     qemu::{self, Binary, Builder, Qemu},
     ram::{self, Fill},
-    vamoose::Vamoose,
+    vamoose::{Keys, Vamoose},
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use tempfile::TempDir;
 
 fn source(binary: &Binary, to: &Binary, seed: u64) -> Result<Qemu> {
     Builder::bare(binary, 32 * MIB)
@@ -99,6 +100,47 @@ fn a_guest_moves_between_all_versions() -> Result<()> {
         );
         check_timeline(&report).with_context(|| report.to_string())?;
     }
+    Ok(())
+}
+
+/// The address and the key of the other host are in hosts.toml, and nothing else tells them.
+#[test]
+fn a_guest_and_a_host_are_enough() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let keys = Keys::make(vamoose())?;
+    let host = Host::start(&["--keys", &keys.destination.display().to_string()])?;
+    let here = TempDir::new()?;
+    let (mut source, mut there) = (source(&binary, &binary, 1)?, destination(&binary, &binary)?);
+    host.knows("web1", &there)?;
+    symlink(source.qmp_socket(), here.path().join("web1.qmp"))?;
+    source.qmp.cont()?;
+    let migrate = |name: &str| {
+        let mut command = Command::new(vamoose());
+        command.args(["migrate", "web1", name, "--keys"]);
+        command.arg(&keys.source).arg("--qmp-dir").arg(here.path());
+        command.arg("--state-dir").arg(here.path().join("state"));
+        Vamoose::start(&mut command)?.finish(LIMIT)
+    };
+    let hosts = keys.source.join("hosts.toml");
+    let [ours, theirs] = keys.public.each_ref().map(|key| key.trim());
+    let write = |key: &str| {
+        let text = format!("[kvm2]\naddress = {:?}\nkey = {key:?}\n", host.address);
+        fs::write(&hosts, text)
+    };
+    write(theirs)?;
+    let unknown = migrate("kvm3.invalid")?.failure("a name that this host can resolve")?;
+    let file = hosts.display().to_string();
+    ensure!(unknown.stderr.contains(&file), "{}", unknown.stderr);
+    fs::remove_file(keys.source.join("trusted"))?;
+    write(ours)?;
+    migrate("kvm2")?.failure(theirs)?;
+    ensure!(source.qmp.query_status()? == "running");
+
+    write(theirs)?;
+    migrate("kvm2")?.success()?;
+    there.qmp.wait_status("running", LIMIT)?;
     Ok(())
 }
 

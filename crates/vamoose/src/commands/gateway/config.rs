@@ -2,7 +2,6 @@
 
 use std::{
     collections::BTreeMap,
-    fmt::Display,
     fs,
     net::IpAddr,
     num::{NonZeroU64, NonZeroUsize},
@@ -24,7 +23,7 @@ use vamoose_relay::{Config, GatewayConfig, GatewayPeer, GatewayStream};
 
 use vamoose::{
     link::{page_caches, paths},
-    options::{Hardware, MethodName, Size, as_text},
+    options::{Hardware, MethodName, Size, Text},
     security::keys_directory,
 };
 
@@ -86,11 +85,6 @@ struct Stream {
     to: Option<Text<Endpoint>>,
 }
 
-/// A value that is a string in the file.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(bound = "T: FromStr<Err: Display>")]
-struct Text<T>(#[serde(deserialize_with = "as_text::deserialize")] T);
-
 /// An address, as a URI of QEMU or as HOST:PORT.
 #[derive(Clone, Debug)]
 struct Endpoint(Address);
@@ -105,10 +99,8 @@ impl FromStr for Endpoint {
     }
 }
 
-impl Text<Endpoint> {
-    fn address(&self) -> Address {
-        self.0.0.clone()
-    }
+fn address(Text(Endpoint(address)): &Text<Endpoint>) -> Address {
+    address.clone()
 }
 
 /// A range of ports, as FIRST-LAST.
@@ -172,7 +164,7 @@ impl File {
         let config = GatewayConfig {
             peers: peers.collect::<Result<_>>()?,
             streams: streams.collect::<Result<_>>()?,
-            listen: self.listen.iter().map(Text::address).collect(),
+            listen: self.listen.iter().map(address).collect(),
             alias: self.alias,
             ports: ports(self.ports.as_ref(), self.alias),
             users: users(self.users.as_deref()).context("users")?,
@@ -184,13 +176,13 @@ impl File {
         check(&config)?;
         Ok(GatewaySettings {
             config,
-            metrics: self.metrics.as_ref().map(Text::address),
+            metrics: self.metrics.as_ref().map(address),
             page_caches: page_caches(self.page_caches.as_ref().map(|size| size.0)),
         })
     }
 
     fn peer(&self, name: &String, peer: &Peer) -> Result<GatewayPeer> {
-        let to: Vec<_> = peer.to.iter().map(Text::address).collect();
+        let to: Vec<_> = peer.to.iter().map(address).collect();
         ensure!(!to.is_empty(), "to: an address is needed");
         let paths = paths(&to, &peer.bind);
         let security = self.security(&[(name, peer)], Some(certificate_name(name, peer)))?;
@@ -222,7 +214,7 @@ impl File {
             "`listen` is needed where connections begin, `to` where they lead"
         );
         let local = |endpoint: &Option<Text<Endpoint>>| {
-            let address = endpoint.as_ref().map(Text::address);
+            let address = endpoint.as_ref().map(address);
             if let Some(address) = &address {
                 ensure!(address.is_local(), "{address} is not this host's alone");
             }
