@@ -7,6 +7,7 @@
 )]
 
 pub mod devices;
+pub mod exit;
 pub mod hints;
 pub mod hosts;
 pub mod link;
@@ -25,7 +26,7 @@ use std::{
     process::ExitCode,
 };
 
-use self::log::LogFormat;
+use self::{exit::Exit, log::LogFormat};
 
 /// Runs the program `name`, with its log in `format`. An error goes to standard error: all causes on one line, then a hint.
 pub fn program(
@@ -40,7 +41,7 @@ pub fn program(
     if let Some(hint) = hints::of(&error) {
         say(format_args!("  hint: {hint}"));
     }
-    ExitCode::FAILURE
+    Exit::of(&error).into()
 }
 
 /// Writes a line to standard error. Unlike `eprintln`, ignores a closed terminal or pipe.

@@ -8,7 +8,7 @@ use anyhow::Result;
 use clap::Args;
 use vamoose_relay::{Attempt, Journal, Standing};
 
-use vamoose::{options::StateDir, report::write_json};
+use vamoose::{exit::OrUsage as _, options::StateDir, report::write_json};
 
 /// List the migration attempts of this host
 ///
@@ -30,7 +30,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if options.watch {
         return watch::run(&options.state_dir.watched()?, options.json);
     }
-    let journal = Journal::open(&options.state_dir.path()?)?;
+    let journal = Journal::open(&options.state_dir.path().or_usage()?)?;
     let attempts = vamoose_relay::attempts(&journal)?;
     if options.json {
         return write_json(&attempts, "-");

@@ -13,12 +13,13 @@ mod survey;
 
 use std::{num::NonZeroUsize, time::Duration};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, anyhow, bail, ensure};
 use clap::Args;
 use evacuation::{Limits, Plan};
 use tracing::warn;
 
 use self::{summary::Report, survey::Survey};
+use vamoose::exit::{Exit, OrUsage as _};
 use vamoose::options::{JsonReport, Size};
 
 /// Move all running guests off a host of libvirt
@@ -82,13 +83,7 @@ pub(crate) struct Options {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    if let (Some(all), Some(each)) = (options.bandwidth, options.rate_of_each()) {
-        ensure!(
-            each >= LEAST_RATE,
-            "--bandwidth {all} is too little for {} migrations at once: each sends at least 5 MiB/s",
-            options.parallel
-        );
-    }
+    options.check_rate().or_usage()?;
     let survey = Survey::make(options)?;
     let plan = Plan::new(&survey.fleet);
     let mut report = Report::of_plan(&survey, &plan);
@@ -116,13 +111,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let (all, moved) = (report.guests.len(), report.count("moved"));
     match (report.count("in-doubt"), report.status) {
         (_, "completed") => Ok(()),
-        (0, "stopped") => {
-            bail!("stopped: {moved} of {all} guests have moved; the same command continues")
-        }
+        (0, "stopped") => Err(Exit::Cancelled.with(anyhow!(
+            "stopped: {moved} of {all} guests have moved; the same command continues"
+        ))),
         (0, _) => bail!("{moved} of {all} guests have moved"),
-        (doubt, _) => bail!(
+        (doubt, _) => Err(Exit::InDoubt.with(anyhow!(
             "{moved} of {all} guests have moved, and {doubt} ARE IN DOUBT: look for them on both hosts before anything else"
-        ),
+        ))),
     }
 }
 
@@ -139,6 +134,17 @@ impl Options {
     fn wants(&self, name: &str) -> bool {
         let is_one_of = |names: &[String]| names.iter().any(|other| other == name);
         (self.guests.is_empty() || is_one_of(&self.guests)) && !is_one_of(&self.except)
+    }
+
+    fn check_rate(&self) -> Result<()> {
+        if let (Some(all), Some(each)) = (self.bandwidth, self.rate_of_each()) {
+            ensure!(
+                each >= LEAST_RATE,
+                "--bandwidth {all} is too little for {} migrations at once: each sends at least 5 MiB/s",
+                self.parallel
+            );
+        }
+        Ok(())
     }
 
     /// Bandwidth limit of each migration.

@@ -23,6 +23,7 @@ use vamoose_link::{Address, DialError, Remote, lock, millis};
 use vamoose_relay::{AttemptId, Cause, ControlError, Failure, Migration, Role, UnderWay};
 
 use vamoose::{
+    exit::OrUsage as _,
     hosts,
     link::LinkOptions,
     options::{Encoding, JsonReport, MethodName, QmpDir, StateDir},
@@ -112,9 +113,9 @@ impl ZeroPageDetection {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let config = options.encoding.config(MethodName::Auto)?;
-    let to = options.remote(config.stall_timeout)?;
-    let (name, qmp) = options.names()?;
+    let config = options.encoding.config(MethodName::Auto).or_usage()?;
+    let to = options.remote(config.stall_timeout).or_usage()?;
+    let (name, qmp) = options.names().or_usage()?;
     let method = config.method.clone();
     let cancel = Arc::new(AtomicBool::new(false));
     let lost_terminal = Arc::new(AtomicBool::new(false));
@@ -127,7 +128,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             flag::register(signal, flag.clone()).context("cannot catch signals")?;
         }
     }
-    let state_dir = options.state_dir.path()?;
+    let state_dir = options.state_dir.path().or_usage()?;
     let start = Instant::now();
     let mut display = Display::on_stderr();
     let mut last = Progress::default();

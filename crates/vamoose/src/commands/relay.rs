@@ -10,9 +10,10 @@ use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use tracing::{info, warn};
 use vamoose_link::{Address, Hangup, Listener, Sessions, Stats};
-use vamoose_relay::{Accept, Dialer, Outcome, Relay, ZeroPages};
+use vamoose_relay::{Accept, Config, Dialer, Outcome, Relay, ZeroPages};
 
 use vamoose::{
+    exit::OrUsage as _,
     link::LinkOptions,
     options::{Access, Encoding, JsonReport, MethodName, Switch, refuse_open_address},
     report::Report,
@@ -98,6 +99,32 @@ impl Options {
         }
     }
 
+    fn config(&self) -> Result<Config> {
+        let mut config = self.encoding.config(self.default_method())?;
+        if self.encoding.delta == Some(Switch::On) && self.session != Some(Side::Connect) {
+            bail!(
+                "--delta on needs --session connect: only another relay keeps the pages that differences refer to"
+            );
+        }
+        config.restore = self.session == Some(Side::Listen) && !self.encoding.has_method();
+        if config.restore {
+            info!(
+                "pages are encoded by the method of the source's QEMU, if the other relay reports it"
+            );
+        }
+        config.outgoing_channels = self.channels.map(usize::from);
+        config.incoming_channels = self.incoming_channels.map(usize::from);
+        config.zero_pages = match (self.zero_pages, self.zero_page_detection) {
+            (ZeroPagesName::Pass, ZeroPageDetection::None) => ZeroPages::Pass,
+            (ZeroPagesName::Pass, ZeroPageDetection::Cpu) => ZeroPages::Detect,
+            (ZeroPagesName::Expand, ZeroPageDetection::None) => ZeroPages::Expand,
+            (ZeroPagesName::Expand, ZeroPageDetection::Cpu) => {
+                bail!("--zero-page-detection cpu would undo --zero-pages expand: choose one");
+            }
+        };
+        Ok(config)
+    }
+
     fn dialer(&self, stall_timeout: Duration) -> Result<Dialer> {
         if self.session == Some(Side::Connect) {
             let remote = self.link.remote(&self.connect, &self.bind, stall_timeout)?;
@@ -114,11 +141,11 @@ impl Options {
         let address = listener.address().clone();
         let accept: Box<dyn Accept> = match self.session {
             Some(Side::Listen) => {
-                let config = self.link.config([&self.listen], stall_timeout)?;
+                let config = self.link.config([&self.listen], stall_timeout).or_usage()?;
                 Box::new(Sessions::new(vec![listener], config)?)
             }
             _ => {
-                refuse_open_address(&self.listen, self.link.security.is_insecure())?;
+                refuse_open_address(&self.listen, self.link.security.is_insecure()).or_usage()?;
                 Box::new(listener)
             }
         };
@@ -128,29 +155,8 @@ impl Options {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let mut config = options.encoding.config(options.default_method())?;
-    if options.encoding.delta == Some(Switch::On) && options.session != Some(Side::Connect) {
-        bail!(
-            "--delta on needs --session connect: only another relay keeps the pages that differences refer to"
-        );
-    }
-    config.restore = options.session == Some(Side::Listen) && !options.encoding.has_method();
-    if config.restore {
-        info!(
-            "pages are encoded by the method of the source's QEMU, if the other relay reports it"
-        );
-    }
-    config.outgoing_channels = options.channels.map(usize::from);
-    config.incoming_channels = options.incoming_channels.map(usize::from);
-    config.zero_pages = match (options.zero_pages, options.zero_page_detection) {
-        (ZeroPagesName::Pass, ZeroPageDetection::None) => ZeroPages::Pass,
-        (ZeroPagesName::Pass, ZeroPageDetection::Cpu) => ZeroPages::Detect,
-        (ZeroPagesName::Expand, ZeroPageDetection::None) => ZeroPages::Expand,
-        (ZeroPagesName::Expand, ZeroPageDetection::Cpu) => {
-            bail!("--zero-page-detection cpu would undo --zero-pages expand: choose one");
-        }
-    };
-    let dialer = options.dialer(config.stall_timeout)?;
+    let config = options.config().or_usage()?;
+    let dialer = options.dialer(config.stall_timeout).or_usage()?;
     let accept = options.accept(config.stall_timeout)?;
     let start = Instant::now();
     let stats = Arc::new(Stats::default());

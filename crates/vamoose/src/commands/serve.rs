@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, thread, time::Duration};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, anyhow};
 use clap::Args;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
@@ -13,6 +13,7 @@ use vamoose_codec::Settings;
 use vamoose_link::{Address, Hangup, PageCaches, SessionConfig};
 use vamoose_relay::{Server, ServerConfig};
 
+use vamoose::exit::OrUsage as _;
 use vamoose::link::{LinkOptions, page_caches};
 use vamoose::metrics::{self, Counts, MetricsOption};
 use vamoose::options::{Access, Hardware, QmpDir, Size, StallTimeout, StateDir};
@@ -62,16 +63,20 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let stall_timeout = options.stall_timeout.duration();
     let sessions = SessionConfig {
         page_caches: PageCaches::new(page_caches(options.page_caches)),
-        ..options.link.config(&options.listen, stall_timeout)?
+        ..(options.link.config(&options.listen, stall_timeout)).or_usage()?
     };
     let qmp_dir = &options.qmp_dir.qmp_dir;
     if !qmp_dir.is_dir() {
-        bail!("--qmp-dir: {} is not a directory", qmp_dir.display());
+        return Err(anyhow!(
+            "--qmp-dir: {} is not a directory",
+            qmp_dir.display()
+        ))
+        .or_usage();
     }
-    let engines = options.hardware.engines(Settings::default())?;
+    let engines = options.hardware.engines(Settings::default()).or_usage()?;
     let config = ServerConfig {
         qmp_dir: qmp_dir.clone(),
-        state_dir: options.state_dir.path()?,
+        state_dir: options.state_dir.path().or_usage()?,
         engines,
         sessions,
         peers: options.access.peers(),

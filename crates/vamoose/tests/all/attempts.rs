@@ -354,6 +354,7 @@ fn a_guest_moved_by_another_tool_is_not_committed() -> Result<()> {
     );
     let again = again.failure("please confirm")?;
     ensure!(again.stderr.contains("--confirm"), "{}", again.stderr);
+    ensure!(again.status.code() == Some(4), "{}", again.status);
 
     let state = at_a.qmp_socket().with_file_name("state");
     let list = attempts(&state)?;

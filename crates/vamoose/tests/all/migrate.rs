@@ -177,7 +177,10 @@ fn impossible_migrations_are_refused_early() -> Result<()> {
     let refuses = |name: &str, options: &[&str], reason: &str| -> Result<()> {
         let migration = host.migrate(&source, name, options)?;
         let ended = migration.finish(LIMIT)?.failure(reason)?;
-        if !ended.stdout.is_empty() {
+        // Wrong options have no report.
+        let code = if ended.stdout.is_empty() { 2 } else { 1 };
+        ensure!(ended.status.code() == Some(code), "{}", ended.status);
+        if code == 1 {
             let report: Value = serde_json::from_str(&ended.stdout)?;
             ensure!(report["status"] == "failed", "{report}");
         }
@@ -241,7 +244,8 @@ fn nothing_is_insecure_unless_it_is_asked_for() -> Result<()> {
         ],
     ] {
         let refused = Vamoose::start(Command::new(vamoose()).args(arguments))?;
-        refused.finish(LIMIT)?.failure("--insecure")?;
+        let refused = refused.finish(LIMIT)?.failure("--insecure")?;
+        ensure!(refused.status.code() == Some(2), "{}", refused.status);
     }
     Ok(())
 }
@@ -265,6 +269,7 @@ fn ctrl_c_cancels() -> Result<()> {
         .failure("the guest stays at the source: the migration was cancelled")?;
     let report: Value = serde_json::from_str(&ended.stdout)?;
     ensure!(report["status"] == "cancelled", "{report}");
+    ensure!(ended.status.code() == Some(3), "{}", ended.status);
     ensure!(source.qmp.query_status()? == "prelaunch");
     first.wait_exit(LIMIT)?;
 

@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use clap::Args;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
@@ -30,6 +30,7 @@ use vamoose_relay::{Config, Dialer, Relay, RelayError, Summary};
 
 use super::receive::{MARK, Ready, Request, at};
 use crate::commands::{gateway, virsh};
+use vamoose::exit::{Exit, OrUsage as _};
 use vamoose::options::{Access, Encoding, MethodName};
 
 /// Migrate a running guest to another host of libvirt, which needs only ssh and this program
@@ -76,14 +77,16 @@ pub(super) struct Options {
 
 pub(super) fn run(options: &Options) -> Result<()> {
     let (domain, host) = (&*options.domain, &*options.host);
-    ensure!(!host.starts_with('-'), "{host} is not the name of a host");
-    check_storage(&options.virsh_options)?;
+    if host.starts_with('-') {
+        return Err(anyhow!("{host} is not the name of a host")).or_usage();
+    }
+    check_storage(&options.virsh_options).or_usage()?;
     let state = virsh::state(domain).context("on this host")?;
     ensure!(
         ["running", "paused"].contains(&&*state),
         "on this host, {domain} is {state}: only a guest that runs, or is paused, can be migrated live"
     );
-    let config = options.encoding.config(MethodName::Auto)?;
+    let config = options.encoding.config(MethodName::Auto).or_usage()?;
     let own = OneTimeKey::generate()?;
     let mut listeners = listeners(options, config.stall_timeout)?;
     let request = Request {
@@ -129,10 +132,14 @@ pub(super) fn run(options: &Options) -> Result<()> {
         Err(error) => {
             far.end();
             let state = virsh::state(domain);
-            Err(error.context(match state {
-                Ok(state) => format!("{domain} has not moved to {host}: here it is {state}"),
-                Err(_) => format!("{domain} is no longer known here: look for it on {host}"),
-            }))
+            Err(match state {
+                Ok(state) => error.context(format!(
+                    "{domain} has not moved to {host}: here it is {state}"
+                )),
+                Err(_) => Exit::InDoubt.with(error.context(format!(
+                    "{domain} is no longer known here: look for it on {host}"
+                ))),
+            })
         }
     }
 }
@@ -193,7 +200,7 @@ fn relayed(
         return Ok(summary);
     }
     match relayed {
-        _ if cancel.load(Ordering::Relaxed) => bail!("cancelled"),
+        _ if cancel.load(Ordering::Relaxed) => Err(Exit::Cancelled.with(anyhow!("cancelled"))),
         Err(error) if !matches!(error, RelayError::Cancelled) => {
             Err(error).context("virsh migrate failed, see above, and so did the relay of this host")
         }
