@@ -147,6 +147,14 @@ impl Remote {
         dialer::begin(self.paths.clone(), self.config.clone(), streams)
     }
 
+    /// As [`Remote::dial_for`]. A server that cannot be reached yet is dialled again for as long as `limit`.
+    ///
+    /// # Errors
+    /// As [`Session::dial`].
+    pub fn reach(&self, streams: usize, limit: Duration) -> Result<(Session, Stream), DialError> {
+        dialer::reach(self.paths.clone(), &self.config, streams, limit)
+    }
+
     /// The first path's address: it names the Vamoose. Empty if there is none.
     pub fn address(&self) -> String {
         self.paths

@@ -1,13 +1,22 @@
 //! The control connection between `migrate` and `serve`, and the fields that both add to `prepare` and `prepared`.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc::{self, RecvTimeoutError},
+    },
+    thread,
+    time::Duration,
+};
 
 use handover::{
     AttemptId, ConnectionKind, DestinationMessage, FrameError, Preamble, SourceMessage,
 };
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use vamoose_link::{Conversation, ConversationError, DialError, Remote};
+use tracing::Span;
+use vamoose_link::{Conversation, ConversationError, DialError, Remote, Stream};
 
 /// The guest that `migrate` wants to send: fields of `prepare`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -49,16 +58,36 @@ pub enum ControlError {
 
 /// Begins a session with the server about an attempt.
 pub(crate) fn connect(to: &Remote, attempt: AttemptId) -> Result<Conversation, ControlError> {
-    connect_for(to, attempt, 0)
+    converse(to.dial()?.1, attempt)
 }
 
-/// As [`connect`], for a session that is to have this many data connections soon.
-pub(crate) fn connect_for(
+/// As [`connect`], for a session that is to have this many data connections soon. A server that cannot be reached yet is dialled
+/// again within `limit`, until `cancel` is set: then the result is `None`.
+pub(crate) fn connect_first(
     to: &Remote,
     attempt: AttemptId,
     data: usize,
-) -> Result<Conversation, ControlError> {
-    let (_, stream) = to.dial_for(1 + data)?;
+    limit: Duration,
+    cancel: &AtomicBool,
+) -> Result<Option<Conversation>, ControlError> {
+    const LOOK: Duration = Duration::from_millis(50);
+    let (tell, told) = mpsc::channel();
+    let (to, span) = (to.clone(), Span::current());
+    // After a cancel, the thread goes on until the program ends.
+    let dial = move || span.in_scope(|| tell.send(to.reach(1 + data, limit)));
+    thread::Builder::new()
+        .spawn(dial)
+        .map_err(DialError::System)?;
+    loop {
+        match told.recv_timeout(LOOK) {
+            Ok(reached) => return converse(reached?.1, attempt).map(Some),
+            Err(RecvTimeoutError::Timeout) if !cancel.load(Ordering::Relaxed) => {}
+            Err(_) => return Ok(None),
+        }
+    }
+}
+
+fn converse(stream: Stream, attempt: AttemptId) -> Result<Conversation, ControlError> {
     let preamble = preamble(ConnectionKind::Control, attempt);
     stream
         .write_both(&preamble, &[])

@@ -32,12 +32,13 @@ use handover::{
 use serde_json::{Value, json};
 use tracing::{Span, error_span, info};
 use vamoose_link::{
-    ConversationError, Hangup, Listener, Opening, Remote, Session, Snapshot, Stats, lock, random_id,
+    Conversation, ConversationError, Hangup, Listener, Opening, Remote, Session, Snapshot, Stats,
+    lock, random_id,
 };
 
 use crate::{
     Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Summary, Switchover, chain,
-    control::{ControlError, Offer, Request, answer, connect_for, preamble},
+    control::{ControlError, Offer, Request, answer, connect_first, preamble},
     journal::{AtSource, Record, now},
 };
 use error::at_source;
@@ -53,6 +54,8 @@ pub struct Migration<'a> {
     pub qmp: &'a Path,
     /// The destination's server.
     pub to: &'a Remote,
+    /// How long the server may be unreachable at first.
+    pub connect_timeout: Duration,
     /// Where attempts are remembered: see [`Journal`].
     pub state_dir: &'a Path,
     /// The waiting QEMU's name at the server.
@@ -190,7 +193,7 @@ impl Migration<'_> {
         let prepare = Prepare::new(to_details(&request).map_err(ControlError::from)?);
         let message = SourceMessage::Prepare(prepare);
         let streams = usize::from(self.channels) + 1;
-        let mut control = connect_for(self.to, hand_over.attempt.id(), streams)?;
+        let mut control = self.connect(hand_over, streams)?;
         let sent = control.send(&message);
         let session = control.stream().session();
         let data = session.map_or_else(Vec::new, |session| session.open_ahead(streams));
@@ -209,6 +212,19 @@ impl Migration<'_> {
             other => Err(Cause::broken(format!(
                 "unexpected answer from the server: {other:?}"
             ))),
+        }
+    }
+
+    /// The first connection to the server, which hears nothing of the attempt before.
+    fn connect(&self, hand_over: &mut HandOver<'_>, streams: usize) -> Result<Conversation, Cause> {
+        let (id, limit) = (hand_over.attempt.id(), self.connect_timeout);
+        match connect_first(self.to, id, streams, limit, self.cancel) {
+            Ok(Some(control)) => Ok(control),
+            not => {
+                hand_over.attempt.entry.record.side.confirmed = true;
+                not?;
+                Err(Cause::Cancelled)
+            }
         }
     }
 

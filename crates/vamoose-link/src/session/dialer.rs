@@ -102,6 +102,23 @@ impl DialError {
         })
     }
 
+    /// Whether the peer may be reachable soon: it is being started, or its network is not up yet.
+    fn may_pass(&self) -> bool {
+        let is_soon = |error: &SocketError| {
+            !error.is_unknown_name()
+                && matches!(
+                    error.source.kind(),
+                    io::ErrorKind::ConnectionRefused
+                        | io::ErrorKind::HostUnreachable
+                        | io::ErrorKind::NetworkUnreachable
+                        | io::ErrorKind::NotFound
+                )
+        };
+        self.is_timeout()
+            || self.is_closed()
+            || matches!(self, Self::Socket(error) if is_soon(error))
+    }
+
     /// The connection's error, if the connection failed.
     fn of_connection(&self) -> Option<&io::Error> {
         match self {
@@ -198,6 +215,31 @@ impl Paths {
         greeting.and_then(|greeting| greeting.join().ok())
     }
 
+    /// Greets the server on one of the paths, for a session that is to have this number of `streams` soon.
+    fn greet(self: &Arc<Self>, streams: usize, timeout: Duration) -> Result<Greeted, DialError> {
+        let mut last = DialError::NoPath;
+        for path in self.order(0) {
+            let greeted = Dialled::new(self, path, timeout).and_then(|dialled| {
+                // Not before there is a listener. The first connection is one step ahead, so the server's memory for versions of
+                // pages goes to it.
+                self.greet_ahead(streams);
+                dialled.greet(self)
+            });
+            let error = match greeted {
+                Ok(greeted) => return Ok(greeted),
+                Err(error) => error,
+            };
+            debug!("{}", chain(&error));
+            self.failed(path);
+            // There is no listener only if all paths refuse.
+            let is_first = matches!(last, DialError::NoPath) || last.is_connection_refused();
+            if is_first || error.may_pass() && !last.may_pass() {
+                last = error;
+            }
+        }
+        Err(last)
+    }
+
     pub(crate) fn status(&self, streams: &[Arc<ResumableStream>]) -> Vec<PathStatus> {
         let mut status: Vec<_> = self
             .list
@@ -267,34 +309,43 @@ pub(crate) fn begin(
     streams: usize,
 ) -> Result<(Session, Stream), DialError> {
     let paths = Arc::new(Paths::new(list, &config)?);
-    let mut last = DialError::NoPath;
-    let order = paths.order(0);
-    let mut may_pass = false;
-    for timeout in [ATTEMPT, LAST_ATTEMPT] {
-        for path in order.iter().copied() {
-            let greeted = Dialled::new(&paths, path, timeout).and_then(|dialled| {
-                // Not before there is a listener. The first connection is one step ahead, so the server's memory for versions of
-                // pages goes to it.
-                paths.greet_ahead(streams);
-                dialled.greet(&paths)
-            });
-            let error = match greeted {
-                Ok(greeted) => return greeted.begin(paths, config),
-                Err(error) => error,
-            };
-            debug!("{}", chain(&error));
-            paths.failed(path);
-            may_pass |= error.is_timeout() || error.is_closed();
-            // There is no listener only if all paths refuse.
-            if matches!(last, DialError::NoPath) || last.is_connection_refused() {
-                last = error;
+    let greeted = match paths.greet(streams, ATTEMPT) {
+        Err(error) if error.is_timeout() || error.is_closed() => paths.greet(streams, LAST_ATTEMPT),
+        greeted => greeted,
+    };
+    greeted?.begin(paths, config)
+}
+
+/// As [`begin`], and tries again for as long as `limit` if the server may be reachable soon.
+pub(crate) fn reach(
+    list: Vec<Path>,
+    config: &SessionConfig,
+    streams: usize,
+    limit: Duration,
+) -> Result<(Session, Stream), DialError> {
+    let paths = Arc::new(Paths::new(list, config)?);
+    let deadline = Instant::now() + limit;
+    let mut timeout = ATTEMPT.min(limit);
+    let mut pause = RETRY_PAUSES[0];
+    let mut is_told = false;
+    loop {
+        let greeted = paths.greet(streams, timeout);
+        let begun = greeted.and_then(|greeted| greeted.begin(paths.clone(), config.clone()));
+        let time = left(deadline).saturating_sub(pause);
+        match begun {
+            Err(error) if error.may_pass() && !time.is_zero() => {
+                if !is_told {
+                    let seconds = time.as_secs_f64().round();
+                    warn!("{}; trying again for {seconds} s", chain(&error));
+                    is_told = true;
+                }
             }
+            begun => return begun,
         }
-        if !may_pass {
-            break;
-        }
+        thread::sleep(pause);
+        pause = (pause * 2).min(RETRY_PAUSES[1]);
+        timeout = LAST_ATTEMPT.min(time);
     }
-    Err(last)
 }
 
 /// A stream that is being opened.
@@ -669,6 +720,7 @@ pub(crate) fn nonce() -> io::Result<[u8; 32]> {
 mod tests {
     use std::{
         error::Error,
+        io::Write as _,
         net::{SocketAddr, TcpListener, TcpStream},
         os::fd::OwnedFd,
     };
@@ -679,6 +731,33 @@ mod tests {
     use crate::{Keys, Listener, Security, Sessions};
 
     const LIMIT: Duration = Duration::from_secs(60);
+
+    /// It is reset, and reset again, until the server's host is ready. An answer that is none ends the attempts.
+    #[test]
+    fn first_connection_is_tried_again() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let to: Address = format!("tcp:{address}").parse().unwrap();
+        let server = thread::spawn(move || {
+            for _ in 0..5 {
+                drop(listener.accept().unwrap());
+            }
+            let (mut connection, _) = listener.accept().unwrap();
+            connection.write_all(&[0; HELLO_LEN]).unwrap();
+            connection
+        });
+        let config = SessionConfig::new(Security::Insecure);
+        let begun = reach(vec![to.into()], &config, 1, LIMIT);
+        assert!(matches!(begun, Err(DialError::Handshake { .. })));
+        server.join().unwrap();
+    }
+
+    #[test]
+    fn unknown_name_is_not_tried_again() {
+        let error = io::Error::new(io::ErrorKind::NotFound, "no such name");
+        let address = "tcp:nowhere:4440".parse().unwrap();
+        assert!(!DialError::from(SocketError::dial(&address, error)).may_pass());
+    }
 
     #[test]
     fn connection_closed_before_its_handshake_is_tried_again() {

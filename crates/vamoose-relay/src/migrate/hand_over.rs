@@ -172,7 +172,7 @@ impl<'a> Attempt<'a> {
     fn send(&mut self, message: &SourceMessage) {
         if matches!(message, SourceMessage::Abort { .. }) {
             self.has_aborted = true;
-            if self.control.is_none() {
+            if self.control.is_none() && !self.entry.record.side.confirmed {
                 self.control = connect(self.to, self.id()).ok();
             }
         }

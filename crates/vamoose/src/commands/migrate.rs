@@ -62,6 +62,9 @@ pub(crate) struct Options {
     /// Address of this host from which to connect: one for each address of the other host, in the same order
     #[arg(long, value_name = "ADDRESS")]
     bind: Vec<IpAddr>,
+    /// Fail if the server cannot be reached at first within this many seconds
+    #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    connect_timeout: u64,
     #[command(flatten)]
     link: LinkOptions,
     /// Name of the waiting QEMU, whose QMP socket is NAME.qmp there [default: GUEST]
@@ -138,6 +141,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let migration = Migration {
         qmp: &qmp,
         to: &to,
+        connect_timeout: Duration::from_secs(options.connect_timeout),
         state_dir: &state_dir,
         name,
         channels: options.channels,

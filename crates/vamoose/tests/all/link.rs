@@ -9,6 +9,7 @@ use lab::{
     ram,
     vamoose::{Keys, Vamoose},
 };
+use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::common::{
@@ -98,6 +99,35 @@ fn a_migration_survives_resets_of_all_connections() -> Result<()> {
         ensure!(report["link"]["reconnects"].as_u64() >= Some(3), "{report}");
     }
     Ok(())
+}
+
+/// The server is not there yet. Meanwhile Ctrl-C ends the migration, of which the server has not heard.
+#[test]
+fn a_server_may_come_late() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let host = Host::start(INSECURE)?;
+    let middlebox = Middlebox::new(socket_address(&host.address)?)?;
+    let (mut source, mut destination) = bare_pair(&binary, &binary, 16 * MIB)?;
+    source.qmp.cont()?;
+    host.knows("vm", &destination)?;
+    let to = format!("tcp:{}", middlebox.address());
+    let options = ["--insecure", "--connect-timeout", "100"];
+    for admission in [Admission::Silence, Admission::Refuse] {
+        middlebox.admit(admission)?;
+        let migration = crate::common::migrate(&source.qmp_socket(), &to, "vm", &options)?;
+        migration.wait_for("trying again", LIMIT)?;
+        migration.signal(Signal::INT)?;
+        let ended = migration.finish(LIMIT)?.failure("cancelled")?;
+        ensure!(ended.status.code() == Some(3), "{}", ended.status);
+        ensure!(!ended.stderr.contains("confirmed"), "{}", ended.stderr);
+    }
+    let migration = crate::common::migrate(&source.qmp_socket(), &to, "vm", &options)?;
+    migration.wait_for("trying again", LIMIT)?;
+    middlebox.admit(Admission::Pass)?;
+    migration.finish(LIMIT)?.success()?;
+    expect_moved(&mut source, &mut destination)
 }
 
 /// Connections are refused for a while: nothing gets through, and then all goes on.

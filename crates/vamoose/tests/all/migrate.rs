@@ -208,7 +208,8 @@ fn impossible_migrations_are_refused_early() -> Result<()> {
     refuses("other-uuid", &[], "uuid")?;
     ensure!(other_uuid.qmp.query_status()? == "inmigrate");
 
-    let nobody = migrate(&source.qmp_socket(), "tcp:127.0.0.1:1", "x", &[])?;
+    let soon = ["--connect-timeout", "1"];
+    let nobody = migrate(&source.qmp_socket(), "tcp:127.0.0.1:1", "x", &soon)?;
     nobody
         .finish(LIMIT)?
         .failure("cannot connect to tcp:127.0.0.1:1")?;
