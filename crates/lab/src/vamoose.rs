@@ -70,7 +70,7 @@ impl Keys {
         let [source, destination] = ["source", "destination"].map(|host| dir.path().join(host));
         let init = |folder: &Path| {
             let mut command = Command::new(program);
-            crate::run(command.args(["keys", "init", "--dir"]).arg(folder))
+            crate::run(command.args(["keys", "init", "--keys"]).arg(folder))
         };
         let public = [init(&source)?, init(&destination)?];
         for (folder, key) in [(&destination, &public[0]), (&source, &public[1])] {

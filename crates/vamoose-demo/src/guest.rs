@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 use testguest::{Backing, Config, Fill, Guest, Kind, Memory};
-use vamoose::options::Size;
+use vamoose::values::Size;
 use vamoose_live::{Ram, RamBlock};
 
 /// Description of a guest, for the source and the destination.

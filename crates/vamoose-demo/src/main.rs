@@ -38,7 +38,8 @@ use signal_hook::{
 };
 use testguest::{Fill, Guest, fill};
 use tracing::info;
-use vamoose::options::{Hardware, JsonReport, MethodName, Size};
+use vamoose::options::{Hardware, JsonReport, MethodName};
+use vamoose::values::{Rate, milliseconds, positive_seconds};
 use vamoose_live::{Address, GuestLocation, Ram, Source, SourceConfig, SourceError};
 
 use crate::{
@@ -119,15 +120,15 @@ struct MigrationOptions {
     zero_copy: bool,
     #[command(flatten)]
     dsa: DsaOptions,
-    /// Bandwidth limit towards the destination, in bytes per second
+    /// Bandwidth limit towards the destination, such as 80M (MiB per second), 80MB/s or 500Mbit
     #[arg(long, value_name = "RATE")]
-    max_bandwidth: Option<Size>,
-    /// Target for the guest's downtime, in milliseconds
-    #[arg(long, default_value_t = 300, value_name = "MS")]
-    downtime_limit: u64,
-    /// Abort if the migration has not converged after this many seconds
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
-    timeout: Option<u64>,
+    max_bandwidth: Option<Rate>,
+    /// Target for the guest's downtime; a number alone is in milliseconds
+    #[arg(long, default_value = "300ms", value_name = "TIME", value_parser = milliseconds)]
+    downtime_limit: Duration,
+    /// Abort if the migration has not converged after this time
+    #[arg(long, value_name = "TIME", value_parser = positive_seconds)]
+    timeout: Option<Duration>,
 }
 
 fn main() -> ExitCode {
@@ -210,9 +211,9 @@ impl MigrationOptions {
         config.channels = self.channels;
         config.zero_copy = self.zero_copy;
         config.zero_page_detection = self.dsa.detection(&self.hardware)?;
-        config.max_bandwidth = self.max_bandwidth.map(Size::rate).transpose()?;
-        config.downtime_limit = Duration::from_millis(self.downtime_limit);
-        config.timeout = self.timeout.map(Duration::from_secs);
+        config.max_bandwidth = self.max_bandwidth.map(|rate| rate.0);
+        config.downtime_limit = self.downtime_limit;
+        config.timeout = self.timeout;
         Ok(config)
     }
 }

@@ -28,6 +28,7 @@ mod adaptive;
 mod address;
 mod backlog;
 mod blocks;
+mod bytes;
 mod chain;
 mod conversation;
 mod delta;
@@ -55,6 +56,7 @@ mod zero_copy;
 pub use adaptive::Adaptive;
 pub use address::{Address, AddressError};
 pub use blocks::{ByteReader, ByteWriter};
+pub use bytes::Bytes;
 pub use chain::chain;
 pub use conversation::{Conversation, ConversationError, random_id, send_message};
 #[cfg(feature = "fuzzing")]

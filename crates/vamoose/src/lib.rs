@@ -18,6 +18,7 @@ pub mod progress;
 pub mod report;
 pub mod security;
 pub mod timeline;
+pub mod values;
 pub mod watchable;
 
 use std::{

@@ -7,8 +7,9 @@ use clap::Args;
 use vamoose_link::{Address, Path, Remote, SessionConfig};
 
 use crate::{
-    options::{Size, Switch},
+    options::Switch,
     security::SecurityOptions,
+    values::{Size, seconds},
 };
 
 /// Options of a session.
@@ -19,9 +20,9 @@ pub struct LinkOptions {
     /// Checksums of pages and of all sent data; off only to measure their cost
     #[arg(long, value_enum, default_value_t = Switch::On)]
     check: Switch,
-    /// Fail after this many seconds without a connection; 0: at once
-    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
-    reconnect_timeout: u64,
+    /// Fail after this time without a connection; 0: at once
+    #[arg(long, default_value = "30s", value_name = "TIME", value_parser = seconds)]
+    reconnect_timeout: Duration,
     /// Most memory at each end for earlier versions of pages, from which differences are sent; 0: send no differences
     ///
     /// Applies to each migration. The smaller of the two ends' values is used.
@@ -67,7 +68,7 @@ impl LinkOptions {
     ) -> Result<SessionConfig> {
         Ok(SessionConfig {
             check: self.check == Switch::On,
-            reconnect_timeout: Duration::from_secs(self.reconnect_timeout),
+            reconnect_timeout: self.reconnect_timeout,
             stall_timeout,
             page_cache: self.page_cache.in_memory(),
             ..SessionConfig::new(self.security.for_addresses(addresses)?)

@@ -2,7 +2,8 @@
 
 use std::{
     env, fmt,
-    num::{NonZeroU64, NonZeroUsize},
+    fs::OpenOptions,
+    num::NonZeroUsize,
     path::PathBuf,
     str::FromStr,
     sync::{Arc, LazyLock},
@@ -21,7 +22,11 @@ use vamoose_codec::{Accel, DecodedBy, Engines, Framing, Registry, Settings, Veri
 use vamoose_link::{Address, MethodChoice, Peers};
 use vamoose_relay::Config;
 
-use crate::{devices::DevicePath, report::write_json};
+use crate::{
+    devices::DevicePath,
+    report::write_json,
+    values::{Rate, Size, positive_seconds},
+};
 
 /// Options for the encoding of pages on the link.
 #[derive(Args, Clone, Debug)]
@@ -43,9 +48,9 @@ pub struct Encoding {
     /// Page size of the guest
     #[arg(long, default_value = "4k", value_name = "SIZE")]
     pub page_size: Size,
-    /// Bandwidth limit towards the destination, in bytes per second
+    /// Bandwidth limit towards the destination, such as 80M (MiB per second), 80MB/s or 500Mbit
     #[arg(long, value_name = "RATE")]
-    pub max_bandwidth: Option<Size>,
+    pub max_bandwidth: Option<Rate>,
     #[command(flatten)]
     pub stall_timeout: StallTimeout,
 }
@@ -93,7 +98,7 @@ impl Encoding {
         }
         config.encoders = self.encoders;
         config.layout = Layout::new(page_size).context("--page-size")?;
-        config.max_bandwidth = self.max_bandwidth.map(Size::rate).transpose()?;
+        config.max_bandwidth = self.max_bandwidth.map(|rate| rate.0);
         config.stall_timeout = self.stall_timeout.duration();
         Ok(config)
     }
@@ -139,14 +144,14 @@ const MAX_ENCODERS: usize = 64;
 /// Time without progress after which a migration fails.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct StallTimeout {
-    /// Abort after this many seconds without progress from a peer
-    #[arg(long, default_value_t = 15, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
-    stall_timeout: u64,
+    /// Abort after this time without progress from a peer
+    #[arg(long, default_value = "15s", value_name = "TIME", value_parser = positive_seconds)]
+    stall_timeout: Duration,
 }
 
 impl StallTimeout {
     pub fn duration(self) -> Duration {
-        Duration::from_secs(self.stall_timeout)
+        self.stall_timeout
     }
 }
 
@@ -196,12 +201,26 @@ pub fn refuse_open_address(listen: &Address, insecure: bool) -> Result<()> {
 /// Destination of a report.
 #[derive(Args, Clone, Debug)]
 pub struct JsonReport {
-    /// Write a report as JSON to a file, or to standard output with -
-    #[arg(long, value_name = "FILE")]
+    /// Write a report as JSON to FILE, or to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<String>,
 }
 
 impl JsonReport {
+    /// Whether --json was given.
+    pub fn is_wanted(&self) -> bool {
+        self.json.is_some()
+    }
+
+    /// Fails if the report cannot be written, before there is one.
+    pub fn check(&self) -> Result<()> {
+        if let Some(file) = self.json.as_deref().filter(|it| *it != "-") {
+            let opened = OpenOptions::new().append(true).create(true).open(file);
+            opened.with_context(|| format!("--json {file}"))?;
+        }
+        Ok(())
+    }
+
     /// Writes `report` if --json was given.
     pub fn write(&self, report: &impl Serialize) -> Result<()> {
         let Some(target) = &self.json else {
@@ -300,19 +319,19 @@ const FAULTS: &str = "VAMOOSE_FAULTS";
 const PAGE_BYTES: usize = 4096;
 
 /// Serialises a value as its text on the command line.
-mod as_text {
+pub mod as_text {
     use std::{fmt::Display, str::FromStr};
 
     use serde::{Deserialize as _, Deserializer, Serializer, de::Error};
 
-    pub(super) fn serialize<S: Serializer>(
+    pub fn serialize<S: Serializer>(
         value: &impl Display,
         serializer: S,
     ) -> Result<S::Ok, S::Error> {
         serializer.collect_str(value)
     }
 
-    pub(super) fn deserialize<'de, D, T>(deserializer: D) -> Result<T, D::Error>
+    pub fn deserialize<'de, D, T>(deserializer: D) -> Result<T, D::Error>
     where
         D: Deserializer<'de>,
         T: FromStr<Err: Display>,
@@ -447,51 +466,6 @@ mod as_name {
     }
 }
 
-/// A size in bytes, or a rate in bytes per second: a number with k, M, G or T (powers of 1024).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Size(pub u64);
-
-impl Size {
-    /// The size of something in memory.
-    pub fn in_memory(self) -> usize {
-        usize::try_from(self.0).unwrap_or(usize::MAX)
-    }
-
-    pub fn rate(self) -> Result<NonZeroU64> {
-        NonZeroU64::new(self.0).context("--max-bandwidth: the rate must not be 0")
-    }
-}
-
-impl FromStr for Size {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let error = || {
-            format!("`{text}` is not a size: write a number, with k, M, G or T (powers of 1024)")
-        };
-        let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
-        let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
-            "" | "b" => 0,
-            "k" => 10,
-            "m" => 20,
-            "g" => 30,
-            "t" => 40,
-            _ => return Err(error()),
-        };
-        let number: u64 = digits.parse().map_err(|_| error())?;
-        number
-            .checked_mul(1 << shift)
-            .map(Self)
-            .ok_or_else(|| format!("`{text}` is too large a size"))
-    }
-}
-
-impl fmt::Display for Size {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)
-    }
-}
-
 /// The directory of the journal.
 #[derive(Args, Debug)]
 pub struct StateDir {
@@ -502,6 +476,14 @@ pub struct StateDir {
 }
 
 impl StateDir {
+    /// The directory, where attempts are to be found: one that was named must exist.
+    pub fn existing(&self) -> Result<PathBuf> {
+        if let Some(dir) = self.state_dir.as_ref().filter(|dir| !dir.is_dir()) {
+            bail!("--state-dir: {} is not a directory", dir.display());
+        }
+        self.path()
+    }
+
     /// The directory, which may not exist yet.
     pub fn path(&self) -> Result<PathBuf> {
         if let Some(dir) = &self.state_dir {
@@ -518,7 +500,7 @@ impl StateDir {
 
     /// The directory, and that of the packaged gateway.
     pub fn watched(&self) -> Result<Vec<PathBuf>> {
-        let mut dirs = vec![self.path()?];
+        let mut dirs = vec![self.existing()?];
         if self.state_dir.is_none() {
             dirs.push(PathBuf::from("/run/vamoose-gateway"));
         }
@@ -529,22 +511,6 @@ impl StateDir {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn size_suffixes_are_powers_of_1024() {
-        for (text, bytes) in [
-            ("0", 0),
-            ("4k", 4096),
-            ("512K", 512 << 10),
-            ("1M", 1 << 20),
-            ("3G", 3 << 30),
-        ] {
-            assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
-        }
-        for text in ["", "k", "-1", "1.5G", "4KiB", "99999999999T"] {
-            assert!(text.parse::<Size>().is_err(), "{text}");
-        }
-    }
 
     /// Options as they are given on the command line.
     fn hardware(options: &[&str]) -> Hardware {

@@ -7,16 +7,15 @@ use crate::{Kind, cpu::Features};
 
 /// What the host lacks, as one sentence each. `devices` are those of [`scan`](super::scan).
 pub fn missing(root: &Root, devices: &[Device]) -> Vec<&'static str> {
-    let cpu = Features::of_file(&root.proc.join("cpuinfo"));
-    let checks = [
-        (
-            devices.is_empty()
-                && !pci_devices(root)
-                    .iter()
-                    .any(|(_, id)| identify(id).is_some()),
+    let bus = pci_devices(root);
+    if devices.is_empty() && !bus.iter().any(|(_, id)| identify(id).is_some()) {
+        return vec![
             "no DSA or IAA on the PCI bus: it takes a Xeon of the fourth generation or later, and a virtual machine has to \
              be given the device",
-        ),
+        ];
+    }
+    let cpu = Features::of_file(&root.proc.join("cpuinfo"));
+    let checks = [
         (
             !root.devices().is_dir(),
             "the kernel's driver is not loaded: modprobe idxd",

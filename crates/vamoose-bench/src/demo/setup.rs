@@ -68,7 +68,7 @@ impl<'a> Setup<'a> {
         let keys = Keys::make(&vamoose)?;
         for key in &keys.public {
             note(format!(
-                "$ vamoose keys init --dir DIR -> {}",
+                "$ vamoose keys init --keys DIR -> {}",
                 key.trim_end()
             ));
         }

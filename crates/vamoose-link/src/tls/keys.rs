@@ -65,6 +65,16 @@ impl Keys {
         directory.join(TRUSTED)
     }
 
+    /// The lines of the trusted keys, with their hosts and comments.
+    ///
+    /// # Errors
+    /// When the list cannot be used.
+    pub fn trusted_lines(directory: &Path) -> Result<Vec<String>, TlsError> {
+        let text = Self::read_guarded(&Self::trusted_file(directory))?;
+        let text = String::from_utf8_lossy(&text);
+        Ok(lines(&text).map(|(line, _)| line.to_owned()).collect())
+    }
+
     /// The bytes of a file that decides where guests go: it belongs to root or to the user of this process, and no other user can
     /// write it.
     ///
@@ -284,13 +294,16 @@ impl From<PublicKey> for Trusted {
 /// that are empty or begin with `#` are ignored.
 pub(super) fn parse_trusted(text: &[u8]) -> Result<Vec<Trusted>, FileFault> {
     let text = String::from_utf8_lossy(text);
-    let lines = text.lines().zip(1..);
-    let lines =
-        lines.filter(|(line, _)| !matches!(line.trim_start().chars().next(), None | Some('#')));
-    let trusted = lines.map(|(text, line)| {
+    let trusted = lines(&text).map(|(text, line)| {
         parse_line(text).map_err(|error| FileFault::Unfit(format!("line {line}: {error}")))
     });
     trusted.collect()
+}
+
+/// The lines with a key, and their numbers.
+fn lines(text: &str) -> impl Iterator<Item = (&str, usize)> {
+    let lines = text.lines().map(str::trim).zip(1..);
+    lines.filter(|(line, _)| !line.is_empty() && !line.starts_with('#'))
 }
 
 /// Refuses unknown options: to ignore one could mean to trust the key too far.

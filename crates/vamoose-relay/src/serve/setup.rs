@@ -11,7 +11,7 @@ use serde_json::json;
 use thiserror::Error;
 use tracing::info;
 use vamoose_codec::raw_frame;
-use vamoose_link::{Address, MethodChoice, Session};
+use vamoose_link::{Address, Bytes, MethodChoice, Session};
 
 use super::{DestinationQemu, Job, Server, job::Transfer};
 use crate::{
@@ -157,12 +157,14 @@ pub(super) enum PrepareError {
     OtherSource,
     #[error(transparent)]
     Qemu(#[from] QemuError),
+    #[error("its QEMU does not wait for a migration: {0}; start it again with -incoming defer -S")]
+    NotWaiting(String),
     #[error("its QEMU is not known well enough to end it, should the migration fail")]
     Unidentified(#[source] ProcessError),
     #[error("the destination's guest has the uuid {0}, the source's {1}")]
     Uuid(String, String),
-    #[error("the destination's guest has {0} bytes of RAM, the source's {1}")]
-    Ram(u64, u64),
+    #[error("the destination's guest has {0} of RAM, the source's {1}")]
+    Ram(Bytes, Bytes),
     #[error(transparent)]
     Journal(#[from] JournalError),
     #[error("the system refused")]
@@ -200,19 +202,21 @@ fn check(qemu: &mut Qemu, uuid: &str, request: &Request) -> Result<(), PrepareEr
     qemu.check(&["multifd", "return-path"])?;
     let state = qemu.state()?;
     let status = qemu.query_migrate()?["status"].as_str().map(str::to_owned);
-    if state != "inmigrate" || status.is_some_and(|status| status != "none") {
-        return Err(QemuError::State {
-            state,
-            expected: "inmigrate, with no migration begun (start it with -incoming defer)",
-        }
-        .into());
+    let begun = status.filter(|status| status != "none");
+    if let Some(status) = begun {
+        let why = format!("its migration has begun already, and is `{status}`");
+        return Err(PrepareError::NotWaiting(why));
+    }
+    if state != "inmigrate" {
+        let why = format!("its guest is `{state}`");
+        return Err(PrepareError::NotWaiting(why));
     }
     if uuid != request.uuid {
         return Err(PrepareError::Uuid(uuid.to_owned(), request.uuid.clone()));
     }
     let here = qemu.ram_bytes()?;
     if here != request.ram_bytes {
-        return Err(PrepareError::Ram(here, request.ram_bytes));
+        return Err(PrepareError::Ram(Bytes(here), Bytes(request.ram_bytes)));
     }
     Ok(())
 }

@@ -8,7 +8,10 @@ use anyhow::Result;
 use clap::Args;
 use vamoose_relay::{Attempt, Journal, Standing};
 
-use vamoose::{exit::OrUsage as _, options::StateDir, report::write_json};
+use vamoose::{
+    exit::OrUsage as _,
+    options::{JsonReport, StateDir},
+};
 
 /// List the migration attempts of this host
 ///
@@ -18,22 +21,24 @@ use vamoose::{exit::OrUsage as _, options::StateDir, report::write_json};
 pub(crate) struct Options {
     #[command(flatten)]
     state_dir: StateDir,
-    /// Print JSON; with --watch, a line per second
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    json: JsonReport,
     /// Show the migrations under way instead, updated every second: bytes and rate on the wire, and progress
+    ///
+    /// With --json, a line per second on standard output.
     #[arg(long)]
     watch: bool,
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     if options.watch {
-        return watch::run(&options.state_dir.watched()?, options.json);
+        let dirs = options.state_dir.watched().or_usage()?;
+        return watch::run(&dirs, options.json.is_wanted());
     }
-    let journal = Journal::open(&options.state_dir.path().or_usage()?)?;
+    let journal = Journal::open(&options.state_dir.existing().or_usage()?)?;
     let attempts = vamoose_relay::attempts(&journal)?;
-    if options.json {
-        return write_json(&attempts, "-");
+    if options.json.is_wanted() {
+        return options.json.write(&attempts);
     }
     println!(
         "{:<32}  {:<11}  {:<14}  {:<10}  {:>8}  NAME",

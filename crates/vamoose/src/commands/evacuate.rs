@@ -20,7 +20,9 @@ use tracing::warn;
 
 use self::{summary::Report, survey::Survey};
 use vamoose::exit::{Exit, OrUsage as _};
-use vamoose::options::{JsonReport, Size};
+use vamoose::options::JsonReport;
+use vamoose::values::{Rate, positive_seconds, seconds};
+use vamoose_link::Bytes;
 
 /// Move all running guests off a host of libvirt
 ///
@@ -44,20 +46,20 @@ pub(crate) struct Options {
     /// Migrations at once from the host, and to each destination
     #[arg(long, default_value = "2", value_name = "N")]
     parallel: NonZeroUsize,
-    /// Bandwidth limit of all migrations together, in bytes per second, as QEMU sends them
+    /// Bandwidth limit of all migrations together, as QEMU sends them, such as 1G (GiB per second) or 10Gbit
     ///
     /// Each migration may use an equal part of it: RATE divided by --parallel.
-    #[arg(long, value_name = "RATE")]
-    bandwidth: Option<Size>,
+    #[arg(long, value_name = "RATE", alias = "bandwidth")]
+    max_bandwidth: Option<Rate>,
     /// Further tries for a guest whose migration failed, on other destinations if possible
     #[arg(long, default_value_t = 2, value_name = "N")]
     retries: u32,
-    /// Seconds before a failed guest's second try; twice as long before each further one
-    #[arg(long, default_value_t = 5, value_name = "SECONDS")]
-    backoff: u64,
-    /// Cancel a migration after this many seconds
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
-    timeout: Option<u64>,
+    /// Time before a failed guest's second try; twice as long before each further one
+    #[arg(long, default_value = "5s", value_name = "TIME", value_parser = seconds)]
+    backoff: Duration,
+    /// Cancel a migration after this time
+    #[arg(long, value_name = "TIME", value_parser = positive_seconds)]
+    timeout: Option<Duration>,
     /// Number of data channels of each migration
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
     channels: u8,
@@ -84,6 +86,7 @@ pub(crate) struct Options {
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     options.check_rate().or_usage()?;
+    options.json.check().or_usage()?;
     let survey = Survey::make(options)?;
     let plan = Plan::new(&survey.fleet);
     let mut report = Report::of_plan(&survey, &plan);
@@ -137,10 +140,11 @@ impl Options {
     }
 
     fn check_rate(&self) -> Result<()> {
-        if let (Some(all), Some(each)) = (self.bandwidth, self.rate_of_each()) {
+        if let (Some(Rate(all)), Some(each)) = (self.max_bandwidth, self.rate_of_each()) {
             ensure!(
                 each >= LEAST_RATE,
-                "--bandwidth {all} is too little for {} migrations at once: each sends at least 5 MiB/s",
+                "--max-bandwidth: {}/s is too little for {} migrations at once: each sends at least 5 MiB/s",
+                Bytes(all.get()),
                 self.parallel
             );
         }
@@ -150,15 +154,15 @@ impl Options {
     /// Bandwidth limit of each migration.
     fn rate_of_each(&self) -> Option<u64> {
         let parallel = u64::try_from(self.parallel.get()).unwrap_or(u64::MAX);
-        Some(self.bandwidth?.0 / parallel)
+        Some(self.max_bandwidth?.0.get() / parallel)
     }
 
     fn limits(&self) -> Limits {
         Limits {
             per_host: self.parallel,
             retries: self.retries,
-            backoff: Duration::from_secs(self.backoff),
-            timeout: self.timeout.map(Duration::from_secs),
+            backoff: self.backoff,
+            timeout: self.timeout,
         }
     }
 }

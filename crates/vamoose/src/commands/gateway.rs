@@ -25,6 +25,7 @@ use self::config::{File, GatewaySettings};
 use vamoose::{
     metrics::{self, Counts, MetricsOption},
     options::Hardware,
+    values::seconds,
     watchable,
 };
 
@@ -43,9 +44,9 @@ pub(crate) struct Options {
     /// Check the configuration, with its keys or certificates, and exit
     #[arg(long)]
     check: bool,
-    /// Seconds for migrations under way to finish after SIGTERM
-    #[arg(long, default_value_t = 300, value_name = "SECONDS")]
-    drain_timeout: u64,
+    /// Time for migrations under way to finish after SIGTERM
+    #[arg(long, default_value = "5min", value_name = "TIME", value_parser = seconds)]
+    drain_timeout: Duration,
     /// Directory in which `vamoose attempts --watch` finds this gateway
     #[arg(long, value_name = "DIR")]
     state_dir: Option<PathBuf>,
@@ -58,9 +59,8 @@ pub(crate) struct Options {
 impl Options {
     /// Reads the file, and finds all errors that can be found without listening.
     fn read(&self) -> Result<GatewaySettings> {
-        let drain_timeout = Duration::from_secs(self.drain_timeout);
         let file = File::read(&self.config)?;
-        let settings = file.settings(&self.hardware, drain_timeout);
+        let settings = file.settings(&self.hardware, self.drain_timeout);
         let mut settings = settings.with_context(|| self.config.display().to_string())?;
         settings.metrics = self.metrics.metrics.clone().or(settings.metrics);
         let config = &settings.config;

@@ -1,6 +1,7 @@
 //! `vamoose migrate`: drives a source QEMU through a migration.
 
 use std::{
+    convert::Infallible,
     fs,
     net::IpAddr,
     path::PathBuf,
@@ -30,6 +31,7 @@ use vamoose::{
     progress::{Display, Progress, remaining},
     report::Report,
     timeline::Timeline,
+    values::{milliseconds, positive_seconds},
     watchable,
 };
 
@@ -50,7 +52,7 @@ pub(crate) struct Options {
     #[arg(required_unless_present = "to")]
     host: Option<String>,
     /// QMP socket of the source QEMU [default: GUEST.qmp in the directory of --qmp-dir]
-    #[arg(long, value_name = "SOCKET")]
+    #[arg(long, value_name = "SOCKET", value_parser = socket)]
     qmp: Option<PathBuf>,
     #[command(flatten)]
     qmp_dir: QmpDir,
@@ -62,9 +64,9 @@ pub(crate) struct Options {
     /// Address of this host from which to connect: one for each address of the other host, in the same order
     #[arg(long, value_name = "ADDRESS")]
     bind: Vec<IpAddr>,
-    /// Fail if the server cannot be reached at first within this many seconds
-    #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
-    connect_timeout: u64,
+    /// Fail if the server cannot be reached at first within this time
+    #[arg(long, default_value = "10s", value_name = "TIME", value_parser = positive_seconds)]
+    connect_timeout: Duration,
     #[command(flatten)]
     link: LinkOptions,
     /// Name of the waiting QEMU, whose QMP socket is NAME.qmp there [default: GUEST]
@@ -75,12 +77,12 @@ pub(crate) struct Options {
     /// Number of data channels
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
     channels: u8,
-    /// Target for the guest's downtime, in milliseconds [default: QEMU's setting]
-    #[arg(long, value_name = "MS")]
-    downtime_limit: Option<u64>,
-    /// Abort after this many seconds of downtime: the guest resumes here
-    #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
-    downtime_max: u64,
+    /// Target for the guest's downtime, such as 300ms; a number alone is in milliseconds [default: QEMU's setting]
+    #[arg(long, value_name = "TIME", value_parser = milliseconds)]
+    downtime_limit: Option<Duration>,
+    /// Abort after this downtime: the guest resumes here
+    #[arg(long, default_value = "10s", value_name = "TIME", value_parser = positive_seconds)]
+    downtime_max: Duration,
     /// Finish this attempt, and confirm that no other tool has moved the guest since
     ///
     /// Only for an attempt that an earlier run asks to confirm.
@@ -93,6 +95,11 @@ pub(crate) struct Options {
     zero_page_detection: Option<ZeroPageDetection>,
     #[command(flatten)]
     json: JsonReport,
+}
+
+/// A path, which may be written as in a URI of QEMU.
+fn socket(text: &str) -> Result<PathBuf, Infallible> {
+    Ok(text.strip_prefix("unix:").unwrap_or(text).into())
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -132,6 +139,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         }
     }
     let state_dir = options.state_dir.path().or_usage()?;
+    options.json.check().or_usage()?;
     let start = Instant::now();
     let mut display = Display::on_stderr();
     let mut last = Progress::default();
@@ -141,13 +149,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let migration = Migration {
         qmp: &qmp,
         to: &to,
-        connect_timeout: Duration::from_secs(options.connect_timeout),
+        connect_timeout: options.connect_timeout,
         state_dir: &state_dir,
         name,
         channels: options.channels,
         config,
-        downtime_limit: options.downtime_limit.map(Duration::from_millis),
-        downtime_max: Duration::from_secs(options.downtime_max),
+        downtime_limit: options.downtime_limit,
+        downtime_max: options.downtime_max,
         zero_page_detection: options.zero_page_detection.map(ZeroPageDetection::name),
         confirm: options.confirm,
         cancel: &cancel,

@@ -11,7 +11,7 @@ use std::{collections::BTreeMap, fmt::Display, fs, path::PathBuf};
 use anyhow::Result;
 use clap::Args;
 use idxd::discovery::{self, Root};
-use vamoose::report;
+use vamoose::{options::JsonReport, report};
 use vamoose_codec::Registry;
 
 use self::engines::Accelerator;
@@ -19,15 +19,15 @@ use self::engines::Accelerator;
 /// Show this host's hardware and software for migrations
 #[derive(Args, Debug)]
 pub(crate) struct Options {
-    /// Print a JSON object: the lines of the text, as arrays by their names
-    #[arg(long)]
-    json: bool,
+    /// The report has the lines of the text, as arrays by their names.
+    #[command(flatten)]
+    json: JsonReport,
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     let lines = probe(&Root::default());
-    match options.json {
-        true => report::write_json(&lines.by_name(), "-"),
+    match options.json.is_wanted() {
+        true => options.json.write(&lines.by_name()),
         false => report::print(&lines.text()),
     }
 }
@@ -36,11 +36,28 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 fn probe(root: &Root) -> Lines {
     let accelerators = engines::accelerators(root);
     let mut lines = host(root, &accelerators);
+    let mut advice = ADVICE.map(str::to_owned).to_vec();
     for engine in Registry::new().engines() {
-        lines.put("engine", engines::describe(engine, &accelerators));
+        lines.put("engine", engines::describe(&engine, &accelerators));
+        let fits_hardware = engine.hardware && engine.absent.is_none();
+        advice.extend(fits_hardware.then(|| {
+            format!(
+                "{}: has hardware here, and saves CPU time on slow links",
+                engine.method
+            )
+        }));
+    }
+    for line in advice {
+        lines.put("method", line);
     }
     lines
 }
+
+/// As docs/choosing.md has it.
+const ADVICE: [&str; 2] = [
+    "auto: between two Vamooses, on every link; it is the default there",
+    "zstd: to a stock QEMU, if the link is slower than zstd on the cores that can be spared",
+];
 
 /// All lines but those about engines.
 fn host(root: &Root, accelerators: &[Accelerator]) -> Lines {
@@ -155,10 +172,12 @@ mod tests {
             "userfaultfd     absent: ",
             NO_DEVICES,
             "no DSA or IAA on the PCI bus",
-            "modprobe idxd",
+            "method          auto: between two Vamooses",
         ] {
             assert!(shown.contains(line), "{shown}");
         }
+        // There is nothing for the driver to drive.
+        assert!(!shown.contains("modprobe"), "{shown}");
     }
 
     fn queues(root: &Root) -> String {

@@ -157,6 +157,7 @@ impl Options {
 pub(crate) fn run(options: &Options) -> Result<()> {
     let config = options.config().or_usage()?;
     let dialer = options.dialer(config.stall_timeout).or_usage()?;
+    options.json.check().or_usage()?;
     let accept = options.accept(config.stall_timeout)?;
     let start = Instant::now();
     let stats = Arc::new(Stats::default());

@@ -16,7 +16,8 @@ use vamoose_relay::{Server, ServerConfig};
 use vamoose::exit::OrUsage as _;
 use vamoose::link::{LinkOptions, page_caches};
 use vamoose::metrics::{self, Counts, MetricsOption};
-use vamoose::options::{Access, Hardware, QmpDir, Size, StallTimeout, StateDir};
+use vamoose::options::{Access, Hardware, QmpDir, StallTimeout, StateDir};
+use vamoose::values::{Size, positive_seconds, seconds};
 use vamoose::watchable;
 
 /// Accept incoming migrations for QEMUs waiting on this host
@@ -40,14 +41,14 @@ pub(crate) struct Options {
     stall_timeout: StallTimeout,
     #[command(flatten)]
     state_dir: StateDir,
-    /// Report a loaded guest as orphaned after this many seconds without contact from its source
+    /// Report a loaded guest as orphaned after this time without contact from its source
     ///
     /// An orphaned guest is neither run nor terminated: `vamoose attempts` lists it.
-    #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
-    orphan_timeout: u64,
-    /// Seconds for migrations under way to finish after SIGTERM
-    #[arg(long, default_value_t = 300, value_name = "SECONDS")]
-    drain_timeout: u64,
+    #[arg(long, default_value = "5min", value_name = "TIME", value_parser = positive_seconds)]
+    orphan_timeout: Duration,
+    /// Time for migrations under way to finish after SIGTERM
+    #[arg(long, default_value = "5min", value_name = "TIME", value_parser = seconds)]
+    drain_timeout: Duration,
     /// Most memory for the page caches of all migrations together [default: a quarter of the host's, at most 4 GiB]
     ///
     /// When this memory is used up, migrations use smaller caches, or none.
@@ -80,7 +81,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         engines,
         sessions,
         peers: options.access.peers(),
-        orphan_timeout: Duration::from_secs(options.orphan_timeout),
+        orphan_timeout: options.orphan_timeout,
     };
     let counts = Arc::<Counts>::default();
     let watchable = watchable::bind(&config.state_dir);
@@ -99,7 +100,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             let mut told = signals.forever();
             if told.next().is_some() {
                 info!("no further migrations are accepted; those under way finish");
-                server.drain(Duration::from_secs(options.drain_timeout));
+                server.drain(options.drain_timeout);
             }
             if told.next().is_some() {
                 info!("stopping; migrations under way are aborted");

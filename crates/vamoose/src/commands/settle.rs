@@ -5,7 +5,7 @@ use clap::{Args, ValueEnum};
 use vamoose_link::SessionConfig;
 use vamoose_relay::{AttemptId, Journal, Settlement, Verdict};
 
-use vamoose::{options::StateDir, security::SecurityOptions};
+use vamoose::{exit::OrUsage as _, options::StateDir, security::SecurityOptions};
 
 /// Decide the outcome of an attempt that is in doubt or orphaned
 ///
@@ -43,7 +43,7 @@ enum Outcome {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let journal = Journal::open(&options.state_dir.path()?)?;
+    let journal = Journal::open(&options.state_dir.existing().or_usage()?)?;
     let verdict = match options.verdict {
         Outcome::RunningThere => Verdict::RunningThere,
         Outcome::NeverRan => Verdict::NeverRan,

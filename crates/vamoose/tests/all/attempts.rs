@@ -107,6 +107,33 @@ fn a_report_that_cannot_be_written_hides_nothing() -> Result<()> {
     Ok(())
 }
 
+/// A place that does not exist is noticed before anything is done.
+#[test]
+fn wrong_places_are_refused_first() -> Result<()> {
+    for (arguments, problem) in [
+        (
+            &[
+                "migrate",
+                "vm",
+                "tcp:127.0.0.1:1",
+                "--insecure",
+                "--json",
+                "/nope/x",
+            ][..],
+            "--json /nope/x: No such file or directory",
+        ),
+        (
+            &["attempts", "--state-dir", "/nope"],
+            "--state-dir: /nope is not a directory",
+        ),
+    ] {
+        let refused = Vamoose::start(Command::new(vamoose()).args(arguments))?.finish(LIMIT)?;
+        let refused = refused.failure(problem)?;
+        ensure!(refused.status.code() == Some(2), "{}", refused.status);
+    }
+    Ok(())
+}
+
 fn attempts(state: &Path) -> Result<Value> {
     let mut command = Command::new(vamoose());
     command.args(["attempts", "--json", "--state-dir"]);

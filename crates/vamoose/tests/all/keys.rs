@@ -14,7 +14,7 @@ use crate::common::vamoose;
 
 fn keys(action: &str, directory: &Path) -> Output {
     let mut command = Command::new(vamoose());
-    command.args(["keys", action, "--dir"]).arg(directory);
+    command.args(["keys", action, "--keys"]).arg(directory);
     command.output().unwrap()
 }
 
@@ -42,7 +42,12 @@ fn a_key_is_made_once_and_shown_again() {
     assert!(next.contains(&trusted), "{next}");
     let mode = fs::metadata(directory.join("key")).unwrap().permissions();
     assert_eq!(mode.mode() & 0o777, 0o600);
-    assert_eq!(printed(&keys("show", &directory)), key);
+    let list = format!("# Hosts\n{} hosts=kvm2 in rack 7\n", key.trim_end());
+    fs::write(directory.join("trusted"), list).unwrap();
+    let shown = keys("show", &directory);
+    assert_eq!(printed(&shown), key);
+    let trusted = String::from_utf8(shown.stderr).unwrap();
+    assert!(trusted.contains(" hosts=kvm2 in rack 7"), "{trusted}");
 
     let again = refused(&keys("init", &directory));
     assert!(again.contains("File exists"), "{again}");

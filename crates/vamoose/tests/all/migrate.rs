@@ -193,11 +193,11 @@ fn impossible_migrations_are_refused_early() -> Result<()> {
 
     let not_waiting = Builder::bare(&binary, 32 * MIB).start()?;
     host.knows("not-waiting", &not_waiting)?;
-    refuses("not-waiting", &[], "inmigrate")?;
+    refuses("not-waiting", &[], "start it again with -incoming defer")?;
 
     let smaller = Builder::bare(&binary, 16 * MIB).incoming().start()?;
     host.knows("smaller", &smaller)?;
-    refuses("smaller", &[], "bytes of RAM")?;
+    refuses("smaller", &[], "has 16 MiB of RAM, the source's 32 MiB")?;
 
     let mut other_uuid = Builder::bare(&binary, 32 * MIB)
         .argument("-uuid")

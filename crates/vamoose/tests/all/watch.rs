@@ -88,7 +88,7 @@ fn both_ends_of_migrate_and_serve_are_seen() -> Result<()> {
     let source = source(&binary)?;
     let destination = Builder::bare(&binary, 64 * MIB).incoming().start()?;
     host.knows("vm", &destination)?;
-    let limit = SLOW.to_string();
+    let limit = format!("{SLOW}B");
     let options = ["--max-bandwidth", &limit];
     let _migration = migrate(&source.qmp_socket(), &host.address, "vm", &options)?;
     let here = source.qmp_socket().with_file_name("state");

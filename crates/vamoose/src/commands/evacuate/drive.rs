@@ -467,7 +467,7 @@ mod tests {
 
     #[test]
     fn each_migration_gets_its_part_of_the_bandwidth() {
-        let limited = arguments(&["--parallel", "4", "--bandwidth", "1200M"]);
+        let limited = arguments(&["--parallel", "4", "--max-bandwidth", "1200M"]);
         assert!(limited.contains(" --bandwidth 300 UUID "), "{limited}");
     }
 

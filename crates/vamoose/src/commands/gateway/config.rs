@@ -23,8 +23,9 @@ use vamoose_relay::{Config, GatewayConfig, GatewayPeer, GatewayStream};
 
 use vamoose::{
     link::{page_caches, paths},
-    options::{Hardware, MethodName, Size, Text},
+    options::{Hardware, MethodName, Text},
     security::keys_directory,
+    values::{Rate, Size},
 };
 
 /// Settings of a gateway.
@@ -74,7 +75,7 @@ struct Peer {
     key: Option<Text<PublicKey>>,
     certificate: Option<String>,
     migrations: Option<NonZeroUsize>,
-    max_bandwidth: Option<Text<Size>>,
+    max_bandwidth: Option<Text<Rate>>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -191,7 +192,6 @@ impl File {
             Security::Keys(_) => peer.key.as_ref().map(|key| key.0.to_string()),
             _ => None,
         };
-        let max_bandwidth = peer.max_bandwidth.as_ref().map(|size| size.0.rate());
         Ok(GatewayPeer {
             name: name.clone(),
             alias: peer.alias,
@@ -202,7 +202,7 @@ impl File {
             },
             identity,
             migrations: peer.migrations.map_or(16, NonZeroUsize::get),
-            max_bandwidth: max_bandwidth.transpose().context("max-bandwidth")?,
+            max_bandwidth: peer.max_bandwidth.as_ref().map(|Text(rate)| rate.0),
         })
     }
 

@@ -94,7 +94,7 @@ pub(super) fn run(options: &Options) -> Result<()> {
         ports: listeners.iter().map(|(port, _)| *port).collect(),
         listen: options.port,
         page_size: u32::try_from(options.encoding.page_size.0)?,
-        stall_timeout: config.stall_timeout.as_secs(),
+        stall_timeout: config.stall_timeout.as_secs().max(1),
     };
     let (far, ready) = Far::start(options, &request)?;
     let chosen = listeners.iter().position(|(port, _)| *port == ready.port);

@@ -51,8 +51,8 @@ pub(super) fn accelerators(root: &Root) -> Vec<Accelerator> {
 }
 
 /// The line of an engine: whether it is present or why not, and the number of devices for it.
-pub(super) fn describe(engine: EngineInfo, accelerators: &[Accelerator]) -> String {
-    let presence = match engine.absent {
+pub(super) fn describe(engine: &EngineInfo, accelerators: &[Accelerator]) -> String {
+    let presence = match &engine.absent {
         None => "present",
         Some(_) => "absent",
     };
@@ -70,11 +70,12 @@ pub(super) fn describe(engine: EngineInfo, accelerators: &[Accelerator]) -> Stri
     });
     let library = engine
         .library
+        .as_ref()
         .map(|file| format!("library {}", file.display()));
     // The line of hardware is long already.
-    let levels = engine.levels.filter(|_| !engine.hardware);
+    let levels = engine.levels.as_ref().filter(|_| !engine.hardware);
     let levels = levels.map(|it| format!("levels {} to {}", it.start(), it.end()));
-    let details: Vec<_> = [engine.absent, devices, library, levels]
+    let details: Vec<_> = [engine.absent.clone(), devices, library, levels]
         .into_iter()
         .flatten()
         .collect();
@@ -142,7 +143,7 @@ mod tests {
         let engine = |name| {
             let mut engines = registry.engines().into_iter();
             describe(
-                engines.find(|engine| engine.name == name).unwrap(),
+                &engines.find(|engine| engine.name == name).unwrap(),
                 &devices,
             )
         };

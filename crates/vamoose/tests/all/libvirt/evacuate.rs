@@ -127,7 +127,7 @@ impl<'a> Evacuation<'a> {
         }
         let local = ["--dry-run", "--p2p", "--to", "localhost"];
         self.start(&local)?.finish(LIMIT)?.failure("with --p2p")?;
-        let slow = ["--dry-run", "--bandwidth", "9M"];
+        let slow = ["--dry-run", "--max-bandwidth", "9M"];
         self.start(&slow)?
             .finish(LIMIT)?
             .failure("too little for 2 migrations at once")?;
@@ -165,7 +165,7 @@ impl<'a> Evacuation<'a> {
             is_persistent: true,
             ..Member::plain(SHORT)
         })?;
-        let run = self.start(&["--guest", SHORT, "--parallel", "1", "--bandwidth", "5M"])?;
+        let run = self.start(&["--guest", SHORT, "--parallel", "1", "--max-bandwidth", "5M"])?;
         run.wait_for(" moves to ", LIMIT)?;
         let start = Instant::now();
         // Until it is really under way.
@@ -190,7 +190,14 @@ impl<'a> Evacuation<'a> {
     /// Two migrate at once, no faster than allowed. After the signal, those under way still move, and no others.
     fn is_stopped(&self) -> Result<()> {
         const RATE: u64 = 16 * MIB;
-        let run = self.start(&["--bandwidth", "16M", "--parallel", "2", "--except", LATE])?;
+        let run = self.start(&[
+            "--max-bandwidth",
+            "16M",
+            "--parallel",
+            "2",
+            "--except",
+            LATE,
+        ])?;
         run.wait_for("has moved to ", LIMIT)?;
         run.signal(Signal::INT)?;
         let ended = run.finish(LIMIT)?.failure("stopped: ")?;
@@ -217,7 +224,14 @@ impl<'a> Evacuation<'a> {
     /// The second signal cancels the migrations under way.
     fn is_cancelled(&self) -> Result<()> {
         let before = self.crowd_on_second()?;
-        let run = self.start(&["--bandwidth", "10M", "--parallel", "2", "--except", LATE])?;
+        let run = self.start(&[
+            "--max-bandwidth",
+            "10M",
+            "--parallel",
+            "2",
+            "--except",
+            LATE,
+        ])?;
         run.wait_for(" moves to ", LIMIT)?;
         run.signal(Signal::INT)?;
         run.wait_for("no further guests", LIMIT)?;
@@ -231,7 +245,14 @@ impl<'a> Evacuation<'a> {
     /// When the process is killed, libvirt cancels the migrations under way.
     fn is_killed(&self) -> Result<()> {
         let before = self.crowd_on_second()?;
-        let mut run = self.start(&["--bandwidth", "10M", "--parallel", "2", "--except", LATE])?;
+        let mut run = self.start(&[
+            "--max-bandwidth",
+            "10M",
+            "--parallel",
+            "2",
+            "--except",
+            LATE,
+        ])?;
         run.wait_for(" moves to ", LIMIT)?;
         let start = Instant::now();
         // Until it is really under way.
