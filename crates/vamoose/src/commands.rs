@@ -2,6 +2,7 @@
 
 pub(crate) mod attempts;
 pub(crate) mod bench;
+pub(crate) mod completions;
 pub(crate) mod evacuate;
 pub(crate) mod gateway;
 pub(crate) mod keys;

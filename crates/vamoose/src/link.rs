@@ -7,7 +7,7 @@ use clap::Args;
 use vamoose_link::{Address, Path, Remote, SessionConfig};
 
 use crate::{
-    options::Switch,
+    options::{CONNECTIONS, ENCODING, Switch},
     security::SecurityOptions,
     values::{Size, seconds},
 };
@@ -18,15 +18,28 @@ pub struct LinkOptions {
     #[command(flatten)]
     pub security: SecurityOptions,
     /// Checksums of pages and of all sent data; off only to measure their cost
-    #[arg(long, value_enum, default_value_t = Switch::On)]
+    #[arg(help_heading = CONNECTIONS, long, value_enum, default_value_t = Switch::On, hide_short_help = true)]
     check: Switch,
     /// Fail after this time without a connection; 0: at once
-    #[arg(long, default_value = "30s", value_name = "TIME", value_parser = seconds)]
+    #[arg(
+        help_heading = CONNECTIONS,
+        long,
+        default_value = "30s",
+        value_name = "TIME",
+        value_parser = seconds,
+        hide_short_help = true
+    )]
     reconnect_timeout: Duration,
     /// Most memory at each end for earlier versions of pages, from which differences are sent; 0: send no differences
     ///
     /// Applies to each migration. The smaller of the two ends' values is used.
-    #[arg(long, default_value = "256M", value_name = "SIZE")]
+    #[arg(
+        help_heading = ENCODING,
+        long,
+        default_value = "256M",
+        value_name = "SIZE",
+        hide_short_help = true
+    )]
     page_cache: Size,
 }
 

@@ -9,14 +9,14 @@ mod commands;
 use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
-use vamoose::log::LogFormat;
+use vamoose::{log::LogFormat, options::OUTPUT};
 
 /// Fast live migration of virtual machines, between unmodified QEMUs.
 #[derive(Parser)]
 #[command(version, propagate_version = true, max_term_width = 100)]
 struct Cli {
     /// Format of the log [default: journald if standard error is the journal, else text]
-    #[arg(long, global = true, value_enum, value_name = "FORMAT")]
+    #[arg(help_heading = OUTPUT, long, global = true, value_enum, value_name = "FORMAT", hide_short_help = true)]
     log_format: Option<LogFormat>,
     #[command(subcommand)]
     command: Command,
@@ -24,19 +24,20 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    Relay(commands::relay::Options),
-    Serve(commands::serve::Options),
     Migrate(commands::migrate::Options),
-    Gateway(commands::gateway::Options),
-    Libvirt(commands::libvirt::Options),
-    Evacuate(commands::evacuate::Options),
+    Serve(commands::serve::Options),
+    Keys(commands::keys::Options),
     Attempts(commands::attempts::Options),
     Settle(commands::settle::Options),
-    Keys(commands::keys::Options),
+    Libvirt(commands::libvirt::Options),
+    Gateway(commands::gateway::Options),
+    Evacuate(commands::evacuate::Options),
+    Relay(commands::relay::Options),
     Probe(commands::probe::Options),
     Selftest(commands::selftest::Options),
     Bench(commands::bench::BenchOptions),
     Report(commands::bench::ReportOptions),
+    Completions(commands::completions::Options),
     #[command(hide = true)]
     Pages(commands::pages::Options),
 }
@@ -57,6 +58,7 @@ fn main() -> ExitCode {
         Command::Selftest(options) => commands::selftest::run(&options),
         Command::Bench(options) => commands::bench::bench(&options),
         Command::Report(options) => commands::bench::report(&options),
+        Command::Completions(options) => commands::completions::run(&options, Cli::command()),
         Command::Pages(options) => commands::pages::run(&options, Cli::command()),
     })
 }

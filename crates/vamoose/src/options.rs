@@ -28,29 +28,45 @@ use crate::{
     values::{Rate, Size, positive_seconds},
 };
 
+/// Headings of the help.
+pub const ENCODING: &str = "Encoding and bandwidth";
+pub const CONNECTIONS: &str = "Connections";
+const ACCELERATORS: &str = "Accelerators";
+pub const HAND_OVER: &str = "Hand-over";
+pub const OUTPUT: &str = "Output";
+
 /// Options for the encoding of pages on the link.
 #[derive(Args, Clone, Debug)]
 pub struct Encoding {
-    /// Encoding of pages towards the destination [default: auto to a vamoose; from one, the source QEMU's; otherwise none]
-    #[arg(long, value_enum)]
+    /// Encoding of pages towards the destination
+    ///
+    /// Default: auto to a vamoose; from one, the source QEMU's; otherwise none.
+    #[arg(help_heading = ENCODING, long, value_enum)]
     method: Option<MethodName>,
-    #[arg(long, allow_negative_numbers = true, value_name = "N", help = level_help())]
+    #[arg(help_heading = ENCODING, long, allow_negative_numbers = true, value_name = "N", help = level_help(), hide_short_help = true)]
     pub level: Option<i32>,
     /// Send a page that was sent before as a difference if that is smaller [default: on with method auto]
     ///
     /// Needs a session, and method auto, lz4 or zstd-frames. See --page-cache.
-    #[arg(long, value_enum)]
+    #[arg(help_heading = ENCODING, long, value_enum, hide_short_help = true)]
     pub delta: Option<Switch>,
-    #[command(flatten)]
-    pub hardware: Hardware,
-    #[arg(long, default_value = "1", value_name = "N", help = encoders_help())]
+    #[arg(help_heading = ENCODING, long, default_value = "1", value_name = "N", help = encoders_help(), hide_short_help = true)]
     encoders: NonZeroUsize,
     /// Page size of the guest
-    #[arg(long, default_value = "4k", value_name = "SIZE")]
+    #[arg(help_heading = ENCODING,
+        long,
+        default_value = "4k",
+        value_name = "SIZE",
+        hide_short_help = true
+    )]
     pub page_size: Size,
-    /// Bandwidth limit towards the destination, such as 80M (MiB per second), 80MB/s or 500Mbit
-    #[arg(long, value_name = "RATE")]
+    /// Bandwidth limit, such as 80MiB/s or 500Mbit
+    ///
+    /// Towards the destination. 80M is 80 MiB per second.
+    #[arg(help_heading = ENCODING, long, value_name = "RATE")]
     pub max_bandwidth: Option<Rate>,
+    #[command(flatten)]
+    pub hardware: Hardware,
     #[command(flatten)]
     pub stall_timeout: StallTimeout,
 }
@@ -145,7 +161,14 @@ const MAX_ENCODERS: usize = 64;
 #[derive(Args, Clone, Copy, Debug)]
 pub struct StallTimeout {
     /// Abort after this time without progress from a peer
-    #[arg(long, default_value = "15s", value_name = "TIME", value_parser = positive_seconds)]
+    #[arg(
+        help_heading = CONNECTIONS,
+        long,
+        default_value = "15s",
+        value_name = "TIME",
+        value_parser = positive_seconds,
+        hide_short_help = true
+    )]
     stall_timeout: Duration,
 }
 
@@ -202,7 +225,7 @@ pub fn refuse_open_address(listen: &Address, insecure: bool) -> Result<()> {
 #[derive(Args, Clone, Debug)]
 pub struct JsonReport {
     /// Write a report as JSON to FILE, or to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
+    #[arg(help_heading = OUTPUT, long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<String>,
 }
 
@@ -234,20 +257,25 @@ impl JsonReport {
 #[derive(Args, Clone, Debug, Serialize, Deserialize)]
 pub struct Hardware {
     /// Hardware for encoding and decoding
-    #[arg(long, default_value = "auto", value_parser = one_of::<Accel>())]
+    #[arg(help_heading = ACCELERATORS, long, default_value = "auto", value_parser = one_of::<Accel>(), hide_short_help = true)]
     #[serde(with = "as_name")]
     accel: Accel,
     /// IAA work queues for method qpl: `auto` (all usable ones), wqX.Y[,wqZ.W...], or `model[:N]`
     ///
     /// Named queues must exist, unless --accel selects another engine or none. `model[:N]` means N devices modelled in
     /// software, for tests.
-    #[arg(long, default_value = "auto", value_name = "QUEUES")]
+    #[arg(help_heading = ACCELERATORS,
+        long,
+        default_value = "auto",
+        value_name = "QUEUES",
+        hide_short_help = true
+    )]
     #[serde(with = "as_text")]
     iaa_path: DevicePath,
     #[command(flatten)]
     pub shares: DeviceShares,
     /// Hardware results to verify in software
-    #[arg(long, default_value = "sample", value_parser = one_of::<Verify>())]
+    #[arg(help_heading = ACCELERATORS, long, default_value = "sample", value_parser = one_of::<Verify>(), hide_short_help = true)]
     #[serde(with = "as_name")]
     pub verify: Verify,
 }
@@ -258,10 +286,16 @@ pub struct DeviceShares {
     /// Directory through which migrations of this host share DSA and IAA work queues fairly
     ///
     /// Must be the same for all migrations. Without it, queues are not shared fairly.
-    #[arg(long, value_name = "DIR")]
+    #[arg(help_heading = ACCELERATORS, long, value_name = "DIR", hide_short_help = true)]
     device_shares: Option<PathBuf>,
     /// Weight of this migration's share of the work queues, 1 to 15
-    #[arg(long, default_value_t = 4, value_name = "WEIGHT", value_parser = clap::value_parser!(u8).range(1..=15))]
+    #[arg(help_heading = ACCELERATORS,
+        long,
+        default_value_t = 4,
+        value_name = "WEIGHT",
+        value_parser = clap::value_parser!(u8).range(1..=15),
+        hide_short_help = true
+    )]
     priority: u8,
 }
 
@@ -471,7 +505,7 @@ mod as_name {
 pub struct StateDir {
     /// Directory of the journal of migration attempts
     /// [default: /run/vamoose for root, $XDG_RUNTIME_DIR/vamoose for other users]
-    #[arg(long, value_name = "DIR")]
+    #[arg(help_heading = HAND_OVER, long, value_name = "DIR", hide_short_help = true)]
     state_dir: Option<PathBuf>,
 }
 

@@ -6,38 +6,45 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use vamoose_link::{Address, Certificates, Keys, PublicKey, Security};
 
+const SECURITY: &str = "Security";
+
 /// Options for authentication between two Vamooses: one method, the same at both ends. The default is keys, where this host has one.
 #[derive(Args, Clone, Debug)]
 pub struct SecurityOptions {
-    /// Use TLS with the certificates in this directory, named as QEMU names them
+    /// Use TLS with the certificates in this directory
     ///
-    /// Files: ca-cert.pem; at the source client-cert.pem and client-key.pem; at the destination server-cert.pem and
+    /// They are named as QEMU names them. Files: ca-cert.pem; at the source client-cert.pem and client-key.pem; at the destination server-cert.pem and
     /// server-key.pem; optionally ca-crl.pem, which must have a current list of each authority. Apart from that, a directory
     /// that QEMU or libvirt uses, such as /etc/pki/qemu, works unchanged.
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["keys", "peer_key", "insecure"])]
+    #[arg(help_heading = SECURITY, long, value_name = "DIR", conflicts_with_all = ["keys", "peer_key", "insecure"])]
     tls_creds: Option<PathBuf>,
     /// Accept only peers whose certificate has a name that matches, with * and ? as wildcards (repeatable)
     ///
     /// The common name and the DNS names are compared. Without this option, any certificate of the authority is accepted.
-    #[arg(long, value_name = "PATTERN", requires = "tls_creds", conflicts_with_all = ["keys", "peer_key", "insecure"])]
+    #[arg(help_heading = SECURITY, long, value_name = "PATTERN", requires = "tls_creds", conflicts_with_all = ["keys", "peer_key", "insecure"], hide_short_help = true)]
     allow: Vec<String>,
     /// Name to expect in the destination's certificate [default: the host of its address]
-    #[arg(long, value_name = "NAME", requires = "tls_creds", conflicts_with_all = ["keys", "peer_key", "insecure"])]
+    #[arg(help_heading = SECURITY, long, value_name = "NAME", requires = "tls_creds", conflicts_with_all = ["keys", "peer_key", "insecure"], hide_short_help = true)]
     tls_server_name: Option<String>,
-    /// Use TLS with the key of this host, and the keys of its peers, in this directory
-    /// [default: /etc/vamoose for root, ~/.config/vamoose for other users]
+    /// Use TLS with the keys in this directory: the default
     ///
-    /// This is the default where the directory has a key. `vamoose keys init` makes the key. The file `trusted` lists the peers' keys, one per line; hosts=NAME,NAME... after a key
+    /// The keys are that of this host and those of its peers. The directory is /etc/vamoose for root, and ~/.config/vamoose for
+    /// other users, unless another one is named. `vamoose keys init` makes the key. The file `trusted` lists the peers' keys, one per line; hosts=NAME,NAME... after a key
     /// limits it to these hosts.
-    #[arg(long, value_name = "DIR", num_args = 0..=1, conflicts_with = "insecure")]
+    #[arg(help_heading = SECURITY, long, value_name = "DIR", num_args = 0..=1, conflicts_with = "insecure")]
     keys: Option<Option<PathBuf>>,
     /// Trust this key instead of those in `trusted`; as `vamoose keys show` prints it on the peer (repeatable)
-    #[arg(long, value_name = "KEY", conflicts_with = "insecure")]
+    #[arg(help_heading = SECURITY,
+        long,
+        value_name = "KEY",
+        conflicts_with = "insecure",
+        hide_short_help = true
+    )]
     peer_key: Vec<PublicKey>,
     /// Use neither authentication nor encryption
     ///
     /// Anyone who can reach the address can then read and replace the guest's memory.
-    #[arg(long)]
+    #[arg(help_heading = SECURITY, long)]
     insecure: bool,
 }
 

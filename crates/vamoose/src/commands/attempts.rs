@@ -18,6 +18,10 @@ use vamoose::{
 /// An attempt is running, unfinished (run the same command again), orphaned (a loaded guest without contact from its
 /// source), in doubt, or over. `vamoose settle` ends an attempt that only an operator can decide.
 #[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  vamoose attempts
+  vamoose attempts --watch")]
 pub(crate) struct Options {
     #[command(flatten)]
     state_dir: StateDir,

@@ -31,6 +31,10 @@ use vamoose_link::Bytes;
 /// guests that are still on the host.
 #[derive(Args, Debug)]
 #[command(override_usage = "vamoose evacuate [OPTIONS] <HOST> --to <HOST>...")]
+#[command(after_help = "\
+Examples:
+  vamoose evacuate kvm1 --to kvm2 kvm3 --dry-run
+  vamoose evacuate kvm1 --to kvm2 kvm3 --parallel 4 --max-bandwidth 10Gbit")]
 pub(crate) struct Options {
     /// Host to be emptied: its name for ssh, `localhost`, or a URI of libvirt
     host: String,

@@ -13,6 +13,10 @@ use vamoose::{say, security::keys_directory};
 /// Each host has a key and trusts the public keys of its peers, which `show` prints there. A trusted key is a line of the file
 /// `trusted`, optionally followed by hosts=NAME,NAME... and a comment, or is given with --peer-key, which replaces the file.
 #[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  vamoose keys init
+  vamoose keys show")]
 pub(crate) struct Options {
     #[command(subcommand)]
     action: Action,

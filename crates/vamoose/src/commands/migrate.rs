@@ -27,7 +27,9 @@ use vamoose::{
     exit::OrUsage as _,
     hosts,
     link::LinkOptions,
-    options::{Encoding, JsonReport, MethodName, QmpDir, StateDir},
+    options::{
+        CONNECTIONS, ENCODING, Encoding, HAND_OVER, JsonReport, MethodName, QmpDir, StateDir,
+    },
     progress::{Display, Progress, remaining},
     report::Report,
     timeline::Timeline,
@@ -40,58 +42,69 @@ use vamoose::{
 /// Ctrl-C or the loss of the terminal cancels the migration, and the guest keeps running here. If the server cannot be reached
 /// once the source is paused for good, this command keeps asking for the outcome. If the command is killed meanwhile, run it
 /// again: it then continues the attempt, or reports where the guest is.
+///
+/// Exit codes: 0 the guest has moved; 1 failed, the guest stays here; 2 wrong options; 3 cancelled; 4 in doubt, see the message.
 #[derive(Args, Debug)]
+#[command(override_usage = "vamoose migrate [OPTIONS] <GUEST> <HOST>")]
+#[command(after_help = "\
+Examples:
+  vamoose migrate web1 kvm2
+  vamoose migrate web1 192.0.2.20:4450 --max-bandwidth 500Mbit")]
 pub(crate) struct Options {
     /// Guest to migrate: the name of its QEMU on both hosts
     #[arg(required_unless_present = "name")]
     guest: Option<String>,
-    /// Host to migrate it to, where `vamoose serve` runs: a host of hosts.toml, or a name or address, with or without :PORT
+    /// Host to migrate it to: one of hosts.toml, or a name or address
     ///
-    /// The file hosts.toml is beside the keys. It has a table for each host, such as [kvm2], with `address` or `addresses`, and
+    /// `vamoose serve` runs there, on port 4440 if :PORT does not follow. The file hosts.toml is beside the keys. It has a table for each host, such as [kvm2], with `address` or `addresses`, and
     /// optionally `key`, the only one to accept from it, and `bind`.
     #[arg(required_unless_present = "to")]
     host: Option<String>,
-    /// QMP socket of the source QEMU [default: GUEST.qmp in the directory of --qmp-dir]
+    /// QMP socket of the source QEMU [default: QMP_DIR/GUEST.qmp]
     #[arg(long, value_name = "SOCKET", value_parser = socket)]
     qmp: Option<PathBuf>,
     #[command(flatten)]
     qmp_dir: QmpDir,
-    /// Address of `vamoose serve`: tcp:HOST:PORT; repeat it for further addresses of that host
+    /// Address of the server instead of HOST, as tcp:HOST:PORT
     ///
-    /// The data channels are spread over all addresses. While one cannot be reached, the others carry everything.
+    /// Repeat it for further addresses of that host. The data channels are spread over all addresses. While one cannot be reached, the others carry everything.
     #[arg(long, value_name = "URI", conflicts_with = "host")]
     to: Vec<Address>,
     /// Address of this host from which to connect: one for each address of the other host, in the same order
-    #[arg(long, value_name = "ADDRESS")]
+    #[arg(help_heading = CONNECTIONS, long, value_name = "ADDRESS", hide_short_help = true)]
     bind: Vec<IpAddr>,
-    /// Fail if the server cannot be reached at first within this time
-    #[arg(long, default_value = "10s", value_name = "TIME", value_parser = positive_seconds)]
+    /// Time to reach the server at first
+    #[arg(help_heading = CONNECTIONS, long, default_value = "10s", value_name = "TIME", value_parser = positive_seconds)]
     connect_timeout: Duration,
     #[command(flatten)]
     link: LinkOptions,
     /// Name of the waiting QEMU, whose QMP socket is NAME.qmp there [default: GUEST]
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     name: Option<String>,
     #[command(flatten)]
     encoding: Encoding,
     /// Number of data channels
-    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
+    #[arg(help_heading = ENCODING, long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
     channels: u8,
-    /// Target for the guest's downtime, such as 300ms; a number alone is in milliseconds [default: QEMU's setting]
-    #[arg(long, value_name = "TIME", value_parser = milliseconds)]
+    /// Target for the guest's downtime, such as 300ms
+    ///
+    /// A number alone is in milliseconds. Default: QEMU's setting.
+    #[arg(help_heading = HAND_OVER, long, value_name = "TIME", value_parser = milliseconds)]
     downtime_limit: Option<Duration>,
-    /// Abort after this downtime: the guest resumes here
-    #[arg(long, default_value = "10s", value_name = "TIME", value_parser = positive_seconds)]
+    /// Abort after this downtime
+    ///
+    /// The guest then resumes here.
+    #[arg(help_heading = HAND_OVER, long, default_value = "10s", value_name = "TIME", value_parser = positive_seconds)]
     downtime_max: Duration,
     /// Finish this attempt, and confirm that no other tool has moved the guest since
     ///
     /// Only for an attempt that an earlier run asks to confirm.
-    #[arg(long, value_name = "ID")]
+    #[arg(help_heading = HAND_OVER, long, value_name = "ID", hide_short_help = true)]
     confirm: Option<AttemptId>,
     #[command(flatten)]
     state_dir: StateDir,
     /// Zero-page detection of the source QEMU [default: the best that both QEMUs support]
-    #[arg(long, value_enum)]
+    #[arg(help_heading = ENCODING, long, value_enum, value_name = "HOW", hide_short_help = true)]
     zero_page_detection: Option<ZeroPageDetection>,
     #[command(flatten)]
     json: JsonReport,

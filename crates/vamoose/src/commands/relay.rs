@@ -26,6 +26,10 @@ use vamoose::{
 /// host restores the pages with --method none. Enable the source's return-path capability: without it, nothing confirms
 /// that the guest has arrived.
 #[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  vamoose relay --listen unix:/run/out.sock --connect tcp:kvm2:4444 --method zstd
+  vamoose relay --listen unix:/run/out.sock --connect tcp:kvm2:4440 --session connect")]
 pub(crate) struct Options {
     /// Address the source connects to: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI")]

@@ -27,6 +27,10 @@ use vamoose::watchable;
 /// fails holds an incomplete guest and is terminated. The first Ctrl-C or SIGTERM lets migrations under way finish; a second
 /// one aborts them.
 #[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  vamoose serve
+  vamoose serve --listen tcp:192.0.2.20:4440 --qmp-dir /run/vms")]
 pub(crate) struct Options {
     /// Address to listen on: tcp:HOST:PORT, where no HOST means all addresses of this host (repeatable)
     #[arg(long, value_name = "URI", default_value = "tcp::4440")]

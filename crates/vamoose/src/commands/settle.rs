@@ -13,6 +13,9 @@ use vamoose::{exit::OrUsage as _, options::StateDir, security::SecurityOptions};
 /// give up the paused guest, at the destination to resume or terminate the loaded one. Each step is printed before it is
 /// taken. Before a guest resumes at the source, the destination is asked, and its answer prevails.
 #[derive(Args, Debug)]
+#[command(after_help = "\
+Example:
+  vamoose settle --attempt ID --as never-ran --dry-run")]
 pub(crate) struct Options {
     /// Id of the attempt, from `vamoose attempts`
     #[arg(long, value_name = "ID")]

@@ -38,6 +38,10 @@ use vamoose::options::{Access, Encoding, MethodName};
 /// Relays on both hosts carry the guest's memory, with one-time keys, and end with the migration. Ctrl-C cancels the migration,
 /// and the guest keeps running here.
 #[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  vamoose libvirt migrate web1 kvm2
+  vamoose libvirt migrate web1 root@kvm2 -- --persistent --undefinesource")]
 pub(super) struct Options {
     /// Name of the guest
     domain: String,
