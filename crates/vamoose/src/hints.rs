@@ -4,8 +4,8 @@ use std::{error::Error as StdError, io, path::Path};
 
 use anyhow::Error;
 use vamoose_codec::{DecodeError, EncodeError, SettingsError};
-use vamoose_link::{FileFault, Objection, Refusal, TlsError};
-use vamoose_relay::{Cause, Failure, GuestLocation, RelayError, SettleError};
+use vamoose_link::{DialError, FileFault, Objection, Refusal, TlsError};
+use vamoose_relay::{Cause, ControlError, Failure, GuestLocation, RelayError, SettleError};
 
 /// The hint for the first error in the chain that has one.
 pub fn of(error: &Error) -> Option<String> {
@@ -35,6 +35,16 @@ fn fixed(error: &(dyn StdError + 'static)) -> Option<&'static str> {
         || matches!(error.downcast_ref(), Some(DecodeError::Distrusted { .. }))
     {
         Some("a device is broken: use --accel none, or --verify all")
+    } else if let Some(ControlError::Dial(DialError::Socket(error))) = error.downcast_ref() {
+        match error.source.kind() {
+            io::ErrorKind::ConnectionRefused => {
+                Some("nothing listens there: does `vamoose serve` run on that host, at this port?")
+            }
+            io::ErrorKind::TimedOut | io::ErrorKind::HostUnreachable => Some(
+                "does that host run, and does its firewall let connections to this port through?",
+            ),
+            _ => None,
+        }
     } else if let Some(RelayError::LateChannel) = error.downcast_ref() {
         Some("name the number of channels that the source opens: --incoming-channels N")
     } else {
@@ -84,14 +94,15 @@ fn of_tls(error: &TlsError) -> Option<String> {
         TlsError::File { path, fault } => match fault {
             FileFault::Mode { .. } => format!("chmod 600 {}", path.display()),
             FileFault::NobodyTrusted => {
-                format!("{PEERS_KEY}: add it to this file, or give it with --peer-key")
+                format!("{PEERS_KEY}: add it to this file, or to hosts.toml as the host's `key`")
             }
             FileFault::System(error) => of_file(path, error.kind())?.to_owned(),
             _ => return None,
         },
         TlsError::Refused { reason, .. } => match reason {
             Refusal::UnknownKey { .. } => format!(
-                "{PEERS_KEY}: if it is this one, add it to `trusted`, or give it with --peer-key, which replaces `trusted`"
+                "{PEERS_KEY}: if it is this one, add it to `trusted`, or to hosts.toml as the host's `key`; that, or --peer-key, \
+                 counts instead of `trusted`"
             ),
             Refusal::OtherHost { host, .. } => {
                 format!("{PEERS_KEY}: if it is this one, write hosts={host} after it in `trusted`")

@@ -135,7 +135,8 @@ fn a_guest_and_a_host_are_enough() -> Result<()> {
     ensure!(unknown.stderr.contains(&file), "{}", unknown.stderr);
     fs::remove_file(keys.source.join("trusted"))?;
     write(ours)?;
-    migrate("kvm2")?.failure(theirs)?;
+    let wrong = migrate("kvm2")?.failure(theirs)?;
+    ensure!(wrong.stderr.contains("hosts.toml"), "{}", wrong.stderr);
     ensure!(source.qmp.query_status()? == "running");
 
     write(theirs)?;
@@ -212,7 +213,7 @@ fn impossible_migrations_are_refused_early() -> Result<()> {
     let nobody = migrate(&source.qmp_socket(), "tcp:127.0.0.1:1", "x", &soon)?;
     nobody
         .finish(LIMIT)?
-        .failure("cannot connect to tcp:127.0.0.1:1")?;
+        .failure("does `vamoose serve` run on that host")?;
     let nowhere = host.monitors.path().join("nowhere.qmp");
     let no_qemu = migrate(&nowhere, &host.address, "x", &[])?;
     no_qemu.finish(LIMIT)?.failure("nowhere.qmp")?;
