@@ -534,8 +534,15 @@ impl Drop for Listener {
 }
 
 fn listen_tcp(host: &str, port: u16) -> io::Result<(Kind, Address)> {
-    let host = if host.is_empty() { "::" } else { host };
-    let listener = TcpListener::bind((host, port))?;
+    let bind = |host| TcpListener::bind((host, port)).map(|listener| (listener, host));
+    let (listener, host) = match host {
+        // All addresses, of both kinds. The host may not have IPv6.
+        "" => bind("::").or_else(|error| match Errno::from_io_error(&error) {
+            Some(Errno::AFNOSUPPORT | Errno::ADDRNOTAVAIL) => bind("0.0.0.0"),
+            _ => Err(error),
+        }),
+        host => bind(host),
+    }?;
     // The standard library's queue of 128 is too short: clients behind a burst would wait for seconds.
     listen(&listener, BACKLOG)?;
     listener.set_nonblocking(true)?;
