@@ -20,8 +20,8 @@
 //!
 //! For pages that a device does not compress, qpl's software engine of the same level does.
 //!
-//! docs/engines.md has the figures, measured with the **model** of an IAA (`bench/benches/iaa.rs`). At level 0 the device takes
-//! most of the time. At level 1 it is the construction of the code, about 150 µs a packet.
+//! `bench/benches/iaa.rs` measures with the **model** of an IAA: at level 0 the device takes most of the time, at level 1 the
+//! construction of the code, about 150 µs a packet.
 //!
 //! # Canned mode
 //! In IAA's canned mode the learned code would be sent once per packet instead of with each page. It is not used: the packet

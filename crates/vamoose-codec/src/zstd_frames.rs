@@ -1,7 +1,7 @@
 //! Method zstd-frames: one complete zstd frame per packet, between two Vamooses.
 //!
 //! Packets are independent of each other: their levels may differ, and a channel may have several encoders. The price is the
-//! history of earlier packets: half a percent of the bytes at level 1, and two at level 3 (docs/results/parts.md). A frame states
+//! history of earlier packets: half a percent of the bytes at level 1, and two at level 3. A frame states
 //! how many bytes of pages it holds, and has a checksum of them if that was requested. A packet in which zstd finds next to nothing
 //! is sent raw, as method none.
 //!

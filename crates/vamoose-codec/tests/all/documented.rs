@@ -1,4 +1,4 @@
-//! README.md and docs/engines.md list the methods as the table in `methods.rs` has them.
+//! docs/methods.md lists the methods as the table in `methods.rs` has them.
 
 use std::{fs, path::Path};
 
@@ -49,8 +49,8 @@ fn row(method: Method, info: &MethodInfo) -> [String; 5] {
 
 #[test]
 #[cfg(feature = "isal")]
-fn engines_md_has_a_row_for_each_method() {
-    let text = document("docs/engines.md");
+fn methods_md_has_a_row_for_each_method() {
+    let text = document("docs/methods.md");
     for (method, info) in methods() {
         let line = text
             .lines()
@@ -60,21 +60,6 @@ fn engines_md_has_a_row_for_each_method() {
         assert_eq!(cells.len(), 6, "{line}");
         cells.remove(4);
         assert_eq!(cells, row(method, &info));
-    }
-}
-
-#[test]
-fn the_readme_has_the_levels_of_each_method() {
-    let text = document("README.md");
-    for (method, info) in methods() {
-        let row = format!("| `{method}` |");
-        let line = text.lines().find(|line| line.starts_with(&row));
-        let line = line.unwrap_or_else(|| panic!("no row for {method}"));
-        let notes = line.trim_matches('|').split('|').next_back().unwrap();
-        let levels = info
-            .levels
-            .map_or(String::new(), |levels| levels.to_string());
-        assert!(notes.trim().starts_with(&levels), "{method}: {levels}");
     }
 }
 

@@ -162,7 +162,7 @@ fn try_out(words: &[String]) -> Result<(), String> {
 
 /// A word with a key in the place of what stands for one.
 fn filled_in(word: &str) -> String {
-    match word.starts_with("ed25519:") {
+    match word.starts_with(hosts::KEY) {
         true => "ed25519:Gb9ECWmEzf6FQbrBZ9w7lshQhqowtrbLDFw4rXAxZuE=".to_owned(),
         false => word.to_owned(),
     }
