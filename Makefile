@@ -4,8 +4,8 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips load databases cuts faults bench paths storage libvirt package package-rpm package-image \
-	package-compare package-test first-migration
+.PHONY: help setup build demo test model flips load databases cuts faults bench paths libvirt package package-rpm package-image \
+	package-compare package-test first-migration release book
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z-]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -71,9 +71,13 @@ libvirt: setup   # Move guests between two hosts with virsh, in every way (half 
 	scripts/setup libvirt
 	cargo test --release -p vamoose --test all libvirt::matrix::$(or $(LIBVIRT),cases) -- --ignored --nocapture
 
-book:          # Build the handbook, docs/, into target/book
+book:          # Build the handbook, docs/, into target/book, with search
 	scripts/setup build
 	scripts/book
+
+# The steps can be run one by one: scripts/release sbom checksums.
+release: setup # Build what a release has into target/release-VERSION: packages, sources, SBOM, notes, checksums
+	scripts/release
 
 package: setup # Build target/package/vamoose_VERSION_amd64.deb and vamoose-bench_VERSION_amd64.deb
 	scripts/package
