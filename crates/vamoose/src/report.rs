@@ -5,7 +5,7 @@ use std::{
     fs,
     io::{self, Write as _},
     net::IpAddr,
-    time::Duration,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use anyhow::{Context as _, Result};
@@ -48,6 +48,10 @@ pub struct Report {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accelerator: Option<OffloadCounters>,
     pub cpu_seconds: CpuSeconds,
+    /// The host that this process ran on: the guest's source.
+    pub host: String,
+    /// When the command was given, in seconds since 1970 (UTC).
+    pub began: u64,
     /// The session with another Vamoose, if there was one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub link: Option<Link>,
@@ -163,6 +167,8 @@ impl Report {
                 decode: moved.decode_time.as_secs_f64(),
                 total: process_cpu_time().as_secs_f64(),
             },
+            host: host_name(),
+            began: began(total),
             link: None,
             timeline: Vec::new(),
         }
@@ -235,6 +241,16 @@ pub fn print(text: &str) -> Result<()> {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         written => written.context("cannot write to standard output"),
     }
+}
+
+fn host_name() -> String {
+    let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    name.trim().to_owned()
+}
+
+fn began(total: Duration) -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.unwrap_or_default().saturating_sub(total).as_secs()
 }
 
 /// CPU time of this process, user and system.
