@@ -83,7 +83,7 @@ enum Command {
     Timeline {
         /// Report of `vamoose migrate --json FILE`
         file: PathBuf,
-        /// Plot to write [default: FILE with the ending .svg]
+        /// Write only the plot, to this file, and no page (FILE with the ending .html)
         #[arg(long, value_name = "FILE")]
         svg: Option<PathBuf>,
     },

@@ -1,14 +1,16 @@
-//! `vamoose report`: shows the report of a real migration (`vamoose migrate --json FILE`) as a summary and a plot.
+//! `vamoose report`: shows the report of a real migration (`vamoose migrate --json FILE`) as a summary, and as a page with a plot.
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
 use crate::record::Sample;
-use crate::report::chart::COLOURS;
+use crate::report::chart::{COLOURS, IN_PAGE};
 use crate::report::plots::timeline;
 use crate::report::table::short;
 
@@ -16,6 +18,11 @@ use crate::report::table::short;
 #[derive(Debug, Default, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 struct Report {
+    name: Option<String>,
+    attempt: Option<String>,
+    location: Option<String>,
+    host: Option<String>,
+    began: Option<u64>,
     status: String,
     error_desc: Option<String>,
     total_time: u64,
@@ -27,7 +34,24 @@ struct Report {
     zero_pages: u64,
     cpu_seconds: CpuSeconds,
     ram: Ram,
+    link: Option<Link>,
     timeline: Vec<Sample>,
+}
+
+/// The session with the destination.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Link {
+    peer: String,
+    tls: Option<String>,
+    check: bool,
+    paths: Vec<Destination>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Destination {
+    to: String,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -46,7 +70,7 @@ struct Ram {
 /// Parts of a downtime, in their order.
 const PARTS: [&str; 4] = ["last-round", "device-state", "load", "commit"];
 
-/// Prints a summary of the report in `file`, and writes a plot to `svg`, or beside `file`.
+/// Prints a summary of the report in `file`, and writes a page with a plot beside it, or only the plot to `svg`.
 pub(crate) fn write(file: &Path, svg: Option<&Path>) -> Result<()> {
     let name = file.display();
     let text = fs::read_to_string(file).with_context(|| format!("cannot read {name}"))?;
@@ -54,25 +78,91 @@ pub(crate) fn write(file: &Path, svg: Option<&Path>) -> Result<()> {
     let report: Report = serde_json::from_str(&text).with_context(what)?;
     let last = report.timeline.last();
     let last = last.with_context(|| format!("{}: it has no timeline", what()))?;
-    let svg = svg.map_or_else(|| file.with_extension("svg"), PathBuf::from);
+    let to = svg.map_or_else(|| file.with_extension("html"), Path::to_owned);
     ensure!(
-        svg != file,
+        to != file,
         "the plot would replace the report: name another file by --svg"
     );
-    for (name, value) in summary(&report, last) {
+    let lines = summary(&report, last)?;
+    for (name, value) in &lines {
         println!("{name}: {value}");
     }
-    match plot(&report)? {
-        Some(plot) => {
-            fs::write(&svg, plot).with_context(|| format!("cannot write {}", svg.display()))?;
-            println!("plot: {}", svg.display());
+    let plot = plot(&report)?;
+    let written = match (svg, plot) {
+        (None, plot) => page(&report, &lines, plot.as_deref()),
+        (Some(_), Some(plot)) => plot,
+        (Some(_), None) => {
+            println!("plot: none, the samples show nothing");
+            return Ok(());
         }
-        None => println!("plot: none, the samples show nothing"),
-    }
+    };
+    fs::write(&to, written).with_context(|| format!("cannot write {}", to.display()))?;
+    println!(
+        "{}: {}",
+        if svg.is_some() { "plot" } else { "page" },
+        to.display()
+    );
     Ok(())
 }
 
-fn summary(report: &Report, last: &Sample) -> Vec<(&'static str, String)> {
+/// A page that needs no other file, as wide as the window.
+fn page(report: &Report, lines: &[(&str, String)], plot: Option<&str>) -> String {
+    const STYLE: &str = "body { font: 15px sans-serif; margin: 24px; } h1 { font-size: 22px; } svg { width: 100%; height: auto; } \
+        dl { columns: 2 420px; } dl > div { display: flex; break-inside: avoid; padding: 3px 0; } \
+        dt { flex: 0 0 170px; color: #57606a; } dd { margin: 0; }";
+    let title = match &report.name {
+        Some(name) => format!("Migration of {name}"),
+        None => "A migration".to_owned(),
+    };
+    let mut rows = String::new();
+    for (name, value) in lines {
+        // Writing to a string does not fail.
+        let _ = write!(rows, "<div><dt>{name}</dt><dd>{}</dd></div>", html(value));
+    }
+    let (title, plot) = (
+        html(&title),
+        plot.unwrap_or("<p>The samples show nothing.</p>"),
+    );
+    format!(
+        "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"/><title>{title}</title><style>{STYLE}</style></head>\n\
+         <body><h1>{title}</h1>\n<dl>{rows}</dl>\n<p>Grey lines: rounds over memory. Red lines: replaced connections. Shaded: the \
+         downtime.</p>\n{plot}</body></html>\n"
+    )
+}
+
+/// Text that is not markup.
+fn html(text: &str) -> String {
+    let text = text.replace('&', "&amp;").replace('<', "&lt;");
+    text.replace(char::is_control, " ")
+}
+
+/// What the migration had in common with those that it may be compared with.
+fn terms(link: &Link) -> String {
+    let encrypted = match &link.tls {
+        Some(cipher) => format!("both ends authenticated, encrypted with {cipher}"),
+        None => "neither authenticated nor encrypted".to_owned(),
+    };
+    let checks = if link.check { "on" } else { "off" };
+    format!("{encrypted}, checksums {checks}")
+}
+
+fn destination(link: &Link) -> String {
+    let paths: Vec<_> = link.paths.iter().map(|path| &*path.to).collect();
+    format!("{} ({})", paths.join(", "), link.peer)
+}
+
+fn date(began: u64) -> Result<String> {
+    let mut date = Command::new("date");
+    date.args([
+        "--utc",
+        "--iso-8601=seconds",
+        "--date",
+        &format!("@{began}"),
+    ]);
+    Ok(lab::run(&mut date)?.trim().to_owned())
+}
+
+fn summary(report: &Report, last: &Sample) -> Result<Vec<(&'static str, String)>> {
     let mebi = |bytes: u64| short(bytes as f64 / f64::from(1 << 20));
     let part = |name: &str| Some(format!(", {name} {} ms", report.downtime_parts.get(name)?));
     let parts: String = PARTS.into_iter().filter_map(part).collect();
@@ -84,7 +174,15 @@ fn summary(report: &Report, last: &Sample) -> Vec<(&'static str, String)> {
     let (pages, zero) = (mebi(report.page_bytes), report.zero_pages);
     let downtime = report.downtime;
     let rounds = report.ram.dirty_sync_count;
+    let link = report.link.as_ref();
     let known = [
+        ("guest", report.name.clone()),
+        ("from", report.host.clone()),
+        ("to", link.map(destination)),
+        ("date", report.began.map(date).transpose()?),
+        ("equal terms", link.map(terms)),
+        ("attempt", report.attempt.clone()),
+        ("the guest is at", report.location.clone()),
         ("status", Some(report.status.clone())),
         ("error", report.error_desc.clone()),
         (
@@ -110,14 +208,18 @@ fn summary(report: &Report, last: &Sample) -> Vec<(&'static str, String)> {
         ),
     ];
     let known = known.into_iter();
-    known
-        .filter_map(|(name, value)| Some((name, value?)))
-        .collect()
+    let known = known.filter_map(|(name, value)| Some((name, value?)));
+    Ok(known.collect())
 }
 
 fn plot(report: &Report) -> Result<Option<String>> {
     let until = report.total_time as f64 / 1e3;
-    timeline(&report.timeline, paused(report), until, COLOURS[3])
+    timeline(
+        &report.timeline,
+        paused(report),
+        until,
+        (COLOURS[3], IN_PAGE),
+    )
 }
 
 /// From the guest's stop, as the samples show it, to its start, in seconds.
@@ -151,6 +253,8 @@ mod tests {
             })
         });
         json!({
+            "name": "web1", "host": "kvm1", "began": 1_790_000_000, "location": "destination",
+            "link": { "peer": "ed25519:<key>", "tls": "AES-128-GCM", "check": true, "paths": [{ "to": "tcp:192.0.2.20:4440" }] },
             "status": "completed", "total-time": 4950, "downtime": 120, "downtime-parts": { "load": 20, "commit": 5 },
             "method": "auto", "wire-bytes": 96_040_000, "page-bytes": 216_090_000, "zero-pages": 49,
             "ram": { "mbps": 155.2, "dirty-sync-count": 3 }, "cpu-seconds": { "total": 1.25 },
@@ -159,28 +263,45 @@ mod tests {
     }
 
     #[test]
-    fn the_plot_has_all_panels_and_the_downtime() -> Result<()> {
+    fn page_names_the_migration_and_has_all_panels() -> Result<()> {
         let dir = TempDir::new()?;
         let file = dir.path().join("migration.json");
         fs::write(&file, migration().to_string())?;
         write(&file, None)?;
-        let plot = fs::read_to_string(dir.path().join("migration.svg"))?;
-        crate::report::tests::check(&plot);
-        for name in [
+        let page = fs::read_to_string(dir.path().join("migration.html"))?;
+        crate::report::tests::check(page.trim_start_matches("<!DOCTYPE html>"));
+        for text in [
+            "Migration of web1",
+            "kvm1",
+            "tcp:192.0.2.20:4440 (ed25519:&lt;key>)",
+            "2026-09-21T14:13:20+00:00",
+            "both ends authenticated, encrypted with AES-128-GCM, checksums on",
+            "120 ms, load 20 ms, commit 5 ms",
+            "none 147, zstd-frames 2401",
             "sent, Mbit/s",
             "left to send",
             "written by the guest",
             "ratio",
-            "zstd-frames",
         ] {
-            assert!(plot.contains(name), "{name}");
+            assert!(page.contains(text), "{text}");
         }
         // From 80 ms before the first sample that saw the pause.
         let report: Report = serde_json::from_value(migration())?;
         assert_eq!(paused(&report), Some((4.82, 4.94)));
-        let lines = summary(&report, &report.timeline[49]);
-        assert!(lines.contains(&("downtime", "120 ms, load 20 ms, commit 5 ms".to_owned())));
-        assert!(lines.contains(&("packets by method", "none 147, zstd-frames 2401".to_owned())));
+        let svg = dir.path().join("plot.svg");
+        write(&file, Some(&svg))?;
+        assert!(fs::read_to_string(svg)?.starts_with("<svg"));
+        Ok(())
+    }
+
+    #[test]
+    fn older_report_without_names_is_shown() -> Result<()> {
+        let mut migration = migration();
+        let keys = migration.as_object_mut().context("no object")?;
+        keys.retain(|key, _| !["name", "host", "began", "location", "link"].contains(&&**key));
+        let report: Report = serde_json::from_value(migration)?;
+        let lines = summary(&report, &report.timeline[0])?;
+        assert_eq!(lines[0], ("status", "completed".to_owned()));
         Ok(())
     }
 

@@ -67,7 +67,10 @@ const ROUND: RGBColor = RGBColor(170, 176, 184);
 const RECONNECT: RGBColor = RGBColor(180, 35, 24);
 
 const FONT: &str = "sans-serif";
-const WIDTH: u32 = 520;
+/// Of plots between the tables of a report.
+pub(crate) const IN_REPORT: u32 = 900;
+/// Of plots that fill a page.
+pub(crate) const IN_PAGE: u32 = 1340;
 /// The least length of an axis: all values may be zero.
 const LEAST: f64 = 1e-3;
 
@@ -82,7 +85,7 @@ pub(crate) fn bars(unit: &str, bars: &[Bar]) -> Result<String> {
     let height = u32::try_from(bars.len() * BAR)? + AXIS + 16;
     let most = bars.iter().filter_map(|bar| bar.value);
     let most = most.map(|value| value.most).fold(LEAST, f64::max);
-    drawn(height, |area| {
+    drawn((IN_REPORT, height), |area| {
         let mut chart = ChartBuilder::on(area)
             .margin(8)
             .x_label_area_size(AXIS)
@@ -117,13 +120,14 @@ pub(crate) fn bars(unit: &str, bars: &[Bar]) -> Result<String> {
 }
 
 /// Draws panels of curves below each other.
-pub(crate) fn over_time(panels: &[Panel], marks: &Marks) -> Result<String> {
+pub(crate) fn over_time(panels: &[Panel], marks: &Marks, width: u32) -> Result<String> {
     const PANEL: usize = 130;
     let curves = panels.iter().flat_map(|panel| &panel.curves);
     let times = curves.flat_map(|curve| curve.points.iter().map(|(time, _)| *time));
     let ends = times.clone().chain(marks.paused.map(|(_, end)| end));
     let range = times.fold(0.0, f64::min)..ends.fold(marks.until.max(LEAST), f64::max);
-    drawn(u32::try_from(panels.len() * PANEL)?, |area| {
+    let height = u32::try_from(panels.len() * PANEL)?;
+    drawn((width, height), |area| {
         let areas = area.split_evenly((panels.len(), 1));
         areas
             .iter()
@@ -188,10 +192,10 @@ fn draw_panel(
     Ok(())
 }
 
-fn drawn(height: u32, draw: impl FnOnce(&Area<'_>) -> Result<()>) -> Result<String> {
+fn drawn(size: (u32, u32), draw: impl FnOnce(&Area<'_>) -> Result<()>) -> Result<String> {
     let mut svg = String::new();
     {
-        let area = SVGBackend::with_string(&mut svg, (WIDTH, height)).into_drawing_area();
+        let area = SVGBackend::with_string(&mut svg, size).into_drawing_area();
         area.fill(&WHITE)?;
         draw(&area)?;
         area.present()?;

@@ -4,7 +4,7 @@
 use anyhow::Result;
 use plotters::style::RGBColor;
 
-use super::chart::{Bar, COLOURS, Curve, Marks, Panel, bars, over_time};
+use super::chart::{Bar, COLOURS, Curve, IN_REPORT, Marks, Panel, bars, over_time};
 use super::results::{Group, Row, Spread};
 use super::table::{cpu_by_memory, downtime, escaped, short};
 use crate::record::{Record, Sample};
@@ -56,7 +56,7 @@ pub(super) fn of(scenario: &str, group: &Group) -> Result<Vec<Plot>> {
     let until = ends.fold(0.0, f64::max);
     for (label, record) in &shown {
         let colour = COLOURS[record.cell.contender.who as usize];
-        if let Some(svg) = timeline(&record.timeline, paused(record), until, colour)? {
+        if let Some(svg) = timeline(&record.timeline, paused(record), until, (colour, IN_REPORT))? {
             let (kind, subject) = (
                 format!("timeline-{label}"),
                 format!("A migration by {label}"),
@@ -90,7 +90,7 @@ pub(crate) fn timeline(
     samples: &[Sample],
     paused: Option<(f64, f64)>,
     until: f64,
-    colour: RGBColor,
+    (colour, width): (RGBColor, u32),
 ) -> Result<Option<String>> {
     let known = |value: fn(&Sample) -> Option<u64>, unit: f64| -> Vec<(f64, f64)> {
         let point = |sample: &Sample| Some((sample.seconds(), value(sample)? as f64 / unit));
@@ -133,7 +133,9 @@ pub(crate) fn timeline(
         reconnects: increases(samples, |sample| sample.reconnects),
     };
     let is_empty = panels.is_empty();
-    (!is_empty).then(|| over_time(&panels, &marks)).transpose()
+    (!is_empty)
+        .then(|| over_time(&panels, &marks, width))
+        .transpose()
 }
 
 fn packets_by_method(samples: &[Sample]) -> Panel {

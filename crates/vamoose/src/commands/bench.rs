@@ -28,14 +28,14 @@ pub(crate) struct BenchOptions {
     arguments: Vec<OsString>,
 }
 
-/// Show the course of a migration: a summary, and a plot over time
+/// Show the course of a migration: a summary, and a page with a plot over time
 ///
 /// Starts the program vamoose-bench from the directory of this program or from PATH.
 #[derive(Args, Debug)]
 pub(crate) struct ReportOptions {
     /// Report that `vamoose migrate --json FILE` has written
     file: PathBuf,
-    /// Plot to write [default: FILE with the ending .svg]
+    /// Write only the plot, to this file, and no page (FILE with the ending .html)
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 }
