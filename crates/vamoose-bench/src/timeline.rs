@@ -109,7 +109,7 @@ pub(crate) fn write(file: &Path, svg: Option<&Path>) -> Result<()> {
 fn page(report: &Report, lines: &[(&str, String)], plot: Option<&str>) -> String {
     const STYLE: &str = "body { font: 15px sans-serif; margin: 24px; } h1 { font-size: 22px; } svg { width: 100%; height: auto; } \
         dl { columns: 2 420px; } dl > div { display: flex; break-inside: avoid; padding: 3px 0; } \
-        dt { flex: 0 0 170px; color: #57606a; } dd { margin: 0; }";
+        dt { flex: 0 0 170px; color: #57606a; } dd { margin: 0; overflow-wrap: anywhere; }";
     let title = match &report.name {
         Some(name) => format!("Migration of {name}"),
         None => "A migration".to_owned(),

@@ -134,15 +134,18 @@ impl Group {
         }
     }
 
-    /// The fastest row of stock QEMU.
+    /// The fastest row of stock QEMU on equal terms: encrypted if Vamoose's default is.
     pub(super) fn fastest_stock(&self) -> Option<&Row> {
-        self.fastest(|contender| contender.who == Who::Qemu)
+        let tls = self.default().map(|row| row.cell.contender.tls);
+        self.fastest(|it| it.who == Who::Qemu && tls.is_none_or(|tls| it.tls == tls))
     }
 
-    /// The fastest row of Vamoose's default.
+    /// The fastest row of Vamoose's default, which encrypts.
     pub(super) fn default(&self) -> Option<&Row> {
-        let migrate = self.fastest(|it| it.is_default() && it.who == Who::Migrate);
-        migrate.or_else(|| self.fastest(Contender::is_default))
+        let migrate = |it: &Contender| it.is_default() && it.who == Who::Migrate;
+        let encrypted = self.fastest(|it| migrate(it) && it.tls);
+        let any = encrypted.or_else(|| self.fastest(migrate));
+        any.or_else(|| self.fastest(Contender::is_default))
     }
 
     /// The row with the least median time, of those with the fewest cancelled migrations.

@@ -68,6 +68,7 @@ pub(super) fn comparison(results: &Results) -> Table {
     let mut table = Table::new([
         "scenario",
         "guest and link",
+        "encrypted",
         "stock QEMU",
         "Vamoose",
         "seconds",
@@ -89,6 +90,12 @@ pub(super) fn comparison(results: &Results) -> Table {
                 table.add([
                     escaped(&section.name),
                     group.title(),
+                    if default.cell.contender.tls {
+                        "both"
+                    } else {
+                        "neither"
+                    }
+                    .to_owned(),
                     group.label(stock),
                     escaped(&group.label(default)),
                     both(|record| Some(record.figures.seconds)),

@@ -316,10 +316,10 @@ fn the_report_of_an_example_is_complete() {
     has("cancelled 3 of 3");
     // The default beside stock QEMU's fastest method, a line for each group.
     has(
-        "| links | silesia, 1024 MiB, over 1 Gbit/s | qemu zstd | migrate auto | 2.09 → 2.23 | 1.07 | 66.0 → 210 | 3.20 → 3.90 |",
+        "| links | silesia, 1024 MiB, over 1 Gbit/s | neither | qemu zstd | migrate auto | 2.09 → 2.23 | 1.07 | 66.0 → 210 | 3.20 → 3.90 |",
     );
     has(
-        "| redis | redis-b, 1024 MiB, over 1 Gbit/s, downtime limit 300 ms | qemu zstd, 4 ch | migrate auto, 4 ch |",
+        "| redis | redis-b, 1024 MiB, over 1 Gbit/s, downtime limit 300 ms | neither | qemu zstd, 4 ch | migrate auto, 4 ch |",
     );
 
     let links = text
@@ -373,6 +373,24 @@ fn a_default_that_was_cancelled_more_often_is_not_the_fastest() {
     let results = Results::new(machine(), records);
     let default = results.groups().next().unwrap().default().unwrap();
     assert_eq!(default.cell.channels, 2);
+}
+
+#[test]
+fn comparison_is_on_equal_terms() {
+    let mut records = running();
+    // Both also encrypt, which takes longer.
+    for record in records.clone() {
+        let contender = record.cell.contender.to_string();
+        let mut encrypted = record;
+        encrypted.cell.contender = format!("{contender} --tls").parse().unwrap();
+        encrypted.figures.seconds *= 2.0;
+        records.push(encrypted);
+    }
+    let results = Results::new(machine(), records);
+    for group in results.groups() {
+        let compared = [group.default(), group.fastest_stock()].map(Option::unwrap);
+        assert!(compared.iter().all(|row| row.cell.contender.tls));
+    }
 }
 
 #[test]
