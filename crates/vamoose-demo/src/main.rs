@@ -38,8 +38,11 @@ use signal_hook::{
 };
 use testguest::{Fill, Guest, fill};
 use tracing::info;
-use vamoose::options::{Hardware, JsonReport, MethodName};
-use vamoose::values::{Rate, milliseconds, positive_seconds};
+use vamoose::{
+    log::LogOptions,
+    options::{Hardware, JsonReport, MethodName},
+    values::{Rate, milliseconds, positive_seconds},
+};
 use vamoose_live::{Address, GuestLocation, Ram, Source, SourceConfig, SourceError};
 
 use crate::{
@@ -133,9 +136,11 @@ struct MigrationOptions {
 
 fn main() -> ExitCode {
     let options = Options::parse();
-    vamoose::program("vamoose-demo", None, || match &options.command {
-        Some(Command::Destination { order }) => destination::run(order),
-        None => run(&options),
+    vamoose::program("vamoose-demo", &LogOptions::default(), || {
+        match &options.command {
+            Some(Command::Destination { order }) => destination::run(order),
+            None => run(&options),
+        }
     })
 }
 

@@ -12,7 +12,7 @@ use std::{
 use testguest::Guest;
 use vamoose_live::{GuestError, Handle, Source, SourceError, SourceGuest, Transport};
 
-use vamoose::progress::{Display, Progress};
+use vamoose::progress::{Display, Mode, Progress};
 use vamoose::report::process_cpu_time;
 
 /// A migration that has ended, successfully or not.
@@ -50,7 +50,7 @@ pub(crate) fn migrate(
 /// Shows the progress of the migration, and cancels it on request, until `ended` disconnects.
 fn watch(handle: &Handle, cancel: &AtomicBool, ended: Receiver<()>) {
     const EVERY: Duration = Duration::from_millis(100);
-    let mut display = Display::on_stderr();
+    let display = Display::new(Mode::Auto, "the destination");
     loop {
         display.show(&progress(handle));
         if cancel.load(Ordering::Relaxed) {

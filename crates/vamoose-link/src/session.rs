@@ -331,6 +331,18 @@ impl Session {
         }
     }
 
+    /// For how long a stream has made no progress because it has no connection: the longest time of all streams.
+    pub fn disconnected(&self) -> Option<Duration> {
+        let streams = self.0.streams();
+        let troubles = streams.iter().filter_map(|stream| stream.trouble());
+        troubles.map(|(_, since)| since.elapsed()).max()
+    }
+
+    /// Whether a stream has a connection.
+    pub fn is_connected(&self) -> bool {
+        (self.0.streams().iter()).any(|stream| stream.path().is_some())
+    }
+
     /// Time that a stream may be without a connection.
     pub fn reconnect_timeout(&self) -> Duration {
         self.0.config.reconnect_timeout

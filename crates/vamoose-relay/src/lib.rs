@@ -61,7 +61,7 @@ pub use gateway::{
 pub use handover::{AttemptId, GuestLocation};
 pub use instance::Instance;
 pub use journal::{Journal, JournalError};
-pub use migrate::{Cause, Failure, Migration, Moved, Progress};
+pub use migrate::{Cause, Failure, Migration, Moved, News, Progress};
 pub use observer::{End, EndKind, Observed, Observer};
 pub use process::ProcessId;
 pub use qemu::{QemuError, Version};

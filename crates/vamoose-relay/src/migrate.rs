@@ -77,6 +77,15 @@ pub struct Migration<'a> {
     pub cancel: &'a AtomicBool,
 }
 
+/// What a migration reports while it runs.
+#[derive(Clone, Copy, Debug)]
+pub enum News<'a> {
+    /// Its progress, several times a second while memory is moved.
+    Progress(&'a Progress),
+    /// What it may wait for until the next report.
+    WaitsFor(&'a str),
+}
+
 /// Status of a migration under way.
 #[derive(Clone, Debug, Default)]
 pub struct Progress {
@@ -109,18 +118,20 @@ pub struct Moved {
 }
 
 impl Migration<'_> {
-    /// Runs the migration to its end. `observe` is called several times a second meanwhile.
+    /// Runs the migration to its end. `observe` hears of it meanwhile.
     ///
     /// # Errors
     /// Why it did not go through, and where the guest is.
-    pub fn run(&self, observe: &mut dyn FnMut(&Progress)) -> Result<Moved, Failure> {
+    pub fn run(&self, observe: &mut dyn FnMut(News<'_>)) -> Result<Moved, Failure> {
         let start = Instant::now();
         let journal = Journal::open(self.state_dir).map_err(at_source)?;
         journal.clean_up::<AtSource>();
+        observe(News::WaitsFor("the source QEMU's monitor"));
         let mut source = match SourceQemu::connect(self.qmp) {
             Ok(source) => source,
             Err(error) => return self.without_source(&journal, error),
         };
+        observe(News::WaitsFor("the end of an earlier attempt"));
         if let Some(moved) = self.finish_earlier(&journal, &mut source)? {
             return Ok(moved);
         }
@@ -136,7 +147,7 @@ impl Migration<'_> {
         journal: &Journal,
         mut source: SourceQemu,
         start: Instant,
-        observe: &mut dyn FnMut(&Progress),
+        observe: &mut dyn FnMut(News<'_>),
     ) -> Result<Moved, Failure> {
         // The last attempt of a QEMU counts, so it must sort last even if the clock was set back.
         let known = journal.records::<AtSource>().map_err(at_source)?;
@@ -157,22 +168,24 @@ impl Migration<'_> {
         entry.write().map_err(at_source)?;
         let attempt = Attempt::new(entry, self.to, self.downtime_max, self.cancel);
         let mut hand_over = HandOver::begin(attempt);
-        let (decision, ended) = match self.prepare(&mut hand_over, &mut source) {
+        let (decision, ended) = match self.prepare(&mut hand_over, &mut source, observe) {
             Ok(data) => self.move_pages(&mut hand_over, &mut source, data, observe),
             Err(cause) => (None, Ended::failed(cause)),
         };
-        let decision =
-            decision.unwrap_or_else(|| hand_over.finish(ended.event(), Some(&mut source)));
+        let decision = decision.unwrap_or_else(|| {
+            observe(News::WaitsFor("the server to end the attempt"));
+            hand_over.finish(ended.event(), Some(&mut source))
+        });
         let session = hand_over.attempt.session();
         let concluded = self.conclude(hand_over, decision, Some(&mut source), ended, start);
         concluded.inspect(|moved| {
-            observe(&Progress {
+            observe(News::Progress(&Progress {
                 status: "completed".to_owned(),
                 source: moved.source.clone(),
                 moved: moved.moved,
                 session,
                 stopped_for: moved.downtime.unwrap_or_default(),
-            });
+            }));
         })
     }
 
@@ -181,6 +194,7 @@ impl Migration<'_> {
         &self,
         hand_over: &mut HandOver<'_>,
         source: &mut SourceQemu,
+        observe: &mut dyn FnMut(News<'_>),
     ) -> Result<Vec<Opening>, Cause> {
         let request = Request {
             name: self.name.to_owned(),
@@ -193,7 +207,10 @@ impl Migration<'_> {
         let prepare = Prepare::new(to_details(&request).map_err(ControlError::from)?);
         let message = SourceMessage::Prepare(prepare);
         let streams = usize::from(self.channels) + 1;
+        let address = self.to.address();
+        observe(News::WaitsFor(&format!("a connection to {address}")));
         let mut control = self.connect(hand_over, streams)?;
+        observe(News::WaitsFor("the server to prepare its QEMU"));
         let sent = control.send(&message);
         let session = control.stream().session();
         let data = session.map_or_else(Vec::new, |session| session.open_ahead(streams));
@@ -255,7 +272,7 @@ impl Migration<'_> {
         hand_over: &mut HandOver<'_>,
         source: &mut SourceQemu,
         data: Vec<Opening>,
-        observe: &mut dyn FnMut(&Progress),
+        observe: &mut dyn FnMut(News<'_>),
     ) -> (Option<Decision>, Ended) {
         let (listener, hangup) = match self.set_up(source) {
             Ok(ready) => ready,
@@ -296,6 +313,7 @@ impl Migration<'_> {
             {
                 // The guest is paused, so the commit comes first, even before the end of the relay.
                 Ok(account) => {
+                    observe(News::WaitsFor("the server to continue the guest"));
                     let decision = hand_over.finish(SourceEvent::Stopped, Some(source));
                     let ended = Ended {
                         account,

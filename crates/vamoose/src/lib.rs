@@ -17,25 +17,23 @@ pub mod options;
 pub mod progress;
 pub mod report;
 pub mod security;
+pub mod terminal;
 pub mod timeline;
 pub mod values;
 pub mod watchable;
 
-use std::{
-    fmt::Display,
-    io::{self, Write as _},
-    process::ExitCode,
-};
+use std::process::ExitCode;
 
-use self::{exit::Exit, log::LogFormat};
+pub use self::terminal::say;
+use self::{exit::Exit, log::LogOptions};
 
-/// Runs the program `name`, with its log in `format`. An error goes to standard error: all causes on one line, then a hint.
+/// Runs the program `name`, with its log as `options` say. An error goes to standard error: all causes on one line, then a hint.
 pub fn program(
     name: &str,
-    format: Option<LogFormat>,
+    options: &LogOptions,
     run: impl FnOnce() -> anyhow::Result<()>,
 ) -> ExitCode {
-    let Err(error) = log::start(format).and_then(|()| run()) else {
+    let Err(error) = log::start(options).and_then(|()| run()) else {
         return ExitCode::SUCCESS;
     };
     say(format_args!("{name}: {error:#}"));
@@ -43,9 +41,4 @@ pub fn program(
         say(format_args!("  hint: {hint}"));
     }
     Exit::of(&error).into()
-}
-
-/// Writes a line to standard error. Unlike `eprintln`, ignores a closed terminal or pipe.
-pub fn say(line: impl Display) {
-    let _ = writeln!(io::stderr(), "{line}");
 }

@@ -1,16 +1,17 @@
 //! The log: lines for people, or records with searchable fields.
 //!
-//! Text lines already name a migration's attempt, guest, peer and outcome, so only records have these fields as well.
+//! A terminal shows messages only; text elsewhere has times and spans too. Text lines already name a migration's attempt, guest, peer and outcome, so only records have these fields as well.
 
 use std::{
-    env, fmt,
-    io::{self, IsTerminal as _},
+    env, fmt, io,
+    sync::atomic::{AtomicBool, Ordering},
 };
 
 use anyhow::{Context as _, Result};
-use clap::ValueEnum;
+use clap::{Args, ValueEnum};
 use rustix::fs::fstat;
 use tracing::{
+    Event, Level,
     field::{Field, Visit},
     level_filters::LevelFilter,
 };
@@ -19,13 +20,32 @@ use tracing_subscriber::{
     EnvFilter, Layer, Registry,
     field::{RecordFields, VisitOutput as _},
     fmt::{
-        FormatFields, MakeWriter,
+        FmtContext, FormatFields, MakeWriter,
         format::{DefaultVisitor, Writer},
         layer,
     },
     layer::SubscriberExt as _,
     util::SubscriberInitExt as _,
 };
+
+use crate::{
+    options::OUTPUT,
+    terminal::{self, Above},
+};
+
+/// What is logged, and how.
+#[derive(Args, Clone, Copy, Debug, Default)]
+pub struct LogOptions {
+    /// Format of the log [default: journald if standard error is the journal, else text]
+    #[arg(help_heading = OUTPUT, long, global = true, value_enum, value_name = "FORMAT", hide_short_help = true)]
+    log_format: Option<LogFormat>,
+    /// Print errors only
+    #[arg(help_heading = OUTPUT, short, long, global = true, conflicts_with = "verbose")]
+    quiet: bool,
+    /// Log details of each step as well
+    #[arg(help_heading = OUTPUT, short, long, global = true)]
+    verbose: bool,
+}
 
 /// Destination and format of the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -44,22 +64,42 @@ const PREFIX: &str = "VAMOOSE";
 /// Fields that the text of a line repeats.
 const IN_TEXT: [&str; 3] = ["guest", "peer", "outcome"];
 
-/// Starts the log. `VAMOOSE_LOG` filters it.
+static IS_QUIET: AtomicBool = AtomicBool::new(false);
+
+/// Whether only errors are printed.
+pub fn is_quiet() -> bool {
+    IS_QUIET.load(Ordering::Relaxed)
+}
+
+/// Starts the log. `VAMOOSE_LOG` filters it, instead of the options.
 ///
 /// # Errors
 /// If the journal was requested and cannot be reached.
-pub fn start(format: Option<LogFormat>) -> Result<()> {
+pub fn start(options: &LogOptions) -> Result<()> {
+    IS_QUIET.store(options.quiet, Ordering::Relaxed);
+    let is_terminal = terminal::is_terminal();
+    let directives = env::var("VAMOOSE_LOG").unwrap_or_default();
+    let directives = match options {
+        _ if !directives.is_empty() => directives.as_str(),
+        LogOptions { quiet: true, .. } => "error",
+        LogOptions { verbose: true, .. } => "info,vamoose=debug,handover=debug",
+        // The progress shows the state of the link.
+        _ if is_terminal => "info,vamoose_link::session=warn",
+        _ => "info",
+    };
     let filter = EnvFilter::builder()
-        .with_env_var("VAMOOSE_LOG")
         .with_default_directive(LevelFilter::INFO.into())
-        .from_env_lossy();
-    let is_terminal = io::stderr().is_terminal();
-    let log = match format {
-        Some(LogFormat::Text) => text(io::stderr, is_terminal),
+        .parse_lossy(directives);
+    let person = || match is_terminal {
+        true => on_terminal(|| Above, terminal::has_control()),
+        false => text(|| Above),
+    };
+    let log = match options.log_format {
+        Some(LogFormat::Text) => person(),
         Some(LogFormat::Json) => json(io::stderr),
         Some(LogFormat::Journald) => journald().context("--log-format journald: no journal")?,
-        None if is_journal() => journald().unwrap_or_else(|_| text(io::stderr, false)),
-        None => text(io::stderr, is_terminal),
+        None if is_journal() => journald().unwrap_or_else(|_| person()),
+        None => person(),
     };
     tracing_subscriber::registry()
         .with(log.with_filter(filter))
@@ -69,14 +109,44 @@ pub fn start(format: Option<LogFormat>) -> Result<()> {
 
 type Log = Box<dyn Layer<Registry> + Send + Sync>;
 
-fn text<W>(writer: W, is_terminal: bool) -> Log
+fn text<W>(writer: W) -> Log
 where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
-    let lines = layer().with_writer(writer).with_ansi(is_terminal);
+    let lines = layer().with_writer(writer).with_ansi(false);
     // The logger would report its own errors to the same closed standard error, and panic.
     let lines = lines.log_internal_errors(false);
     lines.with_target(false).fmt_fields(Plain).boxed()
+}
+
+fn on_terminal<W>(writer: W, has_color: bool) -> Log
+where
+    W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
+{
+    let lines = layer().with_writer(writer).with_ansi(has_color);
+    let lines = lines.log_internal_errors(false).fmt_fields(Plain);
+    lines.event_format(message as Format).boxed()
+}
+
+type Format = fn(&FmtContext<'_, Registry, Plain>, Writer<'_>, &Event<'_>) -> fmt::Result;
+
+/// A line with a message, and its level if that is more than information.
+fn message(
+    context: &FmtContext<'_, Registry, Plain>,
+    mut line: Writer<'_>,
+    event: &Event<'_>,
+) -> fmt::Result {
+    let (level, color) = match *event.metadata().level() {
+        Level::ERROR => ("error: ", 31),
+        Level::WARN => ("warning: ", 33),
+        _ => ("", 0),
+    };
+    match line.has_ansi_escapes() && !level.is_empty() {
+        true => write!(line, "\x1b[{color}m{level}\x1b[0m")?,
+        false => line.write_str(level)?,
+    }
+    context.field_format().format_fields(line.by_ref(), event)?;
+    writeln!(line)
 }
 
 fn json<W>(writer: W) -> Log
@@ -143,7 +213,7 @@ mod tests {
         sync::{Arc, Mutex},
     };
 
-    use tracing::{error_span, info, subscriber::with_default};
+    use tracing::{error_span, info, subscriber::with_default, warn};
     use vamoose_link::lock;
 
     use super::*;
@@ -183,11 +253,27 @@ mod tests {
 
     #[test]
     fn a_text_line_repeats_no_field() {
-        let line = logged(|out| text(move || out.clone(), false));
+        let line = logged(|out| text(move || out.clone()));
         assert!(
             line.ends_with("INFO migration{port=7}: web1: loaded more=1\n"),
             "{line}"
         );
+    }
+
+    #[test]
+    fn a_terminal_shows_messages_and_the_level_of_warnings() {
+        let line = logged(|out| on_terminal(move || out.clone(), false));
+        assert_eq!(line, "web1: loaded more=1\n");
+        for (has_color, expected) in [
+            (true, "\x1b[33mwarning: \x1b[0mlate\n"),
+            (false, "warning: late\n"),
+        ] {
+            let written = Written::default();
+            let out = written.clone();
+            let log = on_terminal(move || out.clone(), has_color);
+            with_default(tracing_subscriber::registry().with(log), || warn!("late"));
+            assert_eq!(lock(&written.0).as_slice(), expected.as_bytes());
+        }
     }
 
     #[test]

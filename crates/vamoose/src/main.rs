@@ -9,15 +9,14 @@ mod commands;
 use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
-use vamoose::{log::LogFormat, options::OUTPUT};
+use vamoose::log::LogOptions;
 
 /// Fast live migration of virtual machines, between unmodified QEMUs.
 #[derive(Parser)]
 #[command(version, propagate_version = true, max_term_width = 100)]
 struct Cli {
-    /// Format of the log [default: journald if standard error is the journal, else text]
-    #[arg(help_heading = OUTPUT, long, global = true, value_enum, value_name = "FORMAT", hide_short_help = true)]
-    log_format: Option<LogFormat>,
+    #[command(flatten)]
+    log: LogOptions,
     #[command(subcommand)]
     command: Command,
 }
@@ -44,7 +43,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    vamoose::program("vamoose", cli.log_format, || match cli.command {
+    vamoose::program("vamoose", &cli.log, || match cli.command {
         Command::Relay(options) => commands::relay::run(&options),
         Command::Serve(options) => commands::serve::run(&options),
         Command::Migrate(options) => commands::migrate::run(&options),

@@ -81,7 +81,7 @@ impl Timeline {
 }
 
 impl Sample {
-    fn of(milliseconds: u64, progress: &Progress) -> Self {
+    pub(crate) fn of(milliseconds: u64, progress: &Progress) -> Self {
         let ram = |key: &str| progress.source["ram"][key].as_u64();
         let moved = &progress.moved;
         let packets = Method::ALL.iter().zip(moved.method_packets);

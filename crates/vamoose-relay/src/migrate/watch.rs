@@ -11,7 +11,7 @@ use tracing::{info, warn};
 use vamoose_link::{Address, Hangup, Session, Stats};
 
 use super::{
-    Cause, Migration, Progress,
+    Cause, Migration, News, Progress,
     hand_over::HandOver,
     remainder::Remainder,
     source::{EVENT_WAIT, SourceQemu},
@@ -48,11 +48,12 @@ impl Migration<'_> {
         hand_over: &mut HandOver<'_>,
         source: &mut SourceQemu,
         relay: &SourceRelay<'_>,
-        observe: &mut dyn FnMut(&Progress),
+        observe: &mut dyn FnMut(News<'_>),
     ) -> Result<Value, Cause> {
         if self.is_cancelled() {
             return Err(Cause::Cancelled);
         }
+        observe(News::WaitsFor("the source QEMU's monitor"));
         source.begin()?;
         let uri = relay.address.to_string();
         source.qemu.execute("migrate", json!({ "uri": uri }))?;
@@ -97,13 +98,13 @@ impl Migration<'_> {
             if status == "completed" {
                 check_sent(hand_over, source)?;
             }
-            observe(&Progress {
+            observe(News::Progress(&Progress {
                 status: status.to_owned(),
                 moved,
                 source: account.clone(),
                 session: Some(relay.session.clone()),
                 stopped_for: source.stopped_for(),
-            });
+            }));
             match status {
                 "completed" => {
                     if stopping.is_some() {

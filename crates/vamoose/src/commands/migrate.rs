@@ -21,16 +21,17 @@ use signal_hook::{
 };
 use tracing::warn;
 use vamoose_link::{Address, DialError, Remote, lock, millis};
-use vamoose_relay::{AttemptId, Cause, ControlError, Failure, Migration, Role, UnderWay};
+use vamoose_relay::{AttemptId, Cause, ControlError, Failure, Migration, News, Role, UnderWay};
 
 use vamoose::{
     exit::OrUsage as _,
     hosts,
     link::LinkOptions,
     options::{
-        CONNECTIONS, ENCODING, Encoding, HAND_OVER, JsonReport, MethodName, QmpDir, StateDir,
+        CONNECTIONS, ENCODING, Encoding, HAND_OVER, JsonReport, MethodName, OUTPUT, QmpDir,
+        StateDir,
     },
-    progress::{Display, Progress, remaining},
+    progress::{Display, Mode, Progress, remaining},
     report::Report,
     timeline::Timeline,
     values::{milliseconds, positive_seconds},
@@ -108,6 +109,9 @@ pub(crate) struct Options {
     zero_page_detection: Option<ZeroPageDetection>,
     #[command(flatten)]
     json: JsonReport,
+    /// How to show the progress
+    #[arg(help_heading = OUTPUT, long, value_enum, default_value = "auto", value_name = "HOW")]
+    progress: Mode,
 }
 
 /// A path, which may be written as in a URI of QEMU.
@@ -154,7 +158,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let state_dir = options.state_dir.path().or_usage()?;
     options.json.check().or_usage()?;
     let start = Instant::now();
-    let mut display = Display::on_stderr();
+    let peer = options.host.clone().unwrap_or_else(|| to.address());
+    let display = Display::new(options.progress, peer);
     let mut last = Progress::default();
     let mut timeline = Timeline::default();
     let watched = Mutex::new(None);
@@ -176,7 +181,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let moved = thread::scope(|scope| {
         let list = || lock(&watched).iter().map(Watched::now).collect();
         let _end = watchable::serve(scope, watchable.as_ref(), list);
-        migration.run(&mut |progress| {
+        migration.run(&mut |news| {
+            let progress = match news {
+                News::WaitsFor(what) => return display.wait_for(what),
+                News::Progress(progress) => progress,
+            };
             // No progress is reported during the commit, so a lost terminal does not cancel it.
             if lost_terminal.load(Ordering::Relaxed) {
                 cancel.store(true, Ordering::Relaxed);

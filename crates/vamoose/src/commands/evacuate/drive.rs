@@ -27,7 +27,7 @@ use super::{
     survey::Survey,
 };
 use crate::commands::virsh;
-use vamoose::progress::Bar;
+use vamoose::progress::{Bar, Mode};
 
 /// Interval at which migrations are polled.
 const POLL: Duration = Duration::from_millis(250);
@@ -55,7 +55,7 @@ pub(super) fn run(
         running: BTreeMap::new(),
         report,
         stop: None,
-        bar: Bar::on_stderr(LINE_EVERY),
+        bar: Bar::new(Mode::Auto, LINE_EVERY),
         moved: (0, 0),
         total: (plan.moves.iter().map(memory).sum(), plan.moves.len()),
     };
@@ -166,7 +166,7 @@ impl<'a> Drive<'a> {
             tries => format!(", try {tries}"),
         };
         let (name, to) = (&migration.domain.name, &migration.to.name);
-        self.bar.suspend(|| info!("{name} moves to {to}{again}"));
+        info!("{name} moves to {to}{again}");
         migration
     }
 
@@ -178,12 +178,12 @@ impl<'a> Drive<'a> {
         };
         if self.stop != Some(stop) {
             let running = self.running.len();
-            self.bar.suspend(|| match stop {
+            match stop {
                 Stop::Finish => warn!(
                     "no further guests; {running} migrations are under way and end first, or are cancelled by another signal"
                 ),
                 Stop::Cancel => warn!("cancelling {running} migrations"),
-            });
+            }
         }
         self.stop = Some(stop);
         Event::Stop(stop)
@@ -210,11 +210,11 @@ impl<'a> Drive<'a> {
             Ok(()) => String::new(),
             Err(failure) => format!(": {failure}"),
         };
-        self.bar.suspend(|| match end.at {
+        match end.at {
             At::Destination => info!("{name} has moved to {to} in {took:.1} s"),
             At::Source => warn!("{name} has not moved to {to}{why}"),
             at => error!("{name} IS IN DOUBT, {}{why}", in_doubt(at, to)),
-        });
+        }
         if end.at == At::Destination {
             self.moved = (self.moved.0 + memory, self.moved.1 + 1);
         }
@@ -246,8 +246,11 @@ impl<'a> Drive<'a> {
         let sent: u64 = self.running.values().map(|running| running.done).sum();
         let ((memory, moved), (total, all)) = (self.moved, self.total);
         let under_way = self.running.len();
-        let text = format!("{moved} of {all} guests moved, {under_way} under way");
-        self.bar.show(memory + sent, total, text);
+        let parts = [
+            (0, format!("{moved} of {all} guests moved")),
+            (1, format!("{under_way} under way")),
+        ];
+        self.bar.show(memory + sent, total, &parts);
     }
 }
 
