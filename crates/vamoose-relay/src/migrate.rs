@@ -104,6 +104,10 @@ pub struct Progress {
 /// A guest that has moved.
 #[derive(Clone, Debug, Default)]
 pub struct Moved {
+    /// The attempt that moved it.
+    pub attempt: Option<AttemptId>,
+    /// Whether it runs at the destination.
+    pub is_running: bool,
     /// QEMU's last answer to `query-migrate`, with `downtime-parts`. Empty if another process drove the migration.
     pub source: Value,
     /// What the relay has moved.
@@ -354,7 +358,10 @@ impl Migration<'_> {
     ) -> Result<Moved, Failure> {
         let attempt = &hand_over.attempt;
         let record = &attempt.entry.record;
-        let failure = |cause| Failure::of(record.attempt, cause, decision.guest);
+        let failure = |cause| Failure {
+            is_running: decision.guest == GuestLocation::Source && record.side.resume,
+            ..Failure::of(record.attempt, cause, decision.guest)
+        };
         let mut downtime = None;
         if let Some(source) = source {
             let running = attempt.running_at.filter(|_| record.side.resume);
@@ -369,9 +376,11 @@ impl Migration<'_> {
             if let Some(state) = hand_over.stands_still_there() {
                 return Err(failure(Cause::StandsStill(state)));
             }
-            let moved = ended.moved(downtime, start);
-            moved.log(&record.name);
-            return Ok(moved);
+            return Ok(Moved {
+                attempt: Some(record.attempt),
+                is_running: record.side.resume,
+                ..ended.moved(downtime, start)
+            });
         }
         if hand_over.may_run_twice(&decision) {
             return Err(failure(Cause::RunsHere(decision.cause.unwrap_or_default())));
@@ -392,23 +401,6 @@ impl Migration<'_> {
     /// Whether the attempt had the same server and name as this migration.
     fn is_asked_for(&self, record: &Record<AtSource>) -> bool {
         record.side.to == self.to.address() && record.name == self.name
-    }
-}
-
-impl Moved {
-    fn log(&self, name: &str) {
-        let wire = self.moved.wire_bytes;
-        let ratio = self.moved.page_bytes as f64 / wire.max(1) as f64;
-        let downtime = match (self.downtime, self.downtime_parts) {
-            (None, _) => "none (it was paused)".to_owned(),
-            (Some(time), None) => format!("{} ms", time.as_millis()),
-            (Some(time), Some(parts)) => format!("{} ms ({parts})", time.as_millis()),
-        };
-        info!(
-            "{name}: moved in {:.1} s, downtime {downtime}, {} MiB on the wire ({ratio:.2}x)",
-            self.total_time.as_secs_f64(),
-            wire >> 20,
-        );
     }
 }
 
@@ -455,6 +447,7 @@ impl Ended {
             downtime: downtime.map(|(stopped, running)| running.duration_since(stopped)),
             downtime_parts: parts,
             total_time: start.elapsed(),
+            ..Moved::default()
         }
     }
 

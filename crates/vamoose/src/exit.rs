@@ -105,6 +105,7 @@ mod tests {
             let attempt = None;
             Exit::of(
                 &Failure {
+                    is_running: false,
                     cause,
                     guest,
                     attempt,

@@ -14,6 +14,7 @@ pub mod link;
 pub mod log;
 pub mod metrics;
 pub mod options;
+pub mod outcome;
 pub mod progress;
 pub mod report;
 pub mod security;
@@ -25,9 +26,10 @@ pub mod watchable;
 use std::process::ExitCode;
 
 pub use self::terminal::say;
-use self::{exit::Exit, log::LogOptions};
+use self::{exit::Exit, log::LogOptions, outcome::NotMoved};
 
 /// Runs the program `name`, with its log as `options` say. An error goes to standard error: all causes on one line, then a hint.
+/// If a guest was not moved, where it is comes first.
 pub fn program(
     name: &str,
     options: &LogOptions,
@@ -36,7 +38,15 @@ pub fn program(
     let Err(error) = log::start(options).and_then(|()| run()) else {
         return ExitCode::SUCCESS;
     };
-    say(format_args!("{name}: {error:#}"));
+    match error.downcast_ref::<NotMoved>() {
+        Some(not_moved) => {
+            say(not_moved);
+            if let Some(why) = not_moved.why() {
+                say(format_args!("  why: {why}"));
+            }
+        }
+        None => say(format_args!("{name}: {error:#}")),
+    }
     if let Some(hint) = hints::of(&error) {
         say(format_args!("  hint: {hint}"));
     }

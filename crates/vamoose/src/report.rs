@@ -13,7 +13,7 @@ use idxd::offload::OffloadCounters;
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use vamoose_link::{MethodChoice, PathStatus, Session, Snapshot, millis};
-use vamoose_relay::{DowntimeParts, Moved, chain};
+use vamoose_relay::{AttemptId, DowntimeParts, GuestLocation, Moved, chain};
 
 use crate::timeline::{Sample, Timeline};
 
@@ -24,6 +24,13 @@ pub struct Report {
     pub status: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error_desc: Option<String>,
+    /// The guest's name, the attempt to migrate it, and where it is; `None` for `vamoose relay`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub attempt: Option<AttemptId>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub location: Option<GuestLocation>,
     pub total_time: u64,
     /// `None` for `vamoose relay`, which cannot know the downtime.
     pub downtime: Option<u64>,
@@ -134,6 +141,9 @@ impl Report {
         Self {
             status: "completed",
             error_desc: None,
+            name: None,
+            attempt: None,
+            location: None,
             total_time: millis(total),
             downtime: None,
             downtime_parts: None,
@@ -189,6 +199,19 @@ impl Report {
     /// Adds the samples.
     pub fn of_timeline(mut self, timeline: Timeline) -> Self {
         self.timeline = timeline.into_samples();
+        self
+    }
+
+    /// Adds the guest, the attempt to migrate it, and where it is.
+    pub fn of_attempt(
+        mut self,
+        name: &str,
+        attempt: Option<AttemptId>,
+        location: GuestLocation,
+    ) -> Self {
+        self.name = Some(name.to_owned());
+        self.attempt = attempt;
+        self.location = Some(location);
         self
     }
 

@@ -36,6 +36,22 @@ pub fn width() -> usize {
     }
 }
 
+/// `text` as lines of at most `width` columns, as far as its words are not longer. No-break spaces become spaces.
+pub fn wrap(text: &str, width: usize) -> String {
+    let (mut lines, mut column) = (String::new(), 0);
+    for word in text.split(' ') {
+        let length = word.chars().count();
+        if column > 0 {
+            let fits = column + 1 + length <= width;
+            lines.push(if fits { ' ' } else { '\n' });
+            column = if fits { column + 1 } else { 0 };
+        }
+        lines += word;
+        column += length;
+    }
+    lines.replace('\u{a0}', " ")
+}
+
 /// Writes a line to standard error. Unlike `eprintln`, ignores a closed terminal or pipe.
 pub fn say(line: impl Display) {
     above(|stderr| writeln!(stderr, "{line}"));

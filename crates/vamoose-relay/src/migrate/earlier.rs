@@ -58,6 +58,7 @@ impl Migration<'_> {
             _ => Err(Failure {
                 cause: Cause::NotInJournal,
                 guest: GuestLocation::Gone,
+                is_running: false,
                 attempt: None,
             }),
         }
@@ -131,7 +132,11 @@ impl Migration<'_> {
                     "{}: attempt {} has moved the guest to {}, where it is {state}",
                     record.name, record.attempt, record.side.to
                 );
-                return Ok(Moved::default());
+                return Ok(Moved {
+                    attempt: Some(record.attempt),
+                    is_running: record.side.resume,
+                    ..Moved::default()
+                });
             }
             Ok(DestinationMessage::Ended { cause }) => (cause, GuestLocation::Lost),
             Ok(DestinationMessage::MovedOn) => (String::new(), GuestLocation::MovedOn),

@@ -22,6 +22,8 @@ pub struct Failure {
     pub cause: Cause,
     /// Where that leaves the guest.
     pub guest: GuestLocation,
+    /// Whether the guest is known to run at the source.
+    pub is_running: bool,
     /// The attempt that is to be finished or settled, or has left the guest there.
     pub attempt: Option<AttemptId>,
 }
@@ -125,6 +127,7 @@ impl Failure {
         Self {
             cause: cause.into(),
             guest,
+            is_running: false,
             attempt: Some(attempt),
         }
     }
@@ -135,6 +138,7 @@ pub(super) fn at_source(cause: impl Into<Cause>) -> Failure {
     Failure {
         cause: cause.into(),
         guest: GuestLocation::Source,
+        is_running: false,
         attempt: None,
     }
 }

@@ -13,15 +13,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Error, Result};
+use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     flag,
 };
-use tracing::warn;
+use tracing::{info, warn};
 use vamoose_link::{Address, DialError, Remote, lock, millis};
-use vamoose_relay::{AttemptId, Cause, ControlError, Failure, Migration, News, Role, UnderWay};
+use vamoose_relay::{
+    AttemptId, Cause, ControlError, Failure, GuestLocation, Migration, News, Role, UnderWay,
+};
 
 use vamoose::{
     exit::OrUsage as _,
@@ -31,8 +33,10 @@ use vamoose::{
         CONNECTIONS, ENCODING, Encoding, HAND_OVER, JsonReport, MethodName, OUTPUT, QmpDir,
         StateDir,
     },
+    outcome::{self, NotMoved},
     progress::{Display, Mode, Progress, remaining},
     report::Report,
+    terminal::{self, wrap},
     timeline::Timeline,
     values::{milliseconds, positive_seconds},
     watchable,
@@ -158,8 +162,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let state_dir = options.state_dir.path().or_usage()?;
     options.json.check().or_usage()?;
     let start = Instant::now();
+    let guest = options.guest.as_deref().unwrap_or(name);
     let peer = options.host.clone().unwrap_or_else(|| to.address());
-    let display = Display::new(options.progress, peer);
+    let display = Display::new(options.progress, &*peer);
     let mut last = Progress::default();
     let mut timeline = Timeline::default();
     let watched = Mutex::new(None);
@@ -199,12 +204,18 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     display.end();
     let report = match &moved {
         Ok(moved) => {
-            Report::new(&method, moved.moved, moved.total_time, Duration::ZERO).of_guest(moved)
+            let result = outcome::moved(guest, &peer, moved);
+            info!("{}", wrap(&result, terminal::width()));
+            info!("End its QEMU here, or use --quit-source.");
+            Report::new(&method, moved.moved, moved.total_time, Duration::ZERO)
+                .of_guest(moved)
+                .of_attempt(guest, moved.attempt, GuestLocation::Destination)
         }
         Err(failure) => {
             let elapsed = start.elapsed();
             Report::new(&method, last.moved, elapsed, Duration::ZERO)
                 .failed(status(failure), failure)
+                .of_attempt(guest, failure.attempt, failure.guest)
         }
     };
     let report = report.of_link(last.session.as_ref());
@@ -213,7 +224,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if let (Err(_), Err(error)) = (&moved, &written) {
         warn!("{error:#}");
     }
-    moved.map_err(|failure| options.explain(failure))?;
+    moved.map_err(|failure| NotMoved {
+        guest: guest.to_owned(),
+        remark: options.remark(&failure),
+        failure,
+    })?;
     written
 }
 
@@ -248,19 +263,17 @@ impl Options {
         Ok((self.name.as_deref().unwrap_or(guest), qmp))
     }
 
-    /// Adds what the user may have meant by a HOST that has no address.
-    fn explain(&self, failure: Failure) -> Error {
+    /// What the user may have meant by a HOST that has no address.
+    fn remark(&self, failure: &Failure) -> Option<String> {
         let is_unknown = matches!(
             &failure.cause,
             Cause::Control(ControlError::Dial(DialError::Socket(error))) if error.is_unknown_name()
         );
-        match (&self.host, self.hosts_file()) {
-            (Some(host), Ok(file)) if is_unknown => Error::new(failure).context(format!(
-                "{host} is neither a host of {} nor a name that this host can resolve",
-                file.display()
-            )),
-            _ => failure.into(),
-        }
+        let host = self.host.as_ref().filter(|_| is_unknown)?;
+        Some(format!(
+            "{host} is neither a host of {} nor a name that this host can resolve",
+            self.hosts_file().ok()?.display()
+        ))
     }
 }
 

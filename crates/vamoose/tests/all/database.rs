@@ -359,7 +359,7 @@ impl<'a> Scene<'a> {
 impl Claim {
     /// Of a command that has ended or was killed.
     fn of(ended: &Ended) -> Self {
-        match ended.stderr.contains("the guest stays at the source") {
+        match ended.stderr.contains(" was not moved; ") {
             _ if ended.status.success() => Self::Moved,
             true => Self::Stays,
             false => Self::Unknown,

@@ -99,7 +99,7 @@ impl Scene {
     /// The guest has stayed, and goes on as it was.
     fn has_stayed(&mut self, migration: Vamoose) -> Result<()> {
         let ended = migration.finish(LIMIT)?;
-        ended.failure("the guest stays at the source")?;
+        ended.failure(" was not moved; ")?;
         self.goes_on()
     }
 

@@ -91,7 +91,9 @@ impl Claim {
     }
 }
 
-const PHRASES: [(&str, Claim); 11] = [
+const PHRASES: [(&str, Claim); 13] = [
+    (" was not moved; it ", Claim::Source),
+    ("Cancelled; ", Claim::Source),
     ("has moved the guest to", Claim::Elsewhere),
     ("the guest has moved on", Claim::Elsewhere),
     ("the guest stays at the source", Claim::Source),
