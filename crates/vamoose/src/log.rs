@@ -45,6 +45,9 @@ pub struct LogOptions {
     /// Log details of each step as well
     #[arg(help_heading = OUTPUT, short, long, global = true)]
     verbose: bool,
+    /// Whether only results and warnings belong on a terminal, beside the progress.
+    #[arg(skip)]
+    pub is_brief: bool,
 }
 
 /// Destination and format of the log.
@@ -83,8 +86,9 @@ pub fn start(options: &LogOptions) -> Result<()> {
         _ if !directives.is_empty() => directives.as_str(),
         LogOptions { quiet: true, .. } => "error",
         LogOptions { verbose: true, .. } => "info,vamoose=debug,handover=debug",
-        // The progress shows the state of the link.
-        _ if is_terminal => "info,vamoose_link::session=warn",
+        LogOptions { is_brief: true, .. } if is_terminal => {
+            "warn,vamoose::commands=info,vamoose_relay::migrate::earlier=info"
+        }
         _ => "info",
     };
     let filter = EnvFilter::builder()

@@ -42,7 +42,11 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let mut cli = Cli::parse();
+    cli.log.is_brief = matches!(
+        cli.command,
+        Command::Migrate(_) | Command::Libvirt(_) | Command::Evacuate(_)
+    );
     vamoose::program("vamoose", &cli.log, || match cli.command {
         Command::Relay(options) => commands::relay::run(&options),
         Command::Serve(options) => commands::serve::run(&options),

@@ -76,7 +76,7 @@ impl Bar {
 
     fn write(&self, line: String) {
         match self.mode {
-            Mode::Bar => terminal::show_in_place(line),
+            Mode::Bar => terminal::show_in_place(&line),
             _ => say(line),
         }
     }
@@ -94,7 +94,7 @@ impl Bar {
     /// Removes the line in place.
     pub fn end(&mut self) {
         if self.mode == Mode::Bar {
-            terminal::show_in_place(String::new());
+            terminal::show_in_place("");
         }
         self.mode = Mode::None;
     }
@@ -221,7 +221,9 @@ impl Shown {
             != trouble.as_ref().map(Trouble::is_of_link);
         let before = std::mem::replace(&mut self.trouble, trouble);
         let mode = self.bar.mode;
+        let is_silent = self.progress.status.is_empty() && self.trouble.is_none();
         match mode {
+            _ if is_silent => {}
             Mode::Json if self.bar.is_due() => self.print_json(),
             Mode::Bar | Mode::Lines => {
                 if let Some(Trouble::NoConnection { time, .. }) = before
@@ -237,12 +239,11 @@ impl Shown {
                 }
                 match &self.trouble {
                     Some(trouble) if is_new || mode == Mode::Bar => {
-                        let width = terminal::width().saturating_sub(1);
                         let text = trouble.text(&self.peer, &self.waits_for);
-                        self.bar.write(text.chars().take(width).collect());
+                        self.bar.write(text);
                     }
-                    None if !self.progress.status.is_empty() => self.show_progress(),
-                    _ => {}
+                    Some(_) => {}
+                    None => self.show_progress(),
                 }
             }
             _ => {}
@@ -317,11 +318,10 @@ impl Trouble {
 
     fn text(&self, peer: &str, waits_for: &str) -> String {
         match self {
-            Self::NoConnection { time, limit } => format!(
-                "no connection to {peer}, retrying ({} of {} s)",
-                time.as_secs(),
-                limit.as_secs()
-            ),
+            Self::NoConnection { time, limit } => {
+                let (time, limit) = (time.as_secs(), limit.as_secs());
+                format!("no connection to {peer}, retrying ({time} of {limit} s)")
+            }
             Self::Waiting(time) => format!("waiting for {waits_for} ({} s)", time.as_secs()),
         }
     }
@@ -355,7 +355,7 @@ enum Outlook {
 
 fn outlook(progress: &Progress, rates: &Rates) -> Option<Outlook> {
     let ram = |key: &str| progress.source["ram"][key].as_u64();
-    let [_, sent] = rates.per_second;
+    let [_, sent] = rates.per_second?;
     if progress.status != "active" || sent <= 0.0 {
         return None;
     }
@@ -370,18 +370,18 @@ fn outlook(progress: &Progress, rates: &Rates) -> Option<Outlook> {
 
 fn parts(progress: &Progress, rates: &Rates) -> Vec<Part> {
     let (source, moved) = (&progress.source, &progress.moved);
-    let [wire, _] = rates.per_second;
-    let ratio = moved.page_bytes as f64 / moved.wire_bytes.max(1) as f64;
     let round = source["ram"]["dirty-sync-count"].as_u64().unwrap_or(0);
-    let mut parts = vec![
-        (0, progress.status.clone()),
-        (2, format!("{:.0} MiB/s", wire / f64::from(1 << 20))),
-    ];
+    let mut parts = vec![(0, progress.status.clone())];
+    let wire = rates.per_second.map(|[wire, _]| wire / f64::from(1 << 20));
+    parts.extend(wire.map(|mebibytes| (2, format!("{mebibytes:.0} MiB/s"))));
     parts.extend(outlook(progress, rates).map(|outlook| match outlook {
         Outlook::Left(time) => (1, format!("{} left", rounded(time))),
         Outlook::Endless => (1, "guest writes faster than the link".to_owned()),
     }));
-    parts.push((3, format!("ratio {ratio:.2}")));
+    if moved.wire_bytes > 0 {
+        let ratio = moved.page_bytes as f64 / moved.wire_bytes as f64;
+        parts.push((3, format!("ratio {ratio:.2}")));
+    }
     parts.push((5, format!("round {round}")));
     let downtime = source["expected-downtime"].as_u64();
     parts.extend(downtime.map(|millis| (6, format!("expected downtime {millis} ms"))));
@@ -403,7 +403,8 @@ fn rounded(time: Duration) -> String {
 #[derive(Default)]
 struct Rates {
     since: Option<(Instant, [u64; 2])>,
-    per_second: [f64; 2],
+    /// `None` in the first second.
+    per_second: Option<[f64; 2]>,
 }
 
 impl Rates {
@@ -413,7 +414,7 @@ impl Rates {
         if elapsed >= LINE_EVERY {
             let rate =
                 |at: usize| bytes[at].saturating_sub(before[at]) as f64 / elapsed.as_secs_f64();
-            self.per_second = [rate(0), rate(1)];
+            self.per_second = Some([rate(0), rate(1)]);
             self.since = Some((now, bytes));
         }
     }

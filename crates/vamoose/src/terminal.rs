@@ -57,11 +57,14 @@ pub fn say(line: impl Display) {
     above(|stderr| writeln!(stderr, "{line}"));
 }
 
-/// Updates the line in place. It must be shorter than the terminal's width. An empty one removes it.
-pub fn show_in_place(line: String) {
+/// Updates the line in place, as far as it fits. An empty one removes it.
+pub fn show_in_place(line: &str) {
+    let line: String = line.chars().take(width().saturating_sub(1)).collect();
     let mut shown = lock(&IN_PLACE);
-    *shown = line;
-    let _ = write!(io::stderr(), "{CLEAR}{shown}");
+    if *shown != line {
+        *shown = line;
+        let _ = write!(io::stderr(), "{CLEAR}{shown}");
+    }
 }
 
 /// Writes above the line in place.

@@ -1,19 +1,30 @@
-//! The terminal of `migrate` goes away: an ssh session that ends, a pipe that nobody reads any more.
+//! What `migrate` shows on a terminal, and a terminal that goes away: an ssh session that ends, a pipe that nobody reads any more.
+
+mod screen;
 
 use std::{
+    fmt::Write as _,
+    fs,
     io::{BufRead as _, BufReader, pipe},
+    os::unix::fs::symlink,
+    path::Path,
     process::Command,
 };
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use lab::{
+    middlebox::{Admission, Change, Direction, Middlebox, Which},
     qemu::{self, Binary, Builder, Qemu},
     ram::Fill,
+    vamoose::{Keys, Vamoose},
 };
 use rustix::process::Signal;
+use serde_json::{Deserializer, Value};
+use tempfile::TempDir;
 
+use self::screen::{Screen, Shown};
 use crate::common::{
-    Host, LIMIT, MIB,
+    Host, LIMIT, MIB, bare_pair,
     gate::{Fate, Gate, Message},
     migrate, vamoose,
 };
@@ -100,4 +111,222 @@ fn a_reader_that_is_gone_does_not_end_a_migration() -> Result<()> {
     let status = migration.wait()?;
     ensure!(status.success(), "{status}");
     destination.qmp.wait_status("running", LIMIT)
+}
+
+/// A guest web1 on this host, and a host kvm2 behind a middlebox that waits for it.
+struct Hosts {
+    keys: Keys,
+    middlebox: Middlebox,
+    _source: Qemu,
+    destination: Qemu,
+    monitors: TempDir,
+    _kvm2: Host,
+}
+
+impl Hosts {
+    fn start(binary: &Binary) -> Result<Self> {
+        let keys = Keys::make(vamoose())?;
+        let kvm2 = Host::start(&["--keys", &keys.destination.display().to_string()])?;
+        let middlebox = Middlebox::new(kvm2.address.trim_start_matches("tcp:").parse()?)?;
+        let (mut source, destination) = bare_pair(binary, binary, 64 * MIB)?;
+        source.qmp.cont()?;
+        kvm2.knows("web1", &destination)?;
+        let monitors = TempDir::new()?;
+        symlink(source.qmp_socket(), monitors.path().join("web1.qmp"))?;
+        let address = format!("[kvm2]\naddress = \"{}\"\n", middlebox.address());
+        fs::write(keys.source.join("hosts.toml"), address)?;
+        Ok(Self {
+            keys,
+            middlebox,
+            _source: source,
+            destination,
+            monitors,
+            _kvm2: kvm2,
+        })
+    }
+
+    /// `vamoose migrate web1 kvm2`.
+    fn migrate(&self, options: &[&str]) -> Command {
+        let mut command = Command::new(vamoose());
+        command.args(["migrate", "web1", "kvm2", "--keys"]);
+        command.arg(&self.keys.source);
+        command.arg("--qmp-dir").arg(self.monitors.path());
+        command
+            .arg("--state-dir")
+            .arg(self.monitors.path().join("state"));
+        command.args(options);
+        command
+    }
+
+    fn expect_moved(&mut self) -> Result<()> {
+        self.destination.qmp.wait_status("running", LIMIT)
+    }
+
+    /// Nothing gets through any more.
+    fn cut(&self) -> Result<()> {
+        self.middlebox
+            .wait_for_bytes(Direction::ToListener, MIB, LIMIT)?;
+        self.middlebox.admit(Admission::Refuse)?;
+        self.middlebox.apply(Which::All, Change::Close);
+        Ok(())
+    }
+}
+
+/// Slow enough to be looked at.
+const SLOW: &[&str] = &["--max-bandwidth", "4M"];
+
+#[test]
+fn a_terminal_of_any_width_shows_everything() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    for columns in [40, 80, 200] {
+        let mut hosts = Hosts::start(&binary)?;
+        let screen = Screen::start(&mut hosts.migrate(SLOW), columns)?;
+        screen.wait_for("% active, ")?;
+        hosts.cut()?;
+        screen.wait_for("no connection to kvm2, retrying (")?;
+        hosts.middlebox.admit(Admission::Pass)?;
+        screen.wait_for("connected to kvm2 again after ")?;
+        screen.resize(columns.min(80))?;
+        let (status, shown) = screen.finish()?;
+        ensure!(status.success(), "{shown:#?}");
+        ensure!(shown.wrapped.is_empty(), "{columns} columns: {shown:#?}");
+        let text = shown.text();
+        for part in [
+            "web1 runs at kvm2 (",
+            "downtime ",
+            " MiB sent",
+            "ratio ",
+            "End its QEMU here",
+        ] {
+            ensure!(text.contains(part), "{columns} columns, {part}: {shown:#?}");
+        }
+        ensure!(!text.contains("% active"), "{shown:#?}");
+        hosts.expect_moved()?;
+        record(&format!("cut-{columns}"), &shown)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_terminal_shows_a_refusal_and_a_cancel() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let hosts = Hosts::start(&binary)?;
+    let refused = Screen::start(&mut hosts.migrate(&["--name", "web2"]), 80)?;
+    let (status, shown) = refused.finish()?;
+    ensure!(status.code() == Some(1), "{status}");
+    record("refusal", &shown)?;
+    ensure!(
+        shown.lines[0] == "web1 was not moved; it still runs here.",
+        "{shown:#?}"
+    );
+    ensure!(
+        shown.lines[1].starts_with("  why: the server refuses: "),
+        "{shown:#?}"
+    );
+
+    let cancelled = Screen::start(&mut hosts.migrate(SLOW), 80)?;
+    cancelled.wait_for(" left")?;
+    cancelled.signal(Signal::INT);
+    let (status, shown) = cancelled.finish()?;
+    ensure!(status.code() == Some(3), "{status}");
+    ensure!(
+        shown.text() == "Cancelled; web1 still runs here.\n",
+        "{shown:#?}"
+    );
+    Ok(())
+}
+
+#[test]
+fn plain_lines_are_shown_where_nothing_else_can_be() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    for (name, value) in [("NO_COLOR", "1"), ("TERM", "dumb")] {
+        let mut hosts = Hosts::start(&binary)?;
+        let mut command = hosts.migrate(&[]);
+        // The screen sets the variables of a usual terminal.
+        let program = command.get_program().to_owned();
+        let arguments: Vec<_> = command.get_args().map(ToOwned::to_owned).collect();
+        command = Command::new("env");
+        command
+            .arg(format!("{name}={value}"))
+            .arg(program)
+            .args(arguments);
+        let (status, shown) = Screen::start(&mut command, 80)?.finish()?;
+        ensure!(status.success() && shown.cleared.is_empty(), "{shown:#?}");
+        ensure!(shown.text().contains("100% completed"), "{shown:#?}");
+        hosts.expect_moved()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn programs_read_progress_and_quiet_ones_nothing() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut hosts = Hosts::start(&binary)?;
+    let mut command = hosts.migrate(&["--quiet", "--progress", "json", "--json", "-"]);
+    let ended = Vamoose::start(&mut command)?.finish(LIMIT)?.success()?;
+    ensure!(ended.stderr.is_empty(), "{}", ended.stderr);
+    let values = Deserializer::from_str(&ended.stdout).into_iter::<Value>();
+    let values: Vec<_> = values.collect::<Result<_, _>>()?;
+    let [progress @ .., last, report] = &values[..] else {
+        bail!("too little: {}", ended.stdout);
+    };
+    for line in progress.iter().chain([last]) {
+        ensure!(
+            line["status"].is_string() && line["wire-bytes"].is_u64(),
+            "{line}"
+        );
+    }
+    ensure!(last["total"].is_u64(), "{last}");
+    ensure!(last["status"] == "completed", "{last}");
+    ensure!(
+        report["name"] == "web1" && report["location"] == "destination",
+        "{report}"
+    );
+    let attempt = report["attempt"].as_str();
+    ensure!(attempt.is_some_and(|id| id.len() == 32), "{report}");
+    hosts.expect_moved()?;
+
+    let again = Vamoose::start(&mut hosts.migrate(&["--quiet", "--name", "web2"]))?;
+    again.finish(LIMIT)?.failure("web1")?;
+    Ok(())
+}
+
+/// Waits are explained: a server that says nothing, and a monitor that another client holds.
+#[test]
+fn silence_is_explained() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let hosts = Hosts::start(&binary)?;
+    hosts.middlebox.admit(Admission::Silence)?;
+    let migration = Screen::start(&mut hosts.migrate(&["--connect-timeout", "100"]), 80)?;
+    migration.wait_for("waiting for a connection to tcp:")?;
+    migration.signal(Signal::INT);
+    migration.finish()?;
+
+    hosts.middlebox.admit(Admission::Pass)?;
+    let first = Screen::start(&mut hosts.migrate(&["--max-bandwidth", "1M"]), 80)?;
+    first.wait_for(" active")?;
+    let second = Screen::start(&mut hosts.migrate(&[]), 80)?;
+    second.wait_for("waiting for the source QEMU's monitor (")?;
+    Ok(())
+}
+
+/// Writes what a terminal has shown beside the test's binary: the lines that were cleared are marked.
+fn record(name: &str, shown: &Shown) -> Result<()> {
+    let mut text = String::new();
+    for line in &shown.cleared {
+        writeln!(text, "~ {line}")?;
+    }
+    text += &shown.text();
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("terminal-{name}.txt"));
+    Ok(fs::write(path, text)?)
 }

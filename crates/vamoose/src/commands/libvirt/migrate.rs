@@ -25,13 +25,17 @@ use signal_hook::{
     flag,
 };
 use tracing::info;
-use vamoose_link::{Address, Hangup, Listener, OneTimeKey, Remote, Security, SessionConfig};
-use vamoose_relay::{Config, Dialer, Relay, RelayError, Summary};
+use vamoose_link::{Address, Hangup, Listener, OneTimeKey, Remote, Security, SessionConfig, Stats};
+use vamoose_relay::{Config, Dialer, Moved, Relay, RelayError};
 
 use super::receive::{MARK, Ready, Request, at};
 use crate::commands::{gateway, virsh};
 use vamoose::exit::{Exit, OrUsage as _};
-use vamoose::options::{Access, Encoding, MethodName};
+use vamoose::{
+    options::{Access, Encoding, MethodName},
+    outcome,
+    terminal::{self, wrap},
+};
 
 /// Migrate a running guest to another host of libvirt, which needs only ssh and this program
 ///
@@ -125,12 +129,14 @@ pub(super) fn run(options: &Options) -> Result<()> {
     };
     let moved = relayed(options, port, &listener, remote, &config);
     match moved {
-        Ok(summary) => {
+        Ok(moved) => {
             far.finish()?;
-            info!(
-                "{domain} has moved to {host} in {:.1} s",
-                summary.total_time.as_secs_f64()
-            );
+            let moved = Moved {
+                is_running: state == "running",
+                ..moved
+            };
+            let result = outcome::moved(domain, host, &moved);
+            info!("{}", wrap(&result, terminal::width()));
             Ok(())
         }
         Err(error) => {
@@ -169,8 +175,9 @@ fn relayed(
     listener: &Listener,
     remote: Remote,
     config: &Config,
-) -> Result<Summary> {
-    let (hangup, stats, dialer) = (Hangup::new()?, Arc::default(), Dialer::remote(remote));
+) -> Result<Moved> {
+    let (hangup, stats) = (Hangup::new()?, Arc::<Stats>::default());
+    let dialer = Dialer::remote(remote);
     let relay = Relay {
         accept: listener,
         dialer: &dialer,
@@ -201,7 +208,11 @@ fn relayed(
         if let Some(session) = dialer.with() {
             session.drain(config.stall_timeout);
         }
-        return Ok(summary);
+        return Ok(Moved {
+            moved: stats.snapshot(),
+            total_time: summary.total_time,
+            ..Moved::default()
+        });
     }
     match relayed {
         _ if cancel.load(Ordering::Relaxed) => Err(Exit::Cancelled.with(anyhow!("cancelled"))),
