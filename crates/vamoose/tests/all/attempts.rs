@@ -102,7 +102,7 @@ fn a_report_that_cannot_be_written_hides_nothing() -> Result<()> {
     command.args(["--name", "vm", "--json", "/dev/full", "--qmp"]);
     command.arg(dir.path().join("qmp")).arg("--state-dir");
     let ended = Vamoose::start(command.arg(dir.path().join("state")))?.finish(LIMIT)?;
-    let ended = ended.failure(" was not moved; ")?;
+    let ended = ended.failure(" here.")?;
     ensure!(ended.stderr.contains("/dev/full"), "{}", ended.stderr);
     Ok(())
 }
@@ -464,7 +464,7 @@ fn a_server_that_is_started_again_ends_half_a_guest() -> Result<()> {
     kill_process(process, Signal::STOP)?;
     b.restart()?;
     at_b.wait_exit(LIMIT)?;
-    slow.finish(LIMIT)?.failure(" was not moved; ")?;
+    slow.finish(LIMIT)?.failure(" here.")?;
     at_a.qmp.wait_status("running", LIMIT)?;
     b.server.wait_for("migration failed", LIMIT)?;
     ensure!(Scene::standing(&b.state_dir())? == "at-source");

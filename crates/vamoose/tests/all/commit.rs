@@ -199,7 +199,7 @@ fn a_destination_that_dies_before_the_commit() -> Result<()> {
     scene.destination.kill()?;
     scene.gate.release(Fate::Passes);
     let ended = scene.migration.finish(LIMIT)?;
-    ended.failure(" was not moved; ")?;
+    ended.failure(" here.")?;
     scene.source.qmp.wait_status("running", LIMIT)?;
     Ok(())
 }

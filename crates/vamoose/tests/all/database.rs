@@ -359,7 +359,7 @@ impl<'a> Scene<'a> {
 impl Claim {
     /// Of a command that has ended or was killed.
     fn of(ended: &Ended) -> Self {
-        match ended.stderr.contains(" was not moved; ") {
+        match ended.stderr.contains(" here.") {
             _ if ended.status.success() => Self::Moved,
             true => Self::Stays,
             false => Self::Unknown,

@@ -99,7 +99,7 @@ impl Scene {
     /// The guest has stayed, and goes on as it was.
     fn has_stayed(&mut self, migration: Vamoose) -> Result<()> {
         let ended = migration.finish(LIMIT)?;
-        ended.failure(" was not moved; ")?;
+        ended.failure(" here.")?;
         self.goes_on()
     }
 

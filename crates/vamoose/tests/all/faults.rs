@@ -260,7 +260,7 @@ fn migrate_recovers(harm: impl FnOnce(&mut Driven) -> Result<()>) -> Result<()> 
     let mut driven = Driven::start(&binary)?;
     harm(&mut driven)?;
     let ended = driven.migration.finish(LIMIT)?;
-    ended.failure(" was not moved; ")?;
+    ended.failure(" here.")?;
     driven.source.qmp.wait_status("running", LIMIT)?;
     if !driven.host.server.has_ended()? {
         driven.destination.wait_exit(LIMIT)?;
@@ -292,7 +292,7 @@ fn serve_told_to_stop_at_once() -> Result<()> {
     let driven = Driven::start_at(&binary, &["--drain-timeout", "0"])?;
     driven.host.server.signal(Signal::TERM)?;
     let ended = driven.migration.finish(LIMIT)?;
-    ended.failure(" was not moved; ")?;
+    ended.failure(" here.")?;
     driven.host.server.finish(LIMIT)?.success().map(drop)
 }
 

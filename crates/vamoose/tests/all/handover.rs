@@ -53,7 +53,7 @@ fn expect_runs_only<const N: usize>(on: &str, guests: [(&str, &mut Qemu); N]) ->
 }
 
 fn failed(ended: Ended) -> Result<Ended> {
-    ended.failure("vamoose: ")
+    ended.failure("  why: ")
 }
 
 fn signal(qemu: &Qemu, signal: Signal) -> Result<()> {
@@ -139,7 +139,7 @@ fn a_qemu_without_a_known_process_does_not_block_others() -> Result<()> {
         first.wait_for("active", LIMIT)?;
         b.server.kill()?;
         let first = first.finish(LIMIT)?;
-        first.failure(" was not moved; ")?;
+        first.failure(" here.")?;
         forget_processes(&b)?;
         if !is_there {
             at_b.kill()?;
@@ -183,7 +183,7 @@ fn an_old_command_does_not_wake_a_guest_that_went_elsewhere() -> Result<()> {
     let first = b.migrate(&at_a, "vm", &SLOW)?;
     first.wait_for("active", LIMIT)?;
     first.signal(Signal::INT)?;
-    first.finish(LIMIT)?.failure(" was not moved; ")?;
+    first.finish(LIMIT)?.failure(" here.")?;
     c.migrate(&at_a, "vm", &[])?.finish(LIMIT)?.success()?;
 
     let again = b.migrate(&at_a, "vm", &SLOW)?.finish(LIMIT)?;
@@ -347,7 +347,7 @@ fn an_old_copy_is_not_continued() -> Result<()> {
     c.knows("vm", &at_c)?;
     let first = scene.up_to_loaded()?;
     scene.gate.close();
-    first.finish(LIMIT)?.failure(" was not moved; ")?;
+    first.finish(LIMIT)?.failure(" here.")?;
     scene.at_a.qmp.wait_status("running", LIMIT)?;
     c.migrate(&scene.at_a, "vm", &[])?
         .finish(LIMIT)?
@@ -441,7 +441,7 @@ fn a_monitor_that_is_late_is_not_a_guest_that_is_lost() -> Result<()> {
     monitor.fall_silent_at("query-migrate");
     monitor.wait_until_it_talks()?;
     migration.signal(Signal::INT)?;
-    migration.finish(LIMIT)?.failure(" was not moved; ")?;
+    migration.finish(LIMIT)?.failure(" here.")?;
     at_a.qmp.wait_status("running", LIMIT)?;
     at_b.wait_exit(LIMIT)?;
     Ok(())
@@ -481,7 +481,7 @@ fn a_guest_that_stays_is_announced() -> Result<()> {
     gate.wait_until_held()?;
     at_b.kill()?;
     gate.release(Fate::Passes);
-    migration.finish(LIMIT)?.failure(" was not moved; ")?;
+    migration.finish(LIMIT)?.failure(" here.")?;
     at_a.qmp.wait_status("running", LIMIT)?;
     wait_for_announcement(&wire).context("nobody was told where the guest is")
 }
@@ -525,7 +525,7 @@ fn a_destination_that_hangs_at_the_switchover() -> Result<()> {
     at_a.qmp
         .wait_event("RESUME", |_| true, LIMIT)
         .context("the guest stays paused at the source")?;
-    migration.finish(LIMIT)?.failure(" was not moved; ")?;
+    migration.finish(LIMIT)?.failure(" here.")?;
     ensure!(at_a.qmp.query_status()? == "running");
     at_b.wait_exit(LIMIT)?;
     Ok(())
@@ -553,7 +553,7 @@ fn a_destination_by_another_name_is_ended() -> Result<()> {
     at_b.qmp.wait_migration(&["active"], LIMIT)?;
     signal(&at_b, Signal::STOP)?;
     migration.signal(Signal::INT)?;
-    migration.finish(LIMIT)?.failure(" was not moved; ")?;
+    migration.finish(LIMIT)?.failure(" here.")?;
     at_a.qmp.wait_status("running", LIMIT)?;
     at_b.wait_exit(LIMIT)?;
     Ok(())

@@ -195,7 +195,7 @@ fn a_cut_that_lasts_too_long_leaves_the_guest_at_the_source() -> Result<()> {
     middlebox.wait_for_bytes(Direction::ToListener, 2 << 20, LIMIT)?;
     middlebox.admit(Admission::Refuse)?;
     middlebox.apply(Which::All, Change::Close);
-    migration.finish(LIMIT)?.failure(" was not moved; ")?;
+    migration.finish(LIMIT)?.failure(" here.")?;
     ensure!(source.qmp.query_status()? == "running");
     first.wait_exit(LIMIT)?;
 

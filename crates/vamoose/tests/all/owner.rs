@@ -117,7 +117,7 @@ fn a_guest_that_is_paused_meanwhile_stays_paused_when_it_is_cancelled() -> Resul
         migration.signal(Signal::INT)?;
         migration
             .finish(LIMIT)?
-            .failure(" was not moved; ")
+            .failure(" here.")
             .with_context(|| format!("QEMU {}", binary.version))?;
         ensure!(at_a.qmp.query_status()? == "paused");
         ensure!(settings(&mut at_a)? == before);
@@ -252,7 +252,7 @@ fn a_guest_whose_disk_is_taken_goes_back() -> Result<()> {
     at_b.wait_exit(LIMIT)?;
     drop(thief);
     gate.release(Fate::Passes);
-    migration.finish(LIMIT)?.failure(" was not moved; ")?;
+    migration.finish(LIMIT)?.failure(" here.")?;
     at_a.qmp.wait_status("running", LIMIT)?;
     Ok(())
 }
@@ -275,7 +275,7 @@ fn a_paused_guest_comes_back_with_its_disk() -> Result<()> {
         at_a.qmp.wait_status("postmigrate", LIMIT)?;
         at_b.kill()?;
         gate.release(Fate::Passes);
-        migration.finish(LIMIT)?.failure(" was not moved; ")?;
+        migration.finish(LIMIT)?.failure(" here.")?;
         let version = binary.version;
         ensure!(at_a.qmp.query_status()? == "postmigrate", "QEMU {version}");
         ensure!(

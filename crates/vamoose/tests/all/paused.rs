@@ -117,7 +117,7 @@ fn a_paused_guest_that_stays_has_its_image_back() -> Result<()> {
         destination.kill()?;
         gate.release(Fate::Passes);
         let failed = migration.finish(LIMIT)?;
-        failed.failure(" was not moved; ")?;
+        failed.failure(" here.")?;
         ensure!(source.qmp.query_status()? != "running", "it was paused");
         let other = disk.machine(&binary).start();
         ensure!(other.is_err(), "{major}.{minor}: nobody has the image");

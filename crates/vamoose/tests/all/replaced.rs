@@ -57,7 +57,7 @@ fn a_busy_monitor_is_no_success_of_an_earlier_guest() -> Result<()> {
         }
         let busy = migrate(&monitor, &host.address, "vm", &[])?.finish(LIMIT)?;
         let busy = busy.failure("QEMU did not accept a connection to its monitor")?;
-        busy.failure(" was not moved; ")?;
+        busy.failure(" here.")?;
     }
     ensure!(second.qmp.query_status()? == "running");
     Ok(())

@@ -79,7 +79,7 @@ fn memory_that_is_not_to_be_sent_is_refused() -> Result<()> {
             let migration = scene.host.migrate(&scene.source, "vm", &[])?;
             let ended = migration.finish(LIMIT)?;
             let ended = ended.failure("the migration capability `x-ignore-shared` is on: ")?;
-            ended.failure(" was not moved; ")?;
+            ended.failure(" here.")?;
         }
     }
     Ok(())
