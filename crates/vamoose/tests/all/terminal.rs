@@ -203,6 +203,12 @@ fn a_terminal_of_any_width_shows_everything() -> Result<()> {
             ensure!(text.contains(part), "{columns} columns, {part}: {shown:#?}");
         }
         ensure!(!text.contains("% active"), "{shown:#?}");
+        let active = |line: &&String| line.contains("% active");
+        let last = shown.cleared.iter().rfind(active);
+        ensure!(
+            last.is_some_and(|line| line.chars().count() < 80),
+            "{shown:#?}"
+        );
         hosts.expect_moved()?;
         record(&format!("cut-{columns}"), &shown)?;
     }

@@ -83,8 +83,8 @@ impl Screen {
         found.with_context(|| format!("`{text}` is not on {:#?}", self.shown.lock()))
     }
 
+    /// Lines under way may be as long as before.
     pub(super) fn resize(&self, columns: u16) -> io::Result<()> {
-        self.shown.update(|shown| shown.columns = columns.into());
         resize(&self.terminal, columns)
     }
 
