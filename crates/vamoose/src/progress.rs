@@ -378,8 +378,8 @@ fn parts(progress: &Progress, rates: &Rates) -> Vec<Part> {
         Outlook::Left(time) => (1, format!("{} left", rounded(time))),
         Outlook::Endless => (1, "guest writes faster than the link".to_owned()),
     }));
-    if moved.wire_bytes > 0 {
-        let ratio = moved.page_bytes as f64 / moved.wire_bytes as f64;
+    if moved.page_bytes > 0 {
+        let ratio = moved.page_bytes as f64 / moved.wire_bytes.max(1) as f64;
         parts.push((3, format!("ratio {ratio:.2}")));
     }
     parts.push((5, format!("round {round}")));
