@@ -209,6 +209,8 @@ impl<'a> Attempt<'a> {
 
     fn warn(&mut self, source: &Source) {
         if !std::mem::replace(&mut self.warned, true) {
+            // An earlier cancel was not meant to give up the question; one that follows the warning is.
+            self.cancel.store(false, Ordering::Relaxed);
             let guest = match source.runs_here() {
                 true => "the guest runs at the source and was handed over before",
                 false => "the guest is stopped",
@@ -217,8 +219,6 @@ impl<'a> Attempt<'a> {
                 "{guest}; asking the server again until it answers: {}",
                 self.last_problem
             );
-            // An earlier cancel was not meant to give up the question.
-            self.cancel.store(false, Ordering::Relaxed);
         }
     }
 
