@@ -7,11 +7,15 @@ use vamoose_codec::{DecodeError, EncodeError, SettingsError};
 use vamoose_link::{DialError, FileFault, Objection, Refusal, TlsError};
 use vamoose_relay::{Cause, ControlError, Failure, GuestLocation, RelayError, SettleError};
 
+use crate::hosts::PORT;
+
 /// The hint for the first error in the chain that has one.
 pub fn of(error: &Error) -> Option<String> {
     error.chain().find_map(|cause| {
         if let Some(failure) = cause.downcast_ref() {
             of_failure(failure)
+        } else if let Some(ControlError::Dial(error)) = cause.downcast_ref() {
+            of_dial(error)
         } else if let Some(tls) = cause.downcast_ref() {
             of_tls(tls)
         } else {
@@ -26,6 +30,8 @@ fn fixed(error: &(dyn StdError + 'static)) -> Option<&'static str> {
         Some(
             "make sure that the guest does not run there. If that host is gone for good, add --unreachable",
         )
+    } else if let Some(SettleError::Unknown(_)) = error.downcast_ref() {
+        Some("`vamoose attempts` lists the attempts of this host")
     } else if let Some(SettingsError::EngineAbsent { .. }) = error.downcast_ref() {
         Some(
             "`vamoose probe` shows what this host has and what is missing; --accel auto uses what is available; \
@@ -35,16 +41,6 @@ fn fixed(error: &(dyn StdError + 'static)) -> Option<&'static str> {
         || matches!(error.downcast_ref(), Some(DecodeError::Distrusted { .. }))
     {
         Some("a device is broken: use --accel none, or --verify all")
-    } else if let Some(ControlError::Dial(DialError::Socket(error))) = error.downcast_ref() {
-        match error.source.kind() {
-            io::ErrorKind::ConnectionRefused => {
-                Some("nothing listens there: does `vamoose serve` run on that host, at this port?")
-            }
-            io::ErrorKind::TimedOut | io::ErrorKind::HostUnreachable => Some(
-                "does that host run, and does its firewall let connections to this port through?",
-            ),
-            _ => None,
-        }
     } else if let Some(RelayError::LateChannel) = error.downcast_ref() {
         Some("name the number of channels that the source opens: --incoming-channels N")
     } else {
@@ -88,6 +84,31 @@ fn of_state(state: &str) -> String {
     format!("the migration is over. At the destination: {remedy}")
 }
 
+fn of_dial(error: &DialError) -> Option<String> {
+    if error.is_about_tls() {
+        return Some(SAME_SECURITY.to_owned());
+    }
+    if error.is_about_port() {
+        let hint = format!("is this the port of `vamoose serve`? Its default is {PORT}");
+        return Some(hint);
+    }
+    let DialError::Socket(error) = error else {
+        return None;
+    };
+    let hint = match error.source.kind() {
+        io::ErrorKind::ConnectionRefused => {
+            "nothing listens there: does `vamoose serve` run on that host, at this port?"
+        }
+        io::ErrorKind::TimedOut | io::ErrorKind::HostUnreachable => {
+            "does that host run, and does its firewall let connections to this port through?"
+        }
+        _ => return None,
+    };
+    Some(hint.to_owned())
+}
+
+const SAME_SECURITY: &str = "use the same one of --tls-creds, --keys and --insecure at both ends";
+
 fn of_tls(error: &TlsError) -> Option<String> {
     const PEERS_KEY: &str = "`vamoose keys show` on the other host prints its key";
     let hint = match error {
@@ -115,9 +136,7 @@ fn of_tls(error: &TlsError) -> Option<String> {
             _ => return None,
         },
         TlsError::RefusedByPeer { reason, .. } => of_objection(reason)?.to_owned(),
-        TlsError::Kind { .. } | TlsError::NotTls { .. } => {
-            "use the same one of --tls-creds, --keys and --insecure at both ends".to_owned()
-        }
+        TlsError::Kind { .. } | TlsError::NotTls { .. } => SAME_SECURITY.to_owned(),
         _ => return None,
     };
     Some(hint)

@@ -102,6 +102,21 @@ impl DialError {
         })
     }
 
+    /// Whether it looks as if one end used TLS and the other did not.
+    pub fn is_about_tls(&self) -> bool {
+        let is_tls = matches!(self, Self::Tls { .. });
+        self.refusal() == Some(Refusal::Insecure) || is_tls && self.is_closed()
+    }
+
+    /// Whether it looks as if the peer was not Vamoose.
+    pub fn is_about_port(&self) -> bool {
+        match self {
+            Self::Io { .. } => self.is_closed(),
+            Self::Handshake { source, .. } => !matches!(source, HandshakeError::Refused(_)),
+            _ => false,
+        }
+    }
+
     /// Whether the peer may be reachable soon: it is being started, or its network is not up yet.
     fn may_pass(&self) -> bool {
         let is_soon = |error: &SocketError| {
