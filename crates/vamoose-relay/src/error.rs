@@ -1,10 +1,10 @@
 //! Errors of a relay: which side is at fault, on which connection.
 
-use std::{fmt, io, time::Duration};
+use std::{error::Error as StdError, fmt, io, sync::Arc, time::Duration};
 
 use multifd::InitialError;
 use thiserror::Error;
-use vamoose_link::{DialError, ReadError, SocketError, WriteError};
+use vamoose_link::{DialError, ReadError, SocketError, StreamError, WriteError};
 
 use crate::gateway::AnnounceError;
 
@@ -98,4 +98,20 @@ pub enum RelayError {
     /// A connection of another migration.
     #[error("rejected: a migration is already running")]
     Busy,
+}
+
+impl RelayError {
+    /// For how many seconds there was no connection to the other Vamoose, and why, if that ended the migration.
+    pub(crate) fn lost_connection(&self) -> Option<(u64, Arc<str>)> {
+        let mut next: Option<&(dyn StdError + 'static)> = Some(self);
+        while let Some(error) = next {
+            let io = error.downcast_ref::<io::Error>();
+            let stream = io.and_then(|error| error.get_ref()?.downcast_ref());
+            if let Some(StreamError::Lost { seconds, cause }) = stream {
+                return Some((*seconds, cause.clone()));
+            }
+            next = error.source();
+        }
+        None
+    }
 }

@@ -427,7 +427,11 @@ impl Ended {
         match (result, &mut self.cause) {
             (Ok(summary), _) => self.switchover = summary.switchover,
             (Err(RelayError::Cancelled), _) => {}
-            (Err(error), Some(Cause::Broken { relay, .. })) => *relay = Some(error),
+            (Err(error), Some(Cause::Broken { relay, .. })) => match error.lost_connection() {
+                // What QEMU reports follows from that.
+                Some((seconds, cause)) => self.cause = Some(Cause::Lost { seconds, cause }),
+                None => *relay = Some(error),
+            },
             (Err(_), _) => {}
         }
     }

@@ -1,6 +1,6 @@
 //! Why a migration did not go through, and where that leaves the guest.
 
-use std::{io, time::Duration};
+use std::{io, sync::Arc, time::Duration};
 
 use handover::{AttemptId, GuestLocation};
 use thiserror::Error;
@@ -69,6 +69,9 @@ pub enum Cause {
     /// The guest was continued at the source although it may have been handed over.
     #[error("{0}")]
     RunsHere(String),
+    /// The connection to the server was lost for good.
+    #[error("there has been no connection to the server for {seconds} s ({cause})")]
+    Lost { seconds: u64, cause: Arc<str> },
     /// The migration broke.
     #[error("{}{}", reports.join("; "), if relay.is_some() { "; the relay reports" } else { "" })]
     Broken {
