@@ -24,6 +24,7 @@ mod libvirt;
 mod link;
 mod methods;
 mod migrate;
+mod mistakes;
 mod old_destination;
 mod owner;
 mod paths;
