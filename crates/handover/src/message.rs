@@ -41,6 +41,8 @@ pub fn from_details<T: DeserializeOwned>(details: Details) -> Result<T, FrameErr
 #[non_exhaustive]
 #[allow(missing_docs, reason = "a cause and a reason are texts for people")]
 pub enum SourceMessage {
+    /// Asks how `prepare` would be answered. Changes nothing.
+    Inspect(Prepare),
     /// Requests the destination to get ready.
     Prepare(Prepare),
     /// The device state follows as raw bytes, behind this line.
@@ -101,6 +103,12 @@ impl Prepare {
 #[non_exhaustive]
 #[allow(missing_docs, reason = "a cause and a reason are texts for people")]
 pub enum DestinationMessage {
+    /// Answer to `inspect`, if the destination does not reject the migration.
+    Inspected {
+        /// What the source has to know.
+        #[serde(flatten)]
+        details: Details,
+    },
     /// The destination is not ready yet. Repeated until it is.
     Preparing,
     /// The source may send.
@@ -231,6 +239,7 @@ pub(crate) mod tests {
                     details
                 })
             ),
+            details().prop_map(|details| SourceMessage::Inspect(Prepare::new(details))),
             any::<u64>().prop_map(|len| SourceMessage::State { len }),
             any::<bool>().prop_map(|resume| SourceMessage::Commit { resume }),
             ".{0,40}".prop_map(|cause| SourceMessage::Abort { cause }),
@@ -241,6 +250,7 @@ pub(crate) mod tests {
     pub(crate) fn from_destination() -> impl Strategy<Value = DestinationMessage> {
         let incarnation = || any::<[u8; 16]>().prop_map(Incarnation);
         prop_oneof![
+            details().prop_map(|details| DestinationMessage::Inspected { details }),
             Just(DestinationMessage::Preparing),
             (any::<u32>(), incarnation(), details()).prop_map(
                 |(protocol, incarnation, details)| DestinationMessage::Prepared {
