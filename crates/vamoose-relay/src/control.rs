@@ -7,7 +7,7 @@ use std::{
         mpsc::{self, RecvTimeoutError},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use handover::{
@@ -15,24 +15,24 @@ use handover::{
 };
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use tracing::Span;
+use tracing::{Span, warn};
 use vamoose_link::{Conversation, ConversationError, DialError, Remote, Stream};
 
-/// The guest that `migrate` wants to send: fields of `prepare`.
+use crate::qemu::Machine;
+
+/// The guest that `migrate` wants to send: fields of `inspect` and `prepare`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Request {
     /// The waiting QEMU's name.
     pub(crate) name: String,
-    pub(crate) uuid: String,
-    pub(crate) ram_bytes: u64,
     pub(crate) channels: u8,
     pub(crate) page_size: u32,
     /// How the pages will be encoded.
     pub(crate) method: String,
 }
 
-/// The QEMU that `serve` has for it: fields of `prepared`.
+/// The QEMU that `serve` has for it: fields of `inspected`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Offer {
@@ -41,6 +41,7 @@ pub(crate) struct Offer {
     pub(crate) knows_zero_pages: bool,
     /// A suspended guest arrives suspended, and can be woken.
     pub(crate) keeps_suspended: bool,
+    pub(crate) machine: Machine,
 }
 
 /// The control connection failed.
@@ -107,13 +108,22 @@ pub(crate) fn ask(
     Ok((answer(&mut control, within)?, control))
 }
 
-/// The server's next answer that is not about its progress.
+/// The server's next answer that is not about its progress. A slow server is reported in the log.
 pub(crate) fn answer(
     control: &mut Conversation,
     within: Duration,
 ) -> Result<DestinationMessage, ConversationError> {
+    const SOON: Duration = Duration::from_secs(2);
+    let mut early = control.receive_until(Instant::now() + within.min(SOON))?;
+    if early.is_none() {
+        warn!("the server does not answer yet; another client may hold its QEMU's monitor");
+    }
     loop {
-        match control.receive_within(within)? {
+        let message = match early.take() {
+            Some(message) => message,
+            None => control.receive_within(within)?,
+        };
+        match message {
             DestinationMessage::Preparing
             | DestinationMessage::Starting
             | DestinationMessage::Receiving

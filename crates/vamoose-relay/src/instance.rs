@@ -53,6 +53,11 @@ impl Instance {
         }
     }
 
+    /// Whether its monitor is at `path`, which may be a link to it.
+    pub(crate) fn is_at(&self, path: &Path) -> bool {
+        self.monitor == path || (self.socket.is_some() && self.socket == SocketFile::at(path))
+    }
+
     /// Whether the process has provably ended.
     pub fn has_ended(&self) -> bool {
         let alive = self.process.map(ProcessId::is_alive);

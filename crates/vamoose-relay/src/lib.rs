@@ -64,7 +64,7 @@ pub use journal::{Journal, JournalError};
 pub use migrate::{Cause, Failure, Migration, Moved, News, Progress};
 pub use observer::{End, EndKind, Observed, Observer};
 pub use process::ProcessId;
-pub use qemu::{QemuError, Version};
+pub use qemu::{Fact, Fit, QemuError, Version};
 pub use qmp::QmpError;
 pub use relay::{Outcome, Relay, Summary};
 pub use serve::{ServeError, Server, ServerConfig};

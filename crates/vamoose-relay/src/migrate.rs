@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!  look      read the source QEMU's state and the journal; finish an unfinished attempt first
-//!  prepare   ask the server whether it has a QEMU for this guest, and what that QEMU can do
+//!  inspect   ask the server what its QEMU for this guest is, and compare both; nothing has been changed so far
+//!  prepare   from here on, the journal has the attempt
 //!  set up    the source QEMU and a relay beside it
 //!  watch     until the source reports completed, failed or cancelled
 //!  hand over after completed: the source is paused for good; crate `handover` decides what every answer means.
@@ -12,6 +13,7 @@
 mod earlier;
 mod error;
 mod hand_over;
+mod preflight;
 mod remainder;
 mod socket;
 mod source;
@@ -27,23 +29,23 @@ use std::{
 
 use handover::{
     AttemptId, ConnectionKind, Decision, DestinationMessage, GuestLocation, Prepare, SourceEvent,
-    SourceMessage, SourceState, from_details, to_details,
+    SourceMessage, SourceState,
 };
 use serde_json::{Value, json};
-use tracing::{Span, error_span, info};
+use tracing::{Span, error_span};
 use vamoose_link::{
-    Conversation, ConversationError, Hangup, Listener, Opening, Remote, Session, Snapshot, Stats,
-    lock, random_id,
+    ConversationError, Hangup, Listener, Opening, Remote, Session, Snapshot, Stats, lock, random_id,
 };
 
 use crate::{
     Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Summary, Switchover, chain,
-    control::{ControlError, Offer, Request, answer, connect_first, preamble},
+    control::{ControlError, answer, preamble},
     journal::{AtSource, Record, now},
 };
 use error::at_source;
 pub use error::{Cause, Failure};
 use hand_over::{Attempt, HandOver};
+use preflight::Inspected;
 use socket::listen_beside;
 pub(crate) use source::SourceQemu;
 use watch::SourceRelay;
@@ -54,7 +56,9 @@ pub struct Migration<'a> {
     pub qmp: &'a Path,
     /// The destination's server.
     pub to: &'a Remote,
-    /// How long the server may be unreachable at first.
+    /// What the user calls the destination's host.
+    pub host: &'a str,
+    /// How long the server may be unreachable at first, and the source's monitor be held by another client.
     pub connect_timeout: Duration,
     /// Where attempts are remembered: see [`Journal`].
     pub state_dir: &'a Path,
@@ -73,6 +77,8 @@ pub struct Migration<'a> {
     pub zero_page_detection: Option<&'a str>,
     /// An attempt for which a person vouches that the source QEMU sent its guest for this attempt, and not for another tool.
     pub confirm: Option<AttemptId>,
+    /// Ends the source's QEMU when the guest has certainly moved.
+    pub quit_source: bool,
     /// Set to cancel.
     pub cancel: &'a AtomicBool,
 }
@@ -130,26 +136,55 @@ impl Migration<'_> {
         let start = Instant::now();
         let journal = Journal::open(self.state_dir).map_err(at_source)?;
         journal.clean_up::<AtSource>();
+        self.check_idle(&journal)?;
         observe(News::WaitsFor("the source QEMU's monitor"));
-        let mut source = match SourceQemu::connect(self.qmp) {
+        let mut source = match SourceQemu::connect(self.qmp, self.connect_timeout) {
             Ok(source) => source,
-            Err(error) => return self.without_source(&journal, error),
+            Err(error) => {
+                // Another process may have begun meanwhile.
+                self.check_idle(&journal)?;
+                return self.without_source(&journal, error);
+            }
         };
         observe(News::WaitsFor("the end of an earlier attempt"));
-        if let Some(moved) = self.finish_earlier(&journal, &mut source)? {
-            return Ok(moved);
+        let moved = match self.finish_earlier(&journal, &mut source)? {
+            Some(moved) => moved,
+            None => self.begin(&journal, &mut source, start, observe)?,
+        };
+        if self.quit_source {
+            source.quit();
         }
+        Ok(moved)
+    }
+
+    /// Begins a new attempt, if both QEMUs fit.
+    fn begin(
+        &self,
+        journal: &Journal,
+        source: &mut SourceQemu,
+        start: Instant,
+        observe: &mut dyn FnMut(News<'_>),
+    ) -> Result<Moved, Failure> {
         source.check(self.zero_page_detection).map_err(at_source)?;
-        self.notify_earlier(&journal).map_err(at_source)?;
+        self.notify_earlier(journal).map_err(at_source)?;
         let attempt = AttemptId(random_id().map_err(at_source)?);
-        span(attempt).in_scope(|| self.attempt(attempt, &journal, source, start, observe))
+        let _span = span(attempt).entered();
+        let streams = usize::from(self.channels) + 1;
+        let address = self.to.address();
+        observe(News::WaitsFor(&format!("a connection to {address}")));
+        let inspected = self.inspect(attempt, source, streams);
+        let inspected = inspected.map_err(|cause| source.kept(cause))?;
+        self.warn(&inspected);
+        self.judge(&inspected).map_err(|cause| source.kept(cause))?;
+        self.attempt(attempt, journal, source, inspected, start, observe)
     }
 
     fn attempt(
         &self,
         attempt: AttemptId,
         journal: &Journal,
-        mut source: SourceQemu,
+        source: &mut SourceQemu,
+        inspected: Inspected,
         start: Instant,
         observe: &mut dyn FnMut(News<'_>),
     ) -> Result<Moved, Failure> {
@@ -170,18 +205,20 @@ impl Migration<'_> {
         };
         let entry = journal.claim(record).map_err(at_source)?;
         entry.write().map_err(at_source)?;
-        let attempt = Attempt::new(entry, self.to, self.downtime_max, self.cancel);
+        let mut attempt = Attempt::new(entry, self.to, self.downtime_max, self.cancel);
+        attempt.control = Some(inspected.control);
         let mut hand_over = HandOver::begin(attempt);
-        let (decision, ended) = match self.prepare(&mut hand_over, &mut source, observe) {
-            Ok(data) => self.move_pages(&mut hand_over, &mut source, data, observe),
+        observe(News::WaitsFor("the server to prepare its QEMU"));
+        let (decision, ended) = match self.prepare(&mut hand_over, inspected.prepare) {
+            Ok(()) => self.move_pages(&mut hand_over, source, inspected.streams, observe),
             Err(cause) => (None, Ended::failed(cause)),
         };
         let decision = decision.unwrap_or_else(|| {
             observe(News::WaitsFor("the server to end the attempt"));
-            hand_over.finish(ended.event(), Some(&mut source))
+            hand_over.finish(ended.event(), Some(source))
         });
         let session = hand_over.attempt.session();
-        let concluded = self.conclude(hand_over, decision, Some(&mut source), ended, start);
+        let concluded = self.conclude(hand_over, decision, Some(source), ended, start);
         concluded.inspect(|moved| {
             observe(News::Progress(&Progress {
                 status: "completed".to_owned(),
@@ -193,81 +230,18 @@ impl Migration<'_> {
         })
     }
 
-    /// Prepares the server, and opens the streams for main stream and channels meanwhile.
-    fn prepare(
-        &self,
-        hand_over: &mut HandOver<'_>,
-        source: &mut SourceQemu,
-        observe: &mut dyn FnMut(News<'_>),
-    ) -> Result<Vec<Opening>, Cause> {
-        let request = Request {
-            name: self.name.to_owned(),
-            uuid: source.instance.uuid.clone(),
-            ram_bytes: source.ram_bytes,
-            channels: self.channels,
-            page_size: u32::try_from(self.config.layout.page_size()).unwrap_or(u32::MAX),
-            method: self.config.method.name().to_owned(),
+    /// Lets the server prepare its QEMU.
+    fn prepare(&self, hand_over: &mut HandOver<'_>, prepare: Prepare) -> Result<(), Cause> {
+        let Some(control) = &mut hand_over.attempt.control else {
+            return Err(ControlError::from(ConversationError::Closed).into());
         };
-        let prepare = Prepare::new(to_details(&request).map_err(ControlError::from)?);
-        let message = SourceMessage::Prepare(prepare);
-        let streams = usize::from(self.channels) + 1;
-        let address = self.to.address();
-        observe(News::WaitsFor(&format!("a connection to {address}")));
-        let mut control = self.connect(hand_over, streams)?;
-        observe(News::WaitsFor("the server to prepare its QEMU"));
-        let sent = control.send(&message);
-        let session = control.stream().session();
-        let data = session.map_or_else(Vec::new, |session| session.open_ahead(streams));
-        let answered = sent.and_then(|()| answer(&mut control, PREPARED_WITHIN));
-        let answer = answered.map_err(ControlError::from)?;
-        hand_over.attempt.control = Some(control);
-        match answer {
-            DestinationMessage::Prepared { ref details, .. } => {
-                let offer = from_details(details.clone()).map_err(ControlError::from)?;
-                source.zero_pages = self.zero_pages(source, &offer)?;
-                source.check_suspended(&offer)?;
-                hand_over.prepared(answer)?;
-                Ok(data)
-            }
+        let sent = control.send(&SourceMessage::Prepare(prepare));
+        let answered = sent.and_then(|()| answer(control, PREPARED_WITHIN));
+        match answered.map_err(ControlError::from)? {
+            answer @ DestinationMessage::Prepared { .. } => hand_over.prepared(answer),
             DestinationMessage::Refused { reason } => Err(Cause::Refused(reason)),
-            other => Err(Cause::broken(format!(
-                "unexpected answer from the server: {other:?}"
-            ))),
+            other => Err(Cause::unexpected(&other)),
         }
-    }
-
-    /// The first connection to the server, which hears nothing of the attempt before.
-    fn connect(&self, hand_over: &mut HandOver<'_>, streams: usize) -> Result<Conversation, Cause> {
-        let (id, limit) = (hand_over.attempt.id(), self.connect_timeout);
-        match connect_first(self.to, id, streams, limit, self.cancel) {
-            Ok(Some(control)) => Ok(control),
-            not => {
-                hand_over.attempt.entry.record.side.confirmed = true;
-                not?;
-                Err(Cause::Cancelled)
-            }
-        }
-    }
-
-    /// How the source is to find zero pages, where it can be set.
-    fn zero_pages(&self, source: &SourceQemu, offer: &Offer) -> Result<Option<String>, Cause> {
-        let (ours, theirs) = (source.qemu.version, &offer.qemu);
-        info!("source QEMU {ours}, destination QEMU {theirs}");
-        if !source.qemu.knows_zero_pages() {
-            return Ok(None);
-        }
-        // An older destination would lose zero pages in packets silently.
-        let best = match offer.knows_zero_pages {
-            true => "multifd",
-            false => "legacy",
-        };
-        let wanted = self.zero_page_detection.unwrap_or(best);
-        if wanted == "multifd" && !offer.knows_zero_pages {
-            return Err(Cause::Refused(format!(
-                "its QEMU {theirs} does not know zero-page-detection multifd"
-            )));
-        }
-        Ok(Some(wanted.to_owned()))
     }
 
     /// Sets the source up and lets it migrate. If the migration completes, also hands the guest over.

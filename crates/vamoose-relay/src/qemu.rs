@@ -1,6 +1,7 @@
 //! One QEMU: its identity and abilities, and its settings before, during and after a migration.
 
 mod disks;
+mod machine;
 mod settings;
 
 use std::{
@@ -17,8 +18,10 @@ use tracing::debug;
 use crate::{
     chain,
     process::{ProcessError, ProcessId, QemuProcess},
-    qmp::{Event, Qmp, QmpError},
+    qmp::{ANSWER_WITHIN, Event, Qmp, QmpError},
 };
+pub use machine::{Fact, Fit};
+pub(crate) use machine::{Machine, compare};
 use settings::Settings;
 
 /// A connection to one QEMU.
@@ -168,7 +171,12 @@ pub(crate) const KILLED: Duration = Duration::from_secs(30);
 impl Qemu {
     /// Connects to the monitor at `path` and reads QEMU's version.
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
-        let mut qmp = Qmp::connect(path)?;
+        Self::connect_within(path, ANSWER_WITHIN)
+    }
+
+    /// As [`Qemu::connect`]. Another client may hold the monitor for at most `timeout`.
+    pub(crate) fn connect_within(path: &Path, timeout: Duration) -> Result<Self, QemuError> {
+        let mut qmp = Qmp::connect_within(path, timeout)?;
         let process = qmp.process();
         if let Err(error) = &process {
             debug!("{}", chain(error));
@@ -208,15 +216,6 @@ impl Qemu {
     pub(crate) fn uuid(&mut self) -> Result<String, QemuError> {
         let answer = self.qmp.execute("query-uuid", json!({}))?;
         text(&answer, "query-uuid", "UUID")
-    }
-
-    /// Bytes of the guest's RAM, hotplugged memory included.
-    pub(crate) fn ram_bytes(&mut self) -> Result<u64, QemuError> {
-        let command = "query-memory-size-summary";
-        let answer = self.qmp.execute(command, json!({}))?;
-        let base = answer["base-memory"].as_u64();
-        let base = base.ok_or(QemuError::Answer(command, "base-memory"))?;
-        Ok(base + answer["plugged-memory"].as_u64().unwrap_or(0))
     }
 
     /// QEMU's answer to `query-migrate`.

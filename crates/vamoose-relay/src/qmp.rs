@@ -25,7 +25,8 @@ use rustix::{
 use serde::Deserialize;
 use serde_json::{Value, json};
 use thiserror::Error;
-use vamoose_link::{Address, Socket, dial, left};
+use tracing::warn;
+use vamoose_link::{Address, Socket, SocketError, dial, left};
 
 use crate::process::{Monitor, ProcessError, QemuProcess};
 
@@ -110,29 +111,43 @@ impl QmpError {
 }
 
 /// Longest time for an answer. QEMU answers at once unless its main loop is busy.
-const ANSWER_WITHIN: Duration = Duration::from_secs(20);
+pub(crate) const ANSWER_WITHIN: Duration = Duration::from_secs(20);
+/// How long a monitor may take to accept a client before that is reported.
+const SOON: Duration = Duration::from_secs(2);
 /// Longest line: an answer has tens of KB.
 const LONGEST_LINE: usize = 16 << 20;
 
 impl Qmp {
-    /// Connects to the monitor at `path` and negotiates.
-    pub(crate) fn connect(path: &Path) -> Result<Self, QmpError> {
-        Self::connect_within(path, ANSWER_WITHIN)
-    }
-
-    fn connect_within(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
+    /// Connects to the monitor at `path` and negotiates. A monitor that does not answer soon is reported in the log.
+    pub(crate) fn connect_within(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
         let start = Instant::now();
+        let soon = timeout.min(SOON);
+        let warn = || {
+            warn!(
+                "{}: QEMU does not answer: another client (libvirt?) probably holds its monitor; waiting for {} s",
+                path.display(),
+                timeout.as_secs_f32()
+            );
+        };
         let failed = |error| QmpError::Connect(path.to_owned(), error);
         let held = || QmpError::Held {
             path: path.to_owned(),
             waited: timeout,
         };
         let monitor = Monitor::open(path).map_err(failed)?;
-        let stream = dial(&Address::Unix(monitor.address()), timeout);
-        let stream = stream.map_err(|error| match error.source.kind() {
-            // The queue of waiting clients stays full.
-            io::ErrorKind::TimedOut => held(),
-            _ => failed(error.source),
+        let address = Address::Unix(monitor.address());
+        // While the queue of waiting clients is full.
+        let is_held = |error: &SocketError| error.source.kind() == io::ErrorKind::TimedOut;
+        let stream = dial(&address, soon).or_else(|error| match is_held(&error) {
+            true => {
+                warn();
+                dial(&address, left(start + timeout))
+            }
+            false => Err(error),
+        });
+        let stream = stream.map_err(|error| match is_held(&error) {
+            true => held(),
+            false => failed(error.source),
         })?;
         let mut qmp = Self {
             stream,
@@ -142,9 +157,14 @@ impl Qmp {
             events: VecDeque::new(),
             next_id: 0,
             unanswered: BTreeSet::new(),
-            timeout,
+            timeout: ANSWER_WITHIN,
         };
-        match qmp.read_message(start + timeout)? {
+        let mut greeting = qmp.read_message(start + soon)?;
+        if greeting.is_none() && start.elapsed() < timeout {
+            warn();
+            greeting = qmp.read_message(start + timeout)?;
+        }
+        match greeting {
             Some(greeting) if greeting.get("QMP").is_some() => {}
             Some(_) => return Err(qmp.garbage("no greeting")),
             None => return Err(held()),
@@ -156,6 +176,26 @@ impl Qmp {
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let id = self.send(command, arguments)?;
         self.wait_for_answer(id, command)
+    }
+
+    /// Runs commands, which are sent together. The answer is null for each that QEMU refuses.
+    pub(crate) fn execute_all<const N: usize>(
+        &mut self,
+        commands: [(&str, Value); N],
+    ) -> Result<[Value; N], QmpError> {
+        let mut ids = [0; N];
+        for (id, (command, arguments)) in ids.iter_mut().zip(&commands) {
+            *id = self.send(command, arguments.clone())?;
+        }
+        let mut answers = [const { Value::Null }; N];
+        for ((answer, id), (command, _)) in answers.iter_mut().zip(ids).zip(&commands) {
+            match self.wait_for_answer(id, command) {
+                Ok(value) => *answer = value,
+                Err(QmpError::Refused { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(answers)
     }
 
     /// Sets the time for an answer, and returns the previous one.
@@ -467,7 +507,7 @@ mod tests {
         let (dir, _, listener) = held(0);
         drop(listener);
         for name in ["qmp", "none"] {
-            let result = Qmp::connect(&dir.path().join(name)).map(drop);
+            let result = Qmp::connect_within(&dir.path().join(name), SHORT).map(drop);
             assert!(
                 matches!(result, Err(QmpError::Connect(..))),
                 "{name}: {result:?}"

@@ -18,6 +18,7 @@ use crate::{
     journal::{AtDestination, AtSource, Entry, Record},
     migrate::SourceQemu,
     qemu::{QemuError, is_switchover},
+    qmp::ANSWER_WITHIN,
     serve::Job,
 };
 
@@ -277,8 +278,8 @@ fn take_back(entry: Entry<AtSource>, config: Option<SessionConfig>) -> Result<()
         confirm_that_it_never_ran(record, config)?;
     }
     let monitor = record.qemu.monitor.clone();
-    let mut source =
-        SourceQemu::connect(&monitor).map_err(|error| SettleError::Qemu(monitor.clone(), error))?;
+    let mut source = SourceQemu::connect(&monitor, ANSWER_WITHIN)
+        .map_err(|error| SettleError::Qemu(monitor.clone(), error))?;
     if !source.instance.is_same(&record.qemu) {
         return Err(SettleError::OtherQemu(monitor));
     }
@@ -330,7 +331,7 @@ fn give_away(
     };
     let qemu = &entry.record.qemu;
     // A QEMU that has not sent the guest, or has run it since, is proof of the contrary.
-    if let Ok(mut source) = SourceQemu::connect(&qemu.monitor)
+    if let Ok(mut source) = SourceQemu::connect(&qemu.monitor, ANSWER_WITHIN)
         && source.instance.is_same(qemu)
         && let Ok(state) = source.qemu.state()
         && !is_switchover(&state)

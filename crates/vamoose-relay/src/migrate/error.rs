@@ -2,7 +2,7 @@
 
 use std::{io, sync::Arc, time::Duration};
 
-use handover::{AttemptId, GuestLocation};
+use handover::{AttemptId, DestinationMessage, GuestLocation};
 use thiserror::Error;
 use vamoose_link::SocketError;
 
@@ -41,6 +41,16 @@ pub enum Cause {
     Control(#[from] ControlError),
     #[error("the server refuses: {0}")]
     Refused(String),
+    /// What differs, in lines.
+    #[error("the QEMU that waits at {host} is not made for this guest: {}", differences.join("; "))]
+    Differs {
+        host: String,
+        differences: Vec<String>,
+    },
+    #[error("attempt {0} is under way: another process is moving the guest to {1}")]
+    UnderWay(AttemptId, String),
+    #[error("attempt {0} to {1} is unfinished: `migrate` without --dry-run finishes it first")]
+    Unfinished(AttemptId, String),
     #[error(transparent)]
     Socket(#[from] SocketError),
     #[error("cannot set up the migration")]
@@ -111,6 +121,10 @@ impl Cause {
             reports: vec![report.into()],
             relay: None,
         }
+    }
+
+    pub(super) fn unexpected(answer: &DestinationMessage) -> Self {
+        Self::broken(format!("unexpected answer from the server: {answer:?}"))
     }
 
     /// An earlier attempt has taken the guest away. `now` is what is known of the guest now.

@@ -11,7 +11,7 @@ use serde_json::json;
 use tracing::{debug, info, warn};
 use vamoose_link::millis;
 
-use super::{Cause, remainder::Allowed};
+use super::{Cause, Failure, at_source, remainder::Allowed};
 use crate::{
     Instance, chain,
     control::Offer,
@@ -23,7 +23,6 @@ use crate::{
 pub(crate) struct SourceQemu {
     pub(crate) qemu: Qemu,
     pub(crate) instance: Instance,
-    pub(super) ram_bytes: u64,
     /// Whether the guest is to run, as its owner last left it. Every pause counts except that of the switchover.
     pub(super) is_wanted: bool,
     /// When the guest was stopped for the switchover.
@@ -61,12 +60,11 @@ const SETTLING: Duration = Duration::from_secs(10);
 pub(super) const EVENT_WAIT: Duration = Duration::from_millis(50);
 
 impl SourceQemu {
-    /// Connects to the monitor at `path` and changes nothing.
-    pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
-        let mut qemu = Qemu::connect(path)?;
+    /// Connects to the monitor at `path` and changes nothing. Another client may hold the monitor for at most `timeout`.
+    pub(crate) fn connect(path: &Path, timeout: Duration) -> Result<Self, QemuError> {
+        let mut qemu = Qemu::connect_within(path, timeout)?;
         Ok(Self {
             instance: Instance::of(&mut qemu, path)?,
-            ram_bytes: qemu.ram_bytes()?,
             is_wanted: false,
             stopped: None,
             is_unexplained: false,
@@ -78,6 +76,14 @@ impl SourceQemu {
             loses_suspended: None,
             qemu,
         })
+    }
+
+    /// A failure before anything was done to the guest, whose state was read.
+    pub(super) fn kept(&self, cause: Cause) -> Failure {
+        Failure {
+            is_running: self.is_wanted,
+            ..at_source(cause)
+        }
     }
 
     /// Reads the guest's state before a new attempt begins.
@@ -317,6 +323,27 @@ impl SourceQemu {
         }
     }
 
+    /// Ends a QEMU whose guest is at the destination. A failure is only reported.
+    pub(super) fn quit(&mut self) {
+        let told = self
+            .qemu
+            .state()
+            .and_then(|state| match is_switchover(&state) {
+                true => self.qemu.execute("quit", json!({})),
+                false => Err(QemuError::State {
+                    state,
+                    expected: "a guest that was sent",
+                }),
+            });
+        match told {
+            Ok(()) if self.instance.process.is_none() || self.qemu.is_dead(ENDING) => {
+                info!("the source's QEMU has been ended");
+            }
+            Ok(()) => warn!("the source's QEMU has been told to quit and has not ended yet"),
+            Err(error) => warn!("the source's QEMU was not ended: {}", chain(&error)),
+        }
+    }
+
     /// The settings of a migration through a relay.
     pub(super) fn set_up(
         &mut self,
@@ -396,6 +423,7 @@ mod tests {
     use lab::qemu::{Builder, newest_or_skip};
 
     use super::*;
+    use crate::qmp::ANSWER_WITHIN;
 
     const MIB: u64 = 1 << 20;
     const LIMIT: Duration = Duration::from_secs(60);
@@ -405,7 +433,7 @@ mod tests {
         let binary = newest_or_skip().unwrap()?;
         let mut process = Builder::bare(&binary, 16 * MIB).start().unwrap();
         process.qmp.cont().unwrap();
-        let source = SourceQemu::connect(&process.qmp_socket()).unwrap();
+        let source = SourceQemu::connect(&process.qmp_socket(), ANSWER_WITHIN).unwrap();
         Some((process, source))
     }
 

@@ -3,7 +3,7 @@
 use std::{os::fd::AsFd as _, sync::Arc, thread::Scope, time::Duration};
 
 use handover::{
-    AttemptId, ConnectionKind, DestinationMessage, PREAMBLE_LEN, Preamble, Prepare, SourceMessage,
+    AttemptId, ConnectionKind, DestinationMessage, PREAMBLE_LEN, Preamble, SourceMessage,
 };
 use rustix::{
     event::{PollFd, PollFlags},
@@ -14,7 +14,11 @@ use vamoose_link::{
     Conversation, ConversationError, Hangup, Introduced, Session, Stream, send_message, wait_for,
 };
 
-use super::{Job, ServeError, Server, setup::PrepareError, span};
+use super::{
+    Job, ServeError, Server,
+    setup::{PrepareError, Waiting},
+    span,
+};
 use crate::{
     Role, chain,
     observer::Observation,
@@ -112,6 +116,7 @@ impl Server {
     ) {
         let mut control = Conversation::new(stream.clone());
         let mut job = self.jobs.find(attempt);
+        let mut found = None;
         if job.as_ref().is_some_and(|job| !job.listens_to(session)) {
             warn!("{} asks about an attempt of another source", session.peer());
             // The connection may be gone.
@@ -130,10 +135,27 @@ impl Server {
                 }
             };
             let answered = match (message, &job) {
-                (SourceMessage::Prepare(prepare), None) => {
-                    self.prepare_and_reply(scope, attempt, &prepare, (stream, session), &mut job)
+                (SourceMessage::Inspect(prepare), None) => {
+                    // The monitor serves one client.
+                    drop(found.take());
+                    let answer = self.find(&prepare).and_then(|mut waiting| {
+                        let answer = waiting.inspect()?;
+                        found = Some((prepare, waiting));
+                        Ok(answer)
+                    });
+                    answer.map_or_else(
+                        |error| self.refuse((stream, session), &error),
+                        |answer| send_message(stream, &answer),
+                    )
                 }
-                (SourceMessage::Prepare(_), Some(_)) => refuse(stream, &PrepareError::Repeated),
+                (SourceMessage::Prepare(prepare), None) => {
+                    let found = found.take().filter(|(asked, _)| *asked == prepare);
+                    let found = found.map_or_else(|| self.find(&prepare), |(_, found)| Ok(found));
+                    self.prepare_and_reply(scope, attempt, found, (stream, session), &mut job)
+                }
+                (SourceMessage::Prepare(_) | SourceMessage::Inspect(_), Some(_)) => {
+                    refuse(stream, &PrepareError::Repeated)
+                }
                 (message, Some(job)) => {
                     job.request(message);
                     Ok(())
@@ -161,18 +183,14 @@ impl Server {
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
         attempt: AttemptId,
-        prepare: &Prepare,
+        found: Result<Waiting, PrepareError>,
         (stream, session): (&Arc<Stream>, &Session),
         job: &mut Option<Arc<Job>>,
     ) -> Result<(), ConversationError> {
-        let (prepared, answer) = match self.prepare(attempt, prepare, session) {
+        let prepared = found.and_then(|found| self.prepare(attempt, found, session));
+        let (prepared, answer) = match prepared {
             Ok(prepared) => prepared,
-            Err(error) => {
-                warn!("refused: {}", chain(&error));
-                let peer = session.identity().unwrap_or_default();
-                Observation::refused(&self.observer, Role::Destination, peer);
-                return refuse(stream, &error);
-            }
+            Err(error) => return self.refuse((stream, session), &error),
         };
         prepared.connected(stream);
         let (receiver, span) = (prepared.clone(), Span::current());
@@ -190,6 +208,19 @@ impl Server {
             return Ok(());
         }
         send_message(stream, &answer)
+    }
+}
+
+impl Server {
+    fn refuse(
+        &self,
+        (stream, session): (&Stream, &Session),
+        error: &PrepareError,
+    ) -> Result<(), ConversationError> {
+        warn!("refused: {}", chain(error));
+        let peer = session.identity().unwrap_or_default();
+        Observation::refused(&self.observer, Role::Destination, peer);
+        refuse(stream, error)
     }
 }
 

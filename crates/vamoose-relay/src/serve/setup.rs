@@ -1,9 +1,9 @@
 //! Prepares a waiting QEMU for a guest, if it matches the guest.
 
-use std::{io, path::PathBuf, sync::Arc};
+use std::{io, path::PathBuf, sync::Arc, time::Duration};
 
 use handover::{
-    AttemptId, Destination, DestinationMessage, DestinationState, FrameError, Prepare,
+    AttemptId, Destination, DestinationMessage, DestinationState, Details, FrameError, Prepare,
     from_details, to_details,
 };
 use multifd::{Layout, Method};
@@ -11,7 +11,7 @@ use serde_json::json;
 use thiserror::Error;
 use tracing::info;
 use vamoose_codec::raw_frame;
-use vamoose_link::{Address, Bytes, MethodChoice, Session};
+use vamoose_link::{Address, MethodChoice, Session};
 
 use super::{DestinationQemu, Job, Server, job::Transfer};
 use crate::{
@@ -22,13 +22,34 @@ use crate::{
     qemu::{Qemu, QemuError},
 };
 
+/// A waiting QEMU that has not been touched. Its monitor is held.
+pub(super) struct Waiting {
+    qemu: Qemu,
+    instance: Instance,
+    config: Config,
+    protocol: u32,
+    request: Request,
+}
+
+impl Waiting {
+    /// The answer to `inspect`.
+    pub(super) fn inspect(&mut self) -> Result<DestinationMessage, PrepareError> {
+        let details = to_details(&Offer {
+            qemu: self.qemu.version.to_string(),
+            knows_zero_pages: self.qemu.knows_zero_pages(),
+            keeps_suspended: self.qemu.keeps_suspended(),
+            machine: self.qemu.machine(&self.instance.uuid)?,
+        })?;
+        Ok(DestinationMessage::Inspected { details })
+    }
+}
+
+/// How long another client may hold the monitor: less than a source waits for an answer.
+const MONITOR_WITHIN: Duration = Duration::from_secs(8);
+
 impl Server {
-    pub(super) fn prepare(
-        &self,
-        attempt: AttemptId,
-        prepare: &Prepare,
-        session: &Session,
-    ) -> Result<(Arc<Job>, DestinationMessage), PrepareError> {
+    /// Finds the QEMU for a guest, and refuses one that could not take it. Changes nothing.
+    pub(super) fn find(&self, prepare: &Prepare) -> Result<Waiting, PrepareError> {
         if self.draining.has_begun() {
             return Err(PrepareError::Draining);
         }
@@ -37,18 +58,40 @@ impl Server {
         let config = self.relay_config(&request)?;
         let monitor = self.monitor(&request.name)?;
         self.jobs.check_idle(&request.name)?;
-        let mut qemu = Qemu::connect(&monitor)?;
+        let qemu = Qemu::connect_within(&monitor, MONITOR_WITHIN);
+        let mut qemu = qemu.map_err(|error| match error.is_monitor_closed() {
+            true => PrepareError::Absent(error),
+            false => error.into(),
+        })?;
         let instance = Instance::of(&mut qemu, &monitor)?;
-        check(&mut qemu, &instance.uuid, &request)?;
+        check(&mut qemu)?;
         // If the migration fails, QEMU holds half a guest and has to be ended, with proof.
         qemu.check_owner().map_err(PrepareError::Unidentified)?;
+        Ok(Waiting {
+            qemu,
+            instance,
+            config,
+            protocol,
+            request,
+        })
+    }
+
+    /// Prepares the QEMU that was found.
+    pub(super) fn prepare(
+        &self,
+        attempt: AttemptId,
+        waiting: Waiting,
+        session: &Session,
+    ) -> Result<(Arc<Job>, DestinationMessage), PrepareError> {
+        let Waiting {
+            mut qemu,
+            instance,
+            config,
+            protocol,
+            request,
+        } = waiting;
         let name = format!("{}.incoming", request.name);
         let incoming = Address::Unix(self.config.qmp_dir.join(name));
-        let offer = to_details(&Offer {
-            qemu: qemu.version.to_string(),
-            knows_zero_pages: qemu.knows_zero_pages(),
-            keeps_suspended: qemu.keeps_suspended(),
-        })?;
         let dialer = Dialer::new(incoming.clone());
         let observer = self.observer.clone();
         let mut transfer = Transfer::new(session.clone(), dialer, config, observer)?;
@@ -81,7 +124,7 @@ impl Server {
         let answer = DestinationMessage::Prepared {
             protocol,
             incarnation: self.incarnation,
-            details: offer,
+            details: Details::new(),
         };
         Ok((job, answer))
     }
@@ -157,14 +200,16 @@ pub(super) enum PrepareError {
     OtherSource,
     #[error(transparent)]
     Qemu(#[from] QemuError),
-    #[error("its QEMU does not wait for a migration: {0}; start it again with -incoming defer -S")]
-    NotWaiting(String),
     #[error("its QEMU is not known well enough to end it, should the migration fail")]
     Unidentified(#[source] ProcessError),
-    #[error("the destination's guest has the uuid {0}, the source's {1}")]
-    Uuid(String, String),
-    #[error("the destination's guest has {0} of RAM, the source's {1}")]
-    Ram(Bytes, Bytes),
+    #[error(
+        "no QEMU waits there under this name: start it (again, after a failure) with -incoming defer -S"
+    )]
+    Absent(#[source] QemuError),
+    #[error(
+        "its QEMU does not wait for a guest: it is `{state}`, with migration status `{status}`; start it again with -incoming defer -S"
+    )]
+    NotWaiting { state: String, status: String },
     #[error(transparent)]
     Journal(#[from] JournalError),
     #[error("the system refused")]
@@ -197,28 +242,16 @@ fn let_decode(qemu: &mut Qemu, request: &Request) -> Result<bool, QemuError> {
     }
 }
 
-/// Refuses a QEMU that cannot take this guest. Nothing has been touched yet.
-fn check(qemu: &mut Qemu, uuid: &str, request: &Request) -> Result<(), PrepareError> {
+/// Refuses a QEMU that cannot take a guest.
+fn check(qemu: &mut Qemu) -> Result<(), PrepareError> {
     qemu.check(&["multifd", "return-path"])?;
     let state = qemu.state()?;
-    let status = qemu.query_migrate()?["status"].as_str().map(str::to_owned);
-    let begun = status.filter(|status| status != "none");
-    if let Some(status) = begun {
-        let why = format!("its migration has begun already, and is `{status}`");
-        return Err(PrepareError::NotWaiting(why));
+    let account = qemu.query_migrate()?;
+    let status = account["status"].as_str().unwrap_or("none").to_owned();
+    match state == "inmigrate" && status == "none" {
+        true => Ok(()),
+        false => Err(PrepareError::NotWaiting { state, status }),
     }
-    if state != "inmigrate" {
-        let why = format!("its guest is `{state}`");
-        return Err(PrepareError::NotWaiting(why));
-    }
-    if uuid != request.uuid {
-        return Err(PrepareError::Uuid(uuid.to_owned(), request.uuid.clone()));
-    }
-    let here = qemu.ram_bytes()?;
-    if here != request.ram_bytes {
-        return Err(PrepareError::Ram(Bytes(here), Bytes(request.ram_bytes)));
-    }
-    Ok(())
 }
 
 fn listen(qemu: &mut Qemu, incoming: &Address) -> Result<(), QemuError> {

@@ -22,7 +22,7 @@ use signal_hook::{
 use tracing::{info, warn};
 use vamoose_link::{Address, DialError, Remote, lock, millis};
 use vamoose_relay::{
-    AttemptId, Cause, ControlError, Failure, GuestLocation, Migration, News, Role, UnderWay,
+    AttemptId, Cause, ControlError, Failure, Fit, GuestLocation, Migration, News, Role, UnderWay,
 };
 
 use vamoose::{
@@ -78,7 +78,7 @@ pub(crate) struct Options {
     /// Address of this host from which to connect: one for each address of the other host, in the same order
     #[arg(help_heading = CONNECTIONS, long, value_name = "ADDRESS", hide_short_help = true)]
     bind: Vec<IpAddr>,
-    /// Time to reach the server at first
+    /// Time to reach the server at first, and longest wait for a QMP socket that another client holds
     #[arg(help_heading = CONNECTIONS, long, default_value = "10s", value_name = "TIME", value_parser = positive_seconds)]
     connect_timeout: Duration,
     #[command(flatten)]
@@ -106,6 +106,12 @@ pub(crate) struct Options {
     /// Only for an attempt that an earlier run asks to confirm.
     #[arg(help_heading = HAND_OVER, long, value_name = "ID", hide_short_help = true)]
     confirm: Option<AttemptId>,
+    /// Check everything at both ends, compare both QEMUs, and stop before anything is changed
+    #[arg(long)]
+    dry_run: bool,
+    /// End the QEMU here (QMP `quit`) when the guest has certainly moved
+    #[arg(long, conflicts_with = "dry_run")]
+    quit_source: bool,
     #[command(flatten)]
     state_dir: StateDir,
     /// Zero-page detection of the source QEMU [default: the best that both QEMUs support]
@@ -172,6 +178,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let migration = Migration {
         qmp: &qmp,
         to: &to,
+        host: &peer,
         connect_timeout: options.connect_timeout,
         state_dir: &state_dir,
         name,
@@ -181,8 +188,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         downtime_max: options.downtime_max,
         zero_page_detection: options.zero_page_detection.map(ZeroPageDetection::name),
         confirm: options.confirm,
+        quit_source: options.quit_source,
         cancel: &cancel,
     };
+    if options.dry_run {
+        return options.check(&migration, guest);
+    }
     let moved = thread::scope(|scope| {
         let list = || lock(&watched).iter().map(Watched::now).collect();
         let _end = watchable::serve(scope, watchable.as_ref(), list);
@@ -224,11 +235,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if let (Err(_), Err(error)) = (&moved, &written) {
         warn!("{error:#}");
     }
-    moved.map_err(|failure| NotMoved {
-        guest: guest.to_owned(),
-        remark: options.remark(&failure),
-        failure,
-    })?;
+    moved.map_err(|failure| options.not_moved(guest, failure))?;
     written
 }
 
@@ -261,6 +268,33 @@ impl Options {
         let qmp = self.qmp.clone();
         let qmp = qmp.unwrap_or_else(|| self.qmp_dir.qmp_dir.join(format!("{guest}.qmp")));
         Ok((self.name.as_deref().unwrap_or(guest), qmp))
+    }
+
+    /// Prints what `migrate` would compare, and what it would do.
+    fn check(&self, migration: &Migration<'_>, guest: &str) -> Result<()> {
+        let checked = migration.check(&mut |fact| {
+            let fit = match fact.fit {
+                Fit::Same => "same",
+                Fit::MayFail => "may fail",
+                Fit::Fails => "fails",
+            };
+            println!("{fit:8}  {fact}");
+        });
+        checked.map_err(|failure| self.not_moved(guest, failure))?;
+        let host = migration.host;
+        let (method, channels) = (migration.config.method.name(), migration.channels);
+        println!(
+            "{guest} can move to {host}: method {method}, {channels} channels. Nothing was changed."
+        );
+        Ok(())
+    }
+
+    fn not_moved(&self, guest: &str, failure: Failure) -> NotMoved {
+        NotMoved {
+            guest: guest.to_owned(),
+            remark: self.remark(&failure),
+            failure,
+        }
     }
 
     /// What the user may have meant by a HOST that has no address.

@@ -29,6 +29,7 @@ mod old_destination;
 mod owner;
 mod paths;
 mod paused;
+mod preflight;
 mod probe;
 mod relay;
 mod relay_end;

@@ -1,0 +1,156 @@
+//! What is checked at both ends before an attempt begins. The checks change nothing, and the journal does not mention them.
+
+use std::time::Duration;
+
+use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, from_details, to_details};
+use tracing::{info, warn};
+use vamoose_link::{Conversation, Opening, random_id};
+
+use super::{Cause, Failure, Migration, SourceQemu, at_source};
+use crate::{
+    Fact, Fit, Journal,
+    control::{ControlError, Offer, Request, answer, connect_first},
+    journal::{AtSource, Record},
+    qemu::compare,
+};
+
+/// The server has inspected its QEMU, and waits for `prepare`.
+pub(super) struct Inspected {
+    pub(super) control: Conversation,
+    /// The streams for main stream and channels, which are being opened.
+    pub(super) streams: Vec<Opening>,
+    pub(super) prepare: Prepare,
+    facts: Vec<Fact>,
+}
+
+/// How long a server may take to inspect its QEMU.
+const INSPECTED_WITHIN: Duration = Duration::from_secs(15);
+
+impl Migration<'_> {
+    /// Checks all that [`Migration::run`] checks before it begins, and changes nothing. `report` is called with what was compared.
+    ///
+    /// # Errors
+    /// Why the guest would not be migrated.
+    pub fn check(&self, report: &mut dyn FnMut(&Fact)) -> Result<(), Failure> {
+        let journal = Journal::open(self.state_dir).map_err(at_source)?;
+        self.check_idle(&journal)?;
+        let source = SourceQemu::connect(self.qmp, self.connect_timeout);
+        let mut source = source.map_err(at_source)?;
+        let of_this = |record: &Record<AtSource>| record.qemu.is_same(&source.instance);
+        self.find_unfinished(&journal, of_this, Cause::Unfinished)?;
+        source.look().map_err(at_source)?;
+        source.check(self.zero_page_detection).map_err(at_source)?;
+        let attempt = AttemptId(random_id().map_err(at_source)?);
+        let inspected = self.inspect(attempt, &mut source, 0);
+        let inspected = inspected.map_err(|cause| source.kept(cause))?;
+        inspected.facts.iter().for_each(report);
+        self.judge(&inspected).map_err(|cause| source.kept(cause))
+    }
+
+    /// Refuses a guest that another process is moving.
+    pub(super) fn check_idle(&self, journal: &Journal) -> Result<(), Failure> {
+        let is_driven = |record: &Record<AtSource>| {
+            record.qemu.is_at(self.qmp) && journal.is_driven::<AtSource>(record.attempt)
+        };
+        self.find_unfinished(journal, is_driven, Cause::UnderWay)
+    }
+
+    /// Fails if there is such an unfinished attempt.
+    fn find_unfinished(
+        &self,
+        journal: &Journal,
+        is_wanted: impl Fn(&Record<AtSource>) -> bool,
+        cause: fn(AttemptId, String) -> Cause,
+    ) -> Result<(), Failure> {
+        let records = journal.records::<AtSource>().map_err(at_source)?;
+        let mut records = records.into_iter();
+        match records.find(|record| !record.is_over() && is_wanted(record)) {
+            None => Ok(()),
+            Some(record) => {
+                let cause = cause(record.attempt, record.side.to.clone());
+                Err(Failure::of(record.attempt, cause, record.state.guest()))
+            }
+        }
+    }
+
+    /// Warns of what may fail.
+    pub(super) fn warn(&self, inspected: &Inspected) {
+        let facts = inspected.facts.iter();
+        for fact in facts.filter(|fact| fact.fit == Fit::MayFail) {
+            warn!("{}: the machines differ: {fact}", self.name);
+        }
+    }
+
+    /// Refuses a waiting QEMU that would certainly fail.
+    pub(super) fn judge(&self, inspected: &Inspected) -> Result<(), Cause> {
+        let facts = inspected.facts.iter();
+        let fails = facts.filter(|fact| fact.fit == Fit::Fails);
+        let differences: Vec<_> = fails.map(Fact::to_string).collect();
+        match differences.is_empty() {
+            true => Ok(()),
+            false => Err(Cause::Differs {
+                host: self.host.to_owned(),
+                differences,
+            }),
+        }
+    }
+
+    /// Compares both QEMUs, while `streams` streams are being opened.
+    pub(super) fn inspect(
+        &self,
+        attempt: AttemptId,
+        source: &mut SourceQemu,
+        streams: usize,
+    ) -> Result<Inspected, Cause> {
+        let request = Request {
+            name: self.name.to_owned(),
+            channels: self.channels,
+            page_size: u32::try_from(self.config.layout.page_size()).unwrap_or(u32::MAX),
+            method: self.config.method.name().to_owned(),
+        };
+        let prepare = Prepare::new(to_details(&request).map_err(ControlError::from)?);
+        let control = connect_first(self.to, attempt, streams, self.connect_timeout, self.cancel)?;
+        let mut control = control.ok_or(Cause::Cancelled)?;
+        let sent = control.send(&SourceMessage::Inspect(prepare.clone()));
+        let session = control.stream().session();
+        let streams = session.map_or_else(Vec::new, |session| session.open_ahead(streams));
+        let here = source.qemu.machine(&source.instance.uuid)?;
+        let answered = sent.and_then(|()| answer(&mut control, INSPECTED_WITHIN));
+        let offer: Offer = match answered.map_err(ControlError::from)? {
+            DestinationMessage::Inspected { details } => {
+                from_details(details).map_err(ControlError::from)?
+            }
+            DestinationMessage::Refused { reason } => return Err(Cause::Refused(reason)),
+            other => return Err(Cause::unexpected(&other)),
+        };
+        source.zero_pages = self.zero_pages(source, &offer)?;
+        source.check_suspended(&offer)?;
+        Ok(Inspected {
+            control,
+            streams,
+            prepare,
+            facts: compare(&here, &offer.machine, self.host, self.name),
+        })
+    }
+
+    /// How the source is to find zero pages, where it can be set.
+    fn zero_pages(&self, source: &SourceQemu, offer: &Offer) -> Result<Option<String>, Cause> {
+        let (ours, theirs) = (source.qemu.version, &offer.qemu);
+        info!("source QEMU {ours}, destination QEMU {theirs}");
+        if !source.qemu.knows_zero_pages() {
+            return Ok(None);
+        }
+        // An older destination would lose zero pages in packets silently.
+        let best = match offer.knows_zero_pages {
+            true => "multifd",
+            false => "legacy",
+        };
+        let wanted = self.zero_page_detection.unwrap_or(best);
+        if wanted == "multifd" && !offer.knows_zero_pages {
+            return Err(Cause::Refused(format!(
+                "its QEMU {theirs} does not know zero-page-detection multifd"
+            )));
+        }
+        Ok(Some(wanted.to_owned()))
+    }
+}
