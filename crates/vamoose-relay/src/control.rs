@@ -44,6 +44,9 @@ pub(crate) struct Offer {
     pub(crate) machine: Machine,
 }
 
+/// Beginning of the cause of an abort that QEMU itself has given.
+pub(crate) const QEMU_FAILED: &str = "its QEMU could not load the guest: ";
+
 /// The control connection failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]

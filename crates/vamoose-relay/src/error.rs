@@ -114,4 +114,19 @@ impl RelayError {
         }
         None
     }
+
+    /// Whether it was noticed on a connection to the destination.
+    pub(crate) fn is_of_destination(&self) -> bool {
+        use Direction::{Back, Forward};
+        matches!(
+            self,
+            Self::DestinationChannel(..)
+                | Self::MainWrite(Forward, _)
+                | Self::MainStalled(Forward, _)
+                | Self::MainRead(Back, _)
+                | Self::MainClosed(Back)
+                | Self::Refused(_)
+                | Self::NeverFinished(_)
+        )
+    }
 }

@@ -361,7 +361,10 @@ impl Migration<'_> {
         }
         let theirs = attempt.their_cause.as_ref();
         let theirs = theirs.map(|cause| format!("destination: {cause}"));
+        let is_explained = attempt.is_explained();
         Err(failure(match (ended.cause, theirs) {
+            // All else follows from that.
+            (Some(Cause::Broken { .. }), Some(theirs)) if is_explained => Cause::broken(theirs),
             (Some(Cause::Broken { mut reports, relay }), theirs) => {
                 reports.extend(theirs);
                 Cause::Broken { reports, relay }

@@ -161,6 +161,8 @@ impl MigrationStatus {
 
 /// Interval for asking a QEMU while no event comes.
 const ASKING: Duration = Duration::from_millis(20);
+/// How long to wait for the answer of a QEMU that may be about to exit.
+const ASKING_A_BROKEN: Duration = Duration::from_secs(1);
 /// How long a QEMU may take to end when it is asked to.
 const QUITTING: Duration = Duration::from_secs(3);
 /// How long a QEMU that has closed its monitor may take to end, as it frees the guest's memory.
@@ -223,6 +225,24 @@ impl Qemu {
         Ok(self.qmp.execute("query-migrate", json!({}))?)
     }
 
+    /// Why it could not load its guest. Fails if it has not failed `within` this time, or does not answer.
+    pub(crate) fn load_error(&mut self, within: Duration) -> Result<String, QemuError> {
+        let usual = self.qmp.set_timeout(ASKING_A_BROKEN);
+        let error = self.ask_until("a failed migration", within, |qemu| {
+            let account = qemu.query_migrate()?;
+            let status = account["status"].as_str().unwrap_or("none");
+            Ok(match status {
+                "failed" => {
+                    let reason = account["error-desc"].as_str().unwrap_or_default();
+                    ControlFlow::Break(reason.to_owned())
+                }
+                status => ControlFlow::Continue(status.to_owned()),
+            })
+        });
+        self.qmp.set_timeout(usual);
+        error
+    }
+
     /// Whether its guest was sent away, and has not been continued since.
     pub(crate) fn has_sent_its_guest(&mut self) -> Result<bool, QemuError> {
         // In this order, a migration that completes in between is not overlooked.
@@ -269,6 +289,11 @@ impl Qemu {
     /// wakes the guest during the migration, and at an older destination its clocks stand still for good.
     pub(crate) fn keeps_suspended(&self) -> bool {
         self.version >= Version(9, 0, 0)
+    }
+
+    /// Whether a QEMU that cannot load a guest can be told not to exit, so that it reports why (from 9.1 on).
+    pub(crate) fn explains_failures(&self) -> bool {
+        self.version >= Version(9, 1, 0)
     }
 
     /// Whether a source can be cancelled at any time (from 10.0 on). An older source that is cancelled while it stops the guest

@@ -14,6 +14,7 @@
 mod job;
 mod jobs;
 mod listener;
+mod log;
 mod qemu;
 mod setup;
 

@@ -16,7 +16,7 @@ use vamoose_link::{Conversation, ConversationError, Remote, Session, left};
 use super::{Cause, source::SourceQemu};
 use crate::{
     JournalError, chain,
-    control::{ControlError, connect},
+    control::{ControlError, QEMU_FAILED, connect},
     journal::{AtSource, Entry},
 };
 
@@ -167,6 +167,12 @@ impl<'a> Attempt<'a> {
 
     pub(super) fn session(&self) -> Option<Session> {
         self.control.as_ref()?.stream().session()
+    }
+
+    /// Whether the destination's QEMU itself has given the cause.
+    pub(super) fn is_explained(&self) -> bool {
+        let cause = self.their_cause.as_ref();
+        cause.is_some_and(|cause| cause.starts_with(QEMU_FAILED))
     }
 
     fn send(&mut self, message: &SourceMessage) {

@@ -22,6 +22,9 @@ use crate::{
     observer::Observation,
 };
 
+/// How long a QEMU may take to fail after its relay has.
+const FAILING: Duration = Duration::from_secs(1);
+
 pub(crate) struct Job {
     pub(super) attempt: AttemptId,
     pub(super) name: String,
@@ -143,7 +146,13 @@ impl Job {
             Ok(summary) if summary.outcome == Outcome::Loaded => None,
             Ok(_) => Some("the source has no return path".to_owned()),
             Err(RelayError::Cancelled) => Some("the migration was cancelled".to_owned()),
-            Err(error) => Some(chain(&error)),
+            Err(error) => {
+                let mut cause = chain(&error);
+                if error.is_of_destination() {
+                    lock(&self.inner).explain(&mut cause, FAILING);
+                }
+                Some(cause)
+            }
         };
         match cause {
             Some(cause) => self.fail(cause),
@@ -203,9 +212,11 @@ impl Job {
     }
 
     /// Handles a request of the source. The answer goes to all its control connections.
-    pub(crate) fn request(&self, message: SourceMessage) {
+    pub(crate) fn request(&self, mut message: SourceMessage) {
         let is_commit = matches!(message, SourceMessage::Commit { .. });
-        if matches!(message, SourceMessage::Abort { .. }) {
+        if let SourceMessage::Abort { cause } = &mut message {
+            // The source may notice first that QEMU has failed.
+            lock(&self.inner).explain(cause, Duration::ZERO);
             self.hang_up();
         }
         if is_commit {
@@ -334,6 +345,15 @@ impl Inner {
         if !self.driver.is_over() && self.host.qemu.has_ended() {
             let cause = "its QEMU has ended".to_owned();
             self.handle(DestinationEvent::Died { cause });
+        }
+    }
+
+    /// Replaces the cause of a failure by QEMU's own, if it fails `within` this time.
+    fn explain(&mut self, cause: &mut String, within: Duration) {
+        if *self.driver.state() == DestinationState::Receiving
+            && let Some(words) = self.host.qemu.last_words(within)
+        {
+            *cause = words;
         }
     }
 

@@ -6,8 +6,10 @@ use handover::DestinationEvent;
 use serde_json::json;
 use tracing::{debug, warn};
 
+use super::log::Log;
 use crate::{
     Instance, chain,
+    control::QEMU_FAILED,
     qemu::{ENDING, KILLED, Qemu, QemuError},
 };
 
@@ -15,6 +17,8 @@ use crate::{
 pub(crate) struct DestinationQemu {
     instance: Instance,
     qemu: Option<Qemu>,
+    /// Its log from the attempt's beginning on.
+    log: Option<Log>,
     /// The guest has started, and `tidy_up` is still to be done.
     has_started: bool,
 }
@@ -22,6 +26,13 @@ pub(crate) struct DestinationQemu {
 /// Time limit from the last received byte to a loaded guest.
 pub(super) const LOADING: Duration = Duration::from_secs(30);
 
+/// What QEMU says when its source is gone.
+const CONNECTION_LOST: [&str; 4] = [
+    "Input/output error",
+    "failed: -5",
+    "from socket",
+    "Not a migration stream",
+];
 /// States of a loaded guest that has not run yet.
 const WAITING: [&str; 2] = ["paused", "prelaunch"];
 /// State of a guest that is being received.
@@ -35,8 +46,35 @@ impl DestinationQemu {
         Self {
             instance,
             qemu,
+            log: None,
             has_started: false,
         }
+    }
+
+    /// Reads its log from now on.
+    pub(super) fn follow_log(&mut self, name: &str) {
+        let pid = self.instance.process.map(|process| process.pid);
+        self.log = pid.and_then(|pid| Log::open(pid, name));
+    }
+
+    /// Why QEMU could not load its guest, in its own words. `None` if it has not failed `within` this time, or only because its
+    /// connections were lost.
+    pub(super) fn last_words(&mut self, within: Duration) -> Option<String> {
+        let qemu = self.qemu.as_mut()?;
+        let (error, has_ended) = match qemu.load_error(within) {
+            Ok(error) => (Some(error), false),
+            Err(QemuError::State { .. }) => return None,
+            Err(_) => (None, qemu.is_dead(within)),
+        };
+        let mut words = self.log.take().map_or_else(Vec::new, Log::last_lines);
+        let error = error.filter(|error| !words.iter().any(|line| line.contains(error)));
+        words.extend(error);
+        if words.is_empty() && has_ended {
+            words.push("it has ended, and its log may tell why".to_owned());
+        }
+        let words = words.join("; ");
+        let is_consequence = CONNECTION_LOST.iter().any(|text| words.contains(text));
+        (!words.is_empty() && !is_consequence).then(|| format!("{QEMU_FAILED}{words}"))
     }
 
     /// Whether QEMU has provably ended.

@@ -115,7 +115,8 @@ impl Server {
             entry.write()?;
             return Err(error);
         }
-        let qemu = DestinationQemu::new(instance, Some(qemu));
+        let mut qemu = DestinationQemu::new(instance, Some(qemu));
+        qemu.follow_log(&request.name);
         let machine = Destination::new(self.incarnation);
         let job = Arc::new(Job::new(machine, entry, qemu, Some(transfer)));
         // The monitor serves one client, so no other attempt has prepared this QEMU meanwhile.
@@ -257,6 +258,9 @@ fn check(qemu: &mut Qemu) -> Result<(), PrepareError> {
 fn listen(qemu: &mut Qemu, incoming: &Address) -> Result<(), QemuError> {
     // In this state `stop` means: do not start when everything is loaded, as -S does.
     qemu.execute("stop", json!({}))?;
-    let uri = incoming.to_string();
-    qemu.execute("migrate-incoming", json!({ "uri": uri }))
+    let mut arguments = json!({ "uri": incoming.to_string() });
+    if qemu.explains_failures() {
+        arguments["exit-on-error"] = false.into();
+    }
+    qemu.execute("migrate-incoming", arguments)
 }

@@ -163,6 +163,31 @@ fn a_dry_run_compares_and_changes_nothing() -> Result<()> {
     Ok(())
 }
 
+/// A device that the comparison only warns of, as it has no PCI address.
+#[test]
+fn a_qemu_that_cannot_load_the_guest_tells_why() -> Result<()> {
+    for binary in qemu::available() {
+        let serial = ["-chardev", "null,id=n", "-device", "isa-serial,chardev=n"];
+        let mut scene = Scene::new(binary, &[], &[])?;
+        let running = Builder::bios(binary, 32 * MIB);
+        let running = serial.iter().fold(running, |it, &text| it.argument(text));
+        scene.source = running.start()?;
+        let ended = scene
+            .migrate(&[])?
+            .failure("isa-serial: 1 here, 0 at tcp:")?;
+        let ended = ended.failure("destination: its QEMU could not load the guest: ")?;
+        let ended = ended.failure("section or instance 'serial'")?;
+        let error = ended.stderr.lines().last().unwrap_or_default();
+        ensure!(!error.contains("roken pipe"), "{}: {error}", binary.version);
+        scene.destination.wait_exit(LIMIT)?;
+        ensure!(scene.source.qmp.query_status()? == "running");
+
+        let next = scene.migrate(&[])?;
+        next.failure("start it (again, after a failure) with -incoming defer -S")?;
+    }
+    Ok(())
+}
+
 #[test]
 fn errors_before_the_beginning_are_not_remembered() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
