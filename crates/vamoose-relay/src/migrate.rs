@@ -166,16 +166,16 @@ impl Migration<'_> {
         observe: &mut dyn FnMut(News<'_>),
     ) -> Result<Moved, Failure> {
         source.check(self.zero_page_detection).map_err(at_source)?;
-        self.notify_earlier(journal).map_err(at_source)?;
         let attempt = AttemptId(random_id().map_err(at_source)?);
         let _span = span(attempt).entered();
         let streams = usize::from(self.channels) + 1;
         let address = self.to.address();
         observe(News::WaitsFor(&format!("a connection to {address}")));
-        let inspected = self.inspect(attempt, source, streams);
-        let inspected = inspected.map_err(|cause| source.kept(cause))?;
+        let control = self.connect(attempt, streams).map_err(at_source)?;
+        self.notify_earlier(journal).map_err(at_source)?;
+        let inspected = self.inspect(control, source, streams).map_err(at_source)?;
         self.warn(&inspected);
-        self.judge(&inspected).map_err(|cause| source.kept(cause))?;
+        self.judge(&inspected).map_err(at_source)?;
         self.attempt(attempt, journal, source, inspected, start, observe)
     }
 

@@ -1,7 +1,8 @@
 //! The destination side of `migrate`: accepts migrations for the QEMUs that wait on this host.
 //!
 //! ```text
-//!  prepare ─> check the waiting QEMU, set it up, keep it from starting itself, run a relay to it
+//!  inspect ─> check the waiting QEMU, answer what it is; it is not touched
+//!  prepare ─> set it up, keep it from starting itself, run a relay to it
 //!  data    ─> handed to that relay
 //!  commit  ─> when the QEMU has loaded the guest: continue it, answer when it runs
 //!  abort   ─> end the relay and the QEMU, which holds half a guest

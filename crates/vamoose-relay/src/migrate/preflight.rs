@@ -41,10 +41,10 @@ impl Migration<'_> {
         source.look().map_err(at_source)?;
         source.check(self.zero_page_detection).map_err(at_source)?;
         let attempt = AttemptId(random_id().map_err(at_source)?);
-        let inspected = self.inspect(attempt, &mut source, 0);
-        let inspected = inspected.map_err(|cause| source.kept(cause))?;
+        let control = self.connect(attempt, 0).map_err(at_source)?;
+        let inspected = self.inspect(control, &mut source, 0).map_err(at_source)?;
         inspected.facts.iter().for_each(report);
-        self.judge(&inspected).map_err(|cause| source.kept(cause))
+        self.judge(&inspected).map_err(at_source)
     }
 
     /// Refuses a guest that another process is moving.
@@ -95,10 +95,21 @@ impl Migration<'_> {
         }
     }
 
+    /// The control connection, for a session that is to have this many streams.
+    pub(super) fn connect(
+        &self,
+        attempt: AttemptId,
+        streams: usize,
+    ) -> Result<Conversation, Cause> {
+        let limit = self.connect_timeout;
+        let control = connect_first(self.to, attempt, streams, limit, self.cancel)?;
+        control.ok_or(Cause::Cancelled)
+    }
+
     /// Compares both QEMUs, while `streams` streams are being opened.
     pub(super) fn inspect(
         &self,
-        attempt: AttemptId,
+        mut control: Conversation,
         source: &mut SourceQemu,
         streams: usize,
     ) -> Result<Inspected, Cause> {
@@ -109,8 +120,6 @@ impl Migration<'_> {
             method: self.config.method.name().to_owned(),
         };
         let prepare = Prepare::new(to_details(&request).map_err(ControlError::from)?);
-        let control = connect_first(self.to, attempt, streams, self.connect_timeout, self.cancel)?;
-        let mut control = control.ok_or(Cause::Cancelled)?;
         let sent = control.send(&SourceMessage::Inspect(prepare.clone()));
         let session = control.stream().session();
         let streams = session.map_or_else(Vec::new, |session| session.open_ahead(streams));

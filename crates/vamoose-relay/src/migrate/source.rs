@@ -11,7 +11,7 @@ use serde_json::json;
 use tracing::{debug, info, warn};
 use vamoose_link::millis;
 
-use super::{Cause, Failure, at_source, remainder::Allowed};
+use super::{Cause, remainder::Allowed};
 use crate::{
     Instance, chain,
     control::Offer,
@@ -76,14 +76,6 @@ impl SourceQemu {
             loses_suspended: None,
             qemu,
         })
-    }
-
-    /// A failure before anything was done to the guest, whose state was read.
-    pub(super) fn kept(&self, cause: Cause) -> Failure {
-        Failure {
-            is_running: self.is_wanted,
-            ..at_source(cause)
-        }
     }
 
     /// Reads the guest's state before a new attempt begins.
