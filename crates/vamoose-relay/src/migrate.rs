@@ -149,7 +149,10 @@ impl Migration<'_> {
         observe(News::WaitsFor("the end of an earlier attempt"));
         let moved = match self.finish_earlier(&journal, &mut source)? {
             Some(moved) => moved,
-            None => self.begin(&journal, &mut source, start, observe)?,
+            None => {
+                let moved = self.begin(&journal, &mut source, start, observe);
+                moved.map_err(|failure| source.kept(failure))?
+            }
         };
         if self.quit_source {
             source.quit();

@@ -40,11 +40,19 @@ impl Migration<'_> {
         self.find_unfinished(&journal, of_this, Cause::Unfinished)?;
         source.look().map_err(at_source)?;
         source.check(self.zero_page_detection).map_err(at_source)?;
-        let attempt = AttemptId(random_id().map_err(at_source)?);
-        let control = self.connect(attempt, 0).map_err(at_source)?;
-        let inspected = self.inspect(control, &mut source, 0).map_err(at_source)?;
+        let there = self.check_there(&mut source, report);
+        there.map_err(|cause| source.kept(at_source(cause)))
+    }
+
+    fn check_there(
+        &self,
+        source: &mut SourceQemu,
+        report: &mut dyn FnMut(&Fact),
+    ) -> Result<(), Cause> {
+        let control = self.connect(AttemptId(random_id()?), 0)?;
+        let inspected = self.inspect(control, source, 0)?;
         inspected.facts.iter().for_each(report);
-        self.judge(&inspected).map_err(at_source)
+        self.judge(&inspected)
     }
 
     /// Refuses a guest that another process is moving.

@@ -6,12 +6,12 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-use handover::{LastSeen, SourceEvent};
+use handover::{GuestLocation, LastSeen, SourceEvent};
 use serde_json::json;
 use tracing::{debug, info, warn};
 use vamoose_link::millis;
 
-use super::{Cause, remainder::Allowed};
+use super::{Cause, Failure, remainder::Allowed};
 use crate::{
     Instance, chain,
     control::Offer,
@@ -76,6 +76,15 @@ impl SourceQemu {
             loses_suspended: None,
             qemu,
         })
+    }
+
+    /// A failure that left the guest here, as it was.
+    pub(super) fn kept(&self, failure: Failure) -> Failure {
+        let is_here = failure.guest == GuestLocation::Source;
+        Failure {
+            is_running: failure.is_running || is_here && self.is_wanted,
+            ..failure
+        }
     }
 
     /// Reads the guest's state before a new attempt begins.
