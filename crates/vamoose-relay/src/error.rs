@@ -120,7 +120,9 @@ impl RelayError {
         use Direction::{Back, Forward};
         matches!(
             self,
-            Self::DestinationChannel(..)
+            // Only the destination's connections are dialled.
+            Self::Socket(_)
+                | Self::DestinationChannel(..)
                 | Self::MainWrite(Forward, _)
                 | Self::MainStalled(Forward, _)
                 | Self::MainRead(Back, _)
