@@ -338,14 +338,21 @@ impl Relay<'_> {
             outcome
         });
         // The source may have received the destination's message while something else failed, or the migration was cancelled.
-        // Then the source has completed, and the migration has succeeded.
+        // Then the source has completed, and the migration has succeeded; or the source has closed its connections.
         let outcome = outcome.or_else(|error| {
             let mut rest = reports.try_iter();
-            if rest.any(|report| matches!(report, Report::Shut { code: 0 })) {
-                on_loaded();
-                return Ok(Outcome::Loaded);
+            let shut = rest.find_map(|report| match report {
+                Report::Shut { code } => Some(code),
+                _ => None,
+            });
+            match (shut, error) {
+                (Some(0), _) => {
+                    on_loaded();
+                    Ok(Outcome::Loaded)
+                }
+                (Some(code), _) => Err(RelayError::Refused(code)),
+                (None, error) => Err(error),
             }
-            Err(error)
         })?;
         let switchover = syncs.last().zip(main_state.last_sent()).zip(loaded.get());
         Ok(Summary {

@@ -2,15 +2,19 @@
 
 use std::{
     fs::{self, File},
-    io::{Read as _, Seek as _, SeekFrom},
+    io,
+    os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
 };
 
 /// A QEMU's log, from the time when it was opened.
-pub(super) struct Log(File);
+pub(super) struct Log {
+    file: File,
+    start: u64,
+}
 
 /// Most bytes to read.
-const LONGEST: u64 = 64 << 10;
+const LONGEST: usize = 64 << 10;
 /// Most lines to report: the last ones.
 const MOST_LINES: usize = 3;
 
@@ -27,20 +31,30 @@ impl Log {
     fn at(path: &Path) -> Option<Self> {
         // Anything else may block.
         let is_file = fs::metadata(path).is_ok_and(|found| found.is_file());
-        let mut file = is_file.then(|| File::open(path).ok())??;
-        file.seek(SeekFrom::End(0)).ok()?;
-        Some(Self(file))
+        let file = is_file.then(|| File::open(path).ok())??;
+        let start = file.metadata().ok()?.len();
+        Some(Self { file, start })
     }
 
     /// The last lines, without the program's name.
-    pub(super) fn last_lines(self) -> Vec<String> {
-        let mut bytes = Vec::new();
+    pub(super) fn last_lines(&self) -> Vec<String> {
         // What could be read counts.
-        let _ = self.0.take(LONGEST).read_to_end(&mut bytes);
+        let bytes = self.read().unwrap_or_default();
         let text = String::from_utf8_lossy(&bytes);
         let lines: Vec<_> = text.lines().filter(|line| !line.is_empty()).collect();
         let last = &lines[lines.len().saturating_sub(MOST_LINES)..];
         last.iter().map(|line| without_program(line)).collect()
+    }
+}
+
+impl Log {
+    fn read(&self) -> io::Result<Vec<u8>> {
+        let end = self.file.metadata()?.len();
+        let start = self.start.max(end.saturating_sub(LONGEST as u64));
+        let mut bytes = vec![0; LONGEST];
+        let read = self.file.read_at(&mut bytes, start)?;
+        bytes.truncate(read);
+        Ok(bytes)
     }
 }
 

@@ -33,6 +33,8 @@ const CONNECTION_LOST: [&str; 4] = [
     "from socket",
     "Not a migration stream",
 ];
+/// What an older QEMU says in the end, whatever the cause.
+const NO_CAUSE: &str = "load of migration failed: Invalid argument";
 /// States of a loaded guest that has not run yet.
 const WAITING: [&str; 2] = ["paused", "prelaunch"];
 /// State of a guest that is being received.
@@ -66,15 +68,19 @@ impl DestinationQemu {
             Err(QemuError::State { .. }) => return None,
             Err(_) => (None, qemu.is_dead(within)),
         };
-        let mut words = self.log.take().map_or_else(Vec::new, Log::last_lines);
+        let mut words = self.log.as_ref().map_or_else(Vec::new, Log::last_lines);
         let error = error.filter(|error| !words.iter().any(|line| line.contains(error)));
         words.extend(error);
         if words.is_empty() && has_ended {
             words.push("it has ended, and its log may tell why".to_owned());
         }
-        let words = words.join("; ");
-        let is_consequence = CONNECTION_LOST.iter().any(|text| words.contains(text));
-        (!words.is_empty() && !is_consequence).then(|| format!("{QEMU_FAILED}{words}"))
+        let all = words.len();
+        words.retain(|line| !CONNECTION_LOST.iter().any(|lost| line.contains(lost)));
+        let is_cause = |line: &String| words.len() == all || line != NO_CAUSE;
+        words
+            .iter()
+            .any(is_cause)
+            .then(|| format!("{QEMU_FAILED}{}", words.join("; ")))
     }
 
     /// Whether QEMU has provably ended.

@@ -176,7 +176,15 @@ fn a_qemu_that_cannot_load_the_guest_tells_why() -> Result<()> {
             .migrate(&[])?
             .failure("isa-serial: 1 here, 0 at tcp:")?;
         let ended = ended.failure("destination: its QEMU could not load the guest: ")?;
-        let ended = ended.failure("section or instance 'serial'")?;
+        let ended = ended
+            .failure("section or instance 'serial'")
+            .with_context(|| {
+                format!(
+                    "{}\n{}",
+                    scene.destination.stderr(),
+                    scene.host.server.stderr()
+                )
+            })?;
         let error = ended.stderr.lines().last().unwrap_or_default();
         ensure!(!error.contains("roken pipe"), "{}: {error}", binary.version);
         scene.destination.wait_exit(LIMIT)?;
