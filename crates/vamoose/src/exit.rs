@@ -14,7 +14,7 @@ pub enum Exit {
     Usage,
     /// The user cancelled the migration.
     Cancelled,
-    /// A person has to find out where a guest is.
+    /// A guest is not where it was, or a person has to find out where it is: the message tells which.
     InDoubt,
 }
 
@@ -36,11 +36,9 @@ impl Exit {
 
     fn of_failure(failure: &Failure) -> Self {
         match (failure.guest, &failure.cause) {
-            (GuestLocation::InDoubt | GuestLocation::Unconfirmed | GuestLocation::Gone, _) => {
-                Self::InDoubt
-            }
-            (_, Cause::Cancelled) => Self::Cancelled,
-            _ => Self::Failed,
+            (GuestLocation::Source, Cause::Cancelled) => Self::Cancelled,
+            (GuestLocation::Source, _) => Self::Failed,
+            _ => Self::InDoubt,
         }
     }
 }
@@ -117,6 +115,7 @@ mod tests {
         assert_eq!(failed(broken(), GuestLocation::Source), Exit::Failed);
         assert_eq!(failed(cancelled(), GuestLocation::Source), Exit::Cancelled);
         assert_eq!(failed(broken(), GuestLocation::InDoubt), Exit::InDoubt);
+        assert_eq!(failed(broken(), GuestLocation::Lost), Exit::InDoubt);
         assert_eq!(
             failed(cancelled(), GuestLocation::Unconfirmed),
             Exit::InDoubt

@@ -2,7 +2,7 @@
 
 use std::{
     env, fmt,
-    fs::OpenOptions,
+    fs::File,
     num::NonZeroUsize,
     path::PathBuf,
     str::FromStr,
@@ -235,11 +235,10 @@ impl JsonReport {
         self.json.is_some()
     }
 
-    /// Fails if the report cannot be written, before there is one.
+    /// Fails if the report cannot be written, before there is one. Empties the file: an earlier report is not taken for this one.
     pub fn check(&self) -> Result<()> {
         if let Some(file) = self.json.as_deref().filter(|it| *it != "-") {
-            let opened = OpenOptions::new().append(true).create(true).open(file);
-            opened.with_context(|| format!("--json {file}"))?;
+            File::create(file).with_context(|| format!("--json {file}"))?;
         }
         Ok(())
     }

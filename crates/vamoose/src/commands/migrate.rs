@@ -48,7 +48,7 @@ use vamoose::{
 /// once the source is paused for good, this command keeps asking for the outcome. If the command is killed meanwhile, run it
 /// again: it then continues the attempt, or reports where the guest is.
 ///
-/// Exit codes: 0 the guest has moved; 1 failed, the guest stays here; 2 wrong options; 3 cancelled; 4 in doubt, see the message.
+/// Exit codes: 0 the guest has moved; 1 failed, the guest stays here; 2 wrong options; 3 cancelled; 4 the guest is no longer here, or in doubt: see the message.
 #[derive(Args, Debug)]
 #[command(override_usage = "vamoose migrate [OPTIONS] <GUEST> <HOST>")]
 #[command(after_help = "\
@@ -217,7 +217,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         Ok(moved) => {
             let result = outcome::moved(guest, &peer, moved);
             info!("{}", wrap(&result, terminal::width()));
-            info!("End its QEMU here, or use --quit-source.");
+            if !options.quit_source {
+                info!("End its QEMU here, or use --quit-source.");
+            }
             Report::new(&method, moved.moved, moved.total_time, Duration::ZERO)
                 .of_guest(moved)
                 .of_attempt(guest, moved.attempt, GuestLocation::Destination)
@@ -231,12 +233,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     };
     let report = report.of_link(last.session.as_ref());
     let written = options.json.write(&report.of_timeline(timeline));
-    // The outcome of the migration is more important than a report that could not be written.
-    if let (Err(_), Err(error)) = (&moved, &written) {
+    // The exit code tells the outcome of the migration, not that of the report.
+    if let Err(error) = &written {
         warn!("{error:#}");
     }
     moved.map_err(|failure| options.not_moved(guest, failure))?;
-    written
+    Ok(())
 }
 
 impl Options {
