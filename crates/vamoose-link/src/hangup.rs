@@ -75,7 +75,10 @@ impl Hangup {
     pub fn hang_up(&self) {
         let streams = lock(&self.streams);
         self.hung_up.store(true, Ordering::Release);
-        for stream in streams.iter().filter_map(Weak::upgrade) {
+        let mut open: Vec<_> = streams.iter().filter_map(Weak::upgrade).collect();
+        // A session's first: who reads a socket would forward its end as if the bytes were complete.
+        open.sort_by_key(|stream| stream.socket().is_some());
+        for stream in open {
             stream.shut_down();
         }
         if let Some(pacer) = self.pacer.get() {

@@ -22,7 +22,7 @@ use rustix::{
     io::Errno,
     net::{
         AddressFamily, SendAncillaryBuffer, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
-        bind, connect as connect_to, listen, send, sendmsg, socket_with, sockopt,
+        bind, connect as connect_to, connect_unspec, listen, send, sendmsg, socket_with, sockopt,
     },
     process::geteuid,
 };
@@ -121,7 +121,28 @@ impl Socket {
 
     /// Ends both directions: calls that read or write this connection return at once.
     pub fn shut_down(&self) {
-        self.shut(net::Shutdown::Both);
+        match self {
+            Self::Tcp(stream) if self.resets_at_end() => {
+                if connect_unspec(stream).is_err() {
+                    // Some kernels refuse while a thread reads. This wakes the thread; closing the socket resets the connection.
+                    self.shut(net::Shutdown::Read);
+                }
+            }
+            _ => self.shut(net::Shutdown::Both),
+        }
+    }
+
+    /// Lets a TCP connection end with a reset, when it is [shut down](Self::shut_down), dropped, or its process is killed: the peer
+    /// must not take that for the end of the bytes. `false` takes it back, when both directions have ended.
+    pub(crate) fn reset_at_end(&self, resets: bool) {
+        if let Self::Tcp(stream) = self {
+            // Fails for no connection.
+            let _ = sockopt::set_socket_linger(stream, resets.then_some(Duration::ZERO));
+        }
+    }
+
+    fn resets_at_end(&self) -> bool {
+        matches!(sockopt::socket_linger(self), Ok(Some(Duration::ZERO)))
     }
 
     /// Ends the direction to the peer; what has been written still arrives.

@@ -46,6 +46,15 @@ impl Stream {
         }
     }
 
+    /// Lets a TCP connection end with a reset, also when this process is killed, so that its peer knows that bytes are missing.
+    /// `false` takes that back: call it when both directions have ended. Has no effect on other streams; one of a session is always
+    /// either ended or given up.
+    pub fn reset_at_end(&self, resets: bool) {
+        if let Self::Socket(socket) = self {
+            socket.reset_at_end(resets);
+        }
+    }
+
     /// Ends the direction to the peer; what has been written still arrives.
     pub fn finish(&self) {
         match self {

@@ -3,7 +3,7 @@
 use std::{
     io,
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicBool, AtomicU8, Ordering},
     },
     thread,
@@ -235,26 +235,31 @@ pub(crate) fn forward(
             pacer: None,
         }
     };
+    let failed = OnceLock::new();
     let end = |passed: Result<(), RelayError>| {
-        if passed.is_err() {
-            near.stream.shut_down();
-            far.stream.shut_down();
+        if let Err(error) = passed {
+            // Both directions fail then; the first error is the cause.
+            let _ = failed.set(error);
+            // A session's stream first: who reads a socket would forward its end as if the bytes were complete.
+            let mut streams = [&near.stream, &far.stream];
+            streams.sort_by_key(|stream| stream.socket().is_some());
+            streams.iter().for_each(|stream| stream.shut_down());
         }
-        passed
     };
     let mut pump_there = pump(Direction::Forward, near, far);
     let pump_back = pump(Direction::Back, far, near);
     let span = Span::current();
     thread::scope(|scope| {
-        let back = scope.spawn(move || span.in_scope(|| end(pump_back.run(&mut back))));
+        let back = scope.spawn(|| span.in_scope(|| end(pump_back.run(&mut back))));
         let begun = match first {
             [] => Ok(()),
             first => write(&mut pump_there.to, first, Direction::Forward),
         };
-        let forward = end(begun.and_then(|()| pump_there.run(&mut there)));
+        end(begun.and_then(|()| pump_there.run(&mut there)));
         // A thread that panicked has no error to add.
-        forward.and(back.join().unwrap_or(Ok(())))
-    })
+        let _ = back.join();
+    });
+    failed.into_inner().map_or(Ok(()), Err)
 }
 
 /// Ignores the bytes.

@@ -296,7 +296,10 @@ impl Connection<'_> {
             false => &[],
         };
         if !self.follows_main() {
-            return forward(&self.near, far, first, settings, NoWitness, NoWitness);
+            self.reset_at_end(far, true);
+            forward(&self.near, far, first, settings, NoWitness, NoWitness)?;
+            self.reset_at_end(far, false);
+            return Ok(());
         }
         let main = MainState::default();
         let there = FirstPiece {
@@ -314,6 +317,15 @@ impl Connection<'_> {
             main.verdict()?;
         }
         Ok(())
+    }
+
+    /// Lets a program of an unknown protocol tell a failure from the end of the bytes: to Cloud Hypervisor, an orderly end within
+    /// memory is no end at all.
+    fn reset_at_end(&self, far: &ByteEnd, resets: bool) {
+        if self.kind == Opaque::Bytes {
+            self.near.stream.reset_at_end(resets);
+            far.stream.reset_at_end(resets);
+        }
     }
 
     fn report(&self, report: Report) {

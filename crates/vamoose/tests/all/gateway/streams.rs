@@ -2,18 +2,11 @@
 
 use std::{
     io::{Read as _, Write as _},
-    net::SocketAddr,
     os::unix::net::{UnixListener, UnixStream},
-    path::Path,
-    thread,
 };
 
-use anyhow::{Context as _, Result, ensure};
-use lab::{
-    middlebox::{Change, Middlebox, Which},
-    qemu,
-    ram::Fill,
-};
+use anyhow::{Result, ensure};
+use lab::{qemu, ram::Fill};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
@@ -21,7 +14,7 @@ use super::{Host, Hosts};
 use crate::common::{LIMIT, MIB, set_up};
 
 /// Adds lines to a host's configuration while its gateway runs.
-fn add(host: &Host, lines: &str) -> Result<()> {
+pub(super) fn add(host: &Host, lines: &str) -> Result<()> {
     host.setting
         .write(&format!("{}{lines}", host.setting.text))?;
     host.gateway.signal(Signal::HUP)?;
@@ -30,7 +23,12 @@ fn add(host: &Host, lines: &str) -> Result<()> {
 }
 
 /// A stream in a configuration, with its `listen` and `to`.
-fn stream(folder: &TempDir, stream: &str, listen: Option<&str>, to: Option<&str>) -> String {
+pub(super) fn stream(
+    folder: &TempDir,
+    stream: &str,
+    listen: Option<&str>,
+    to: Option<&str>,
+) -> String {
     let unix = |key: &str, name: Option<&str>| {
         let path = name.map(|name| folder.path().join(name));
         path.map_or_else(String::new, |path| {
@@ -39,92 +37,6 @@ fn stream(folder: &TempDir, stream: &str, listen: Option<&str>, to: Option<&str>
     };
     let (listen, to) = (unix("listen", listen), unix("to", to));
     format!("streams.{stream} = {{ peer = \"other\"{listen}{to} }}\n")
-}
-
-const BLOCKS: u32 = 24;
-const BLOCK: usize = 512 << 10;
-
-/// Bytes that differ between blocks, and within a block.
-fn block(number: u32) -> Vec<u8> {
-    let mut state = number;
-    let bytes = std::iter::from_fn(|| {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        Some(state.to_be_bytes()[0])
-    });
-    bytes.take(BLOCK).collect()
-}
-
-/// Sends like Cloud Hypervisor: a command with its data, then waits for the answer. Calls `cut` in the middle of some commands.
-fn send(path: &Path, cut: impl Fn() -> Result<()>) -> Result<()> {
-    let mut stream = UnixStream::connect(path)?;
-    stream.set_read_timeout(Some(LIMIT))?;
-    for number in 0..BLOCKS {
-        let block = block(number);
-        let (first, rest) = block.split_at(BLOCK / 2);
-        stream.write_all(first)?;
-        if number % 8 == 4 {
-            cut()?;
-        }
-        stream.write_all(rest)?;
-        let mut answer = [0; 4];
-        stream.read_exact(&mut answer)?;
-        ensure!(answer == number.to_be_bytes(), "block {number}");
-    }
-    Ok(())
-}
-
-fn receive(listener: &UnixListener) -> Result<()> {
-    let (mut stream, _) = listener.accept()?;
-    for number in 0..BLOCKS {
-        let mut bytes = vec![0; BLOCK];
-        stream.read_exact(&mut bytes)?;
-        ensure!(bytes == block(number), "block {number}");
-        stream.write_all(&number.to_be_bytes())?;
-    }
-    ensure!(stream.read(&mut [0])? == 0);
-    Ok(())
-}
-
-#[test]
-fn a_vmms_migration_passes_both_ways_though_its_connections_are_cut() -> Result<()> {
-    let mut there = None;
-    let hosts = Hosts::through("", "", &[], |to| {
-        let made = there.insert(Middlebox::new(to.parse::<SocketAddr>()?)?);
-        Ok(made.address().to_string())
-    })?;
-    let there = there.context("no middlebox")?;
-    let back = Middlebox::new(SocketAddr::from((hosts.near.own, 4440)))?;
-    let folder = TempDir::new()?;
-    let direct = format!("to = [\"{}:4440\"]", hosts.near.own);
-    let through = format!("to = [\"{}\"]", back.address());
-    let both = |host: &str| {
-        let (listen, to) = (format!("{host}-in"), format!("{host}-out"));
-        stream(&folder, "vm1", Some(&listen), Some(&to))
-    };
-    add(&hosts.near, &both("near"))?;
-    let far = hosts.far.setting.text.replace(&direct, &through);
-    ensure!(far != hosts.far.setting.text);
-    hosts.far.setting.write(&(far + &both("far")))?;
-    hosts.far.gateway.signal(Signal::HUP)?;
-    hosts.far.says("the configuration has been read again")?;
-
-    for (from, to, middlebox) in [
-        ("near-in", "far-out", &there),
-        ("far-in", "near-out", &back),
-    ] {
-        let listener = UnixListener::bind(folder.path().join(to))?;
-        let receiver = thread::spawn(move || receive(&listener));
-        send(&folder.path().join(from), || {
-            ensure!(middlebox.apply(Which::All, Change::Reset) > 0);
-            Ok(())
-        })?;
-        receiver.join().unwrap()?;
-    }
-    for host in [&hosts.near, &hosts.far] {
-        host.says("to other, stream vm1: passed through to its end; ")?;
-        host.says("from other, stream vm1: passed through to its end; ")?;
-    }
-    Ok(())
 }
 
 #[test]
