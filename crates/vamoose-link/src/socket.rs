@@ -671,6 +671,43 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_connection_that_is_given_up_is_reset_and_one_that_has_ended_is_not() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let pair = || {
+            let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let near = Socket::Tcp(near);
+            near.reset_at_end(true);
+            (near, listener.accept().unwrap().0)
+        };
+        let ended = |mut far: TcpStream| {
+            let ended = far.read_to_end(&mut Vec::new());
+            ended.map_err(|error| error.kind())
+        };
+        let reset = Err(io::ErrorKind::ConnectionReset);
+
+        let (near, far) = pair();
+        std::thread::scope(|scope| {
+            let reader = scope.spawn(|| (&near).read(&mut [0]));
+            near.shut_down();
+            // Whoever reads does not see an end.
+            assert!(reader.join().unwrap().is_err());
+        });
+        assert_eq!(ended(far), reset);
+
+        let (near, far) = pair();
+        drop(near);
+        assert_eq!(ended(far), reset);
+
+        let (near, far) = pair();
+        near.write_both(b"all", b"").unwrap();
+        near.finish();
+        near.reset_at_end(false);
+        near.shut_down();
+        drop(near);
+        assert_eq!(ended(far), Ok(3));
+    }
+
     /// `stalled` is also called when the peer reads slowly, so that a slow connection can be given up.
     #[test]
     fn slow_write_can_be_ended() {
