@@ -48,8 +48,8 @@ const PLAIN: u8 = 0;
 const ZEROS: u8 = 1;
 const FRAME: u8 = 2;
 
-/// Shorter blocks go as they are: requests, and answers without data.
-const SMALL: usize = 512;
+/// Shorter blocks go as they are: requests, and answers of a page, whose receiver waits for each.
+const SMALL: usize = 8 * 1024;
 
 /// Zeros are looked for in parts of this length.
 const PART: usize = 32 * 1024;
