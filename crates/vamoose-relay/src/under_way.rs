@@ -35,8 +35,11 @@ pub struct UnderWay {
     pub target: Option<String>,
     /// The state, as QEMU names it.
     pub status: Option<String>,
-    /// Encoding of pages towards the other host.
+    /// Encoding towards the other host.
     pub method: Option<String>,
+    /// Whether connections of another protocol are forwarded, such as the NBD of the guest's disks.
+    #[serde(default)]
+    pub is_bytes: bool,
     /// Since the beginning, in milliseconds.
     pub total_time: u64,
     /// Bytes between the QEMU of this host and the process.
@@ -68,6 +71,7 @@ impl UnderWay {
             target: None,
             status: None,
             method: None,
+            is_bytes: false,
             total_time: millis(began.elapsed()),
             guest_bytes,
             wire_bytes,

@@ -17,6 +17,8 @@ pub(super) struct Account {
     pub(super) target: Target,
     /// The guest's name, if known.
     pub(super) guest: Option<String>,
+    /// Whether connections of another protocol are forwarded.
+    pub(super) is_bytes: bool,
 }
 
 /// How a migration ended.
@@ -36,6 +38,7 @@ impl Account {
         UnderWay {
             name: self.guest.clone(),
             target: Some(self.target.to_string()),
+            is_bytes: self.is_bytes,
             ..UnderWay::new("gateway", it.role, peer, it.began, &moved)
         }
     }
@@ -137,6 +140,7 @@ mod tests {
             observation: Observation::begin(&observer, Role::Source, "kvm2", Instant::now(), stats),
             target: Target::Port(49_152),
             guest: Some("web1".to_owned()),
+            is_bytes: false,
         };
         let end = |kind, reason: Option<&str>| MigrationEnd {
             kind,

@@ -199,6 +199,7 @@ impl IncomingMigration {
             observation: Observation::begin(&self.observer, Role::Destination, from, began, stats),
             target: admitted.target.clone(),
             guest: admitted.guest.clone(),
+            is_bytes: false,
         };
         *lock(&self.account) = Some(account);
         let ending = match self.begin(&mut conversation, &admitted.qemu) {
@@ -261,6 +262,9 @@ impl IncomingMigration {
         };
         if kind == MIGRATION {
             return MigrationEnd::of(&relay.relay());
+        }
+        if let Some(account) = &mut *lock(&self.account) {
+            account.is_bytes = true;
         }
         let (from, target) = (&admitted.from, &admitted.target);
         info!("from {from}, {target}: passing bytes through");

@@ -20,8 +20,11 @@ use std::{
     time::Instant,
 };
 
+use multifd::Method;
 use tracing::{debug, info, warn};
-use vamoose_link::{Hangup, Peer, Peers, Session, SocketError, Stats, Stream, lock, peer_of};
+use vamoose_link::{
+    Hangup, MethodChoice, Peer, Peers, Session, SocketError, Stats, Stream, lock, peer_of,
+};
 
 use super::{
     GatewayConfig, GatewayPeer,
@@ -111,10 +114,17 @@ impl OutgoingMigration {
         let peer = self.peer.name.clone();
         let moved = self.stats.snapshot();
         let content = *lock(&self.content);
+        let method = self.config.method.name();
+        let method = match content {
+            Content::Undecided => None,
+            Content::Opaque(_) if method != Method::None.name() => Some(MethodChoice::ADAPTIVE),
+            Content::Migration | Content::Opaque(_) => Some(method),
+        };
         UnderWay {
             name: lock(&self.guest).clone(),
             target: Some(self.listener.at.target().to_string()),
-            method: (content == Content::Migration).then(|| self.config.method.name().to_owned()),
+            method: method.map(str::to_owned),
+            is_bytes: matches!(content, Content::Opaque(_)),
             ..UnderWay::new("gateway", Role::Source, peer, self.began, &moved)
         }
     }
@@ -166,6 +176,7 @@ impl OutgoingMigration {
                     observation,
                     target: self.listener.at.target(),
                     guest: lock(&self.guest).take(),
+                    is_bytes: matches!(*lock(&self.content), Content::Opaque(_)),
                 };
                 (account, ending)
             }),

@@ -5,7 +5,7 @@
 mod cloud_hypervisor;
 mod load;
 mod log;
-mod metrics;
+pub(crate) mod metrics;
 mod opaque;
 mod service;
 mod storage;
@@ -45,9 +45,9 @@ pub(crate) struct Hosts {
 pub(crate) struct Host {
     gateway: Vamoose,
     /// Address that stands for the other host here.
-    door: Ipv4Addr,
+    pub(crate) door: Ipv4Addr,
     /// Address at which QEMUs wait here.
-    own: Ipv4Addr,
+    pub(crate) own: Ipv4Addr,
     setting: Setting,
 }
 

@@ -1,12 +1,15 @@
 //! `vamoose attempts --watch`, beside migrations of all commands that move guests.
 
 use std::{
-    io::{BufRead as _, BufReader},
+    io::{BufRead as _, BufReader, Read as _, Write as _},
+    net::{TcpListener, TcpStream},
     path::Path,
     process::{Command, Stdio},
+    thread,
 };
 
 use anyhow::{Context as _, Result, ensure};
+use fastrand::Rng;
 use lab::{
     process::Child,
     qemu::{self, Builder, Qemu},
@@ -21,7 +24,10 @@ use crate::{
         gate::{Fate, Gate, Message},
         migrate, vamoose,
     },
-    gateway::{Hosts, PORT},
+    gateway::{
+        Hosts, PORT,
+        metrics::{self, WITH_METRICS},
+    },
 };
 
 /// Watches until a line is what `is_it` wants, and returns that.
@@ -179,5 +185,57 @@ fn migrations_through_gateways_are_seen_on_both_hosts() -> Result<()> {
     }
     let method = watch_json(dir.path(), "gateway", "source")?["method"].clone();
     ensure!(method == "auto", "{method}");
+    Ok(())
+}
+
+/// As libvirt copies a disk.
+#[test]
+fn bytes_through_gateways_are_seen_on_both_hosts_and_counted() -> Result<()> {
+    const ZEROS: usize = 16 << 20;
+    const RANDOM: usize = 2 << 20;
+    let dir = TempDir::new()?;
+    let path = dir.path().to_str().context("no text")?.to_owned();
+    let options = ["--state-dir", String::leak(path)];
+    let hosts = Hosts::with(WITH_METRICS, "", &options)?;
+    let server = TcpListener::bind((hosts.far.own, PORT))?;
+    let mut client = TcpStream::connect((hosts.near.door, PORT))?;
+    let (mut server, _) = server.accept()?;
+    server.write_all(b"NBDMAGIC")?;
+    let mut written = vec![0; ZEROS];
+    let mut random = Rng::with_seed(1);
+    written.resize_with(ZEROS + RANDOM, || random.u8(..));
+    let mut read = vec![0; written.len()];
+    thread::scope(|scope| {
+        scope.spawn(|| client.write_all(&written));
+        server.read_exact(&mut read)
+    })?;
+    ensure!(read == written, "other bytes arrived");
+    for (role, method) in [("source", json!("auto")), ("destination", Value::Null)] {
+        let seen = watch_json(dir.path(), "gateway", role)?;
+        expect(
+            &seen,
+            &[
+                ("peer", json!("other")),
+                ("target", json!(format!("port {PORT}"))),
+                ("is-bytes", json!(true)),
+                ("method", method),
+                ("guest-bytes", json!(written.len())),
+            ],
+        )?;
+        ensure!(seen["wire-bytes"].as_u64() < Some(3 * MIB), "{seen}");
+    }
+    watch(dir.path(), &[], |line| {
+        line.contains("(gateway), bytes: 18 MiB as 2 MiB by auto in ")
+    })?;
+    let (at, with) = (
+        metrics::address(&hosts)?,
+        "{direction=\"outgoing\",peer=\"other\"}",
+    );
+    for (name, expected) in [
+        ("vamoose_migrations_in_flight", 1.0),
+        ("vamoose_migration_guest_bytes_total", written.len() as f64),
+    ] {
+        metrics::wait_for(&at, &format!("{name}{with}"), expected)?;
+    }
     Ok(())
 }

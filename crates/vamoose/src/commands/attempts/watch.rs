@@ -83,6 +83,7 @@ fn text(shown: &Shown) -> String {
     };
     let target = it.target.as_deref().map(|it| format!(", {it}"));
     let status = it.status.as_deref().map(|it| format!(", {it}"));
+    let bytes = if it.is_bytes { ", bytes" } else { "" };
     let method = it.method.as_deref().map(|it| format!(" by {it}"));
     let rounds = it.rounds.map(|it| format!(", round {it}"));
     let remaining = it
@@ -91,7 +92,7 @@ fn text(shown: &Shown) -> String {
     let downtime = it.downtime.map(|it| format!(", paused for {it} ms"));
     let or_nothing = Option::unwrap_or_default;
     let line = format!(
-        "{name} {way} {}{} ({}){}: {} MiB as {} MiB{} in {} s, {} MiB/s on the wire{}{}{}",
+        "{name} {way} {}{} ({}){bytes}{}: {} MiB as {} MiB{} in {} s, {} MiB/s on the wire{}{}{}",
         it.peer,
         or_nothing(target),
         it.by,
@@ -181,6 +182,7 @@ mod tests {
             target: Some("port 49152".to_owned()),
             status: Some("active".to_owned()),
             method: Some("auto".to_owned()),
+            is_bytes: true,
             rounds: Some(3),
             remaining: Some(7 << 20),
             downtime: Some(12),
@@ -188,7 +190,7 @@ mod tests {
         };
         assert_eq!(
             known(all),
-            "? from kvm2, port 49152 (gateway), active: 900 MiB as 300 MiB by auto in 2 s, 150 MiB/s on the wire, \
+            "? from kvm2, port 49152 (gateway), bytes, active: 900 MiB as 300 MiB by auto in 2 s, 150 MiB/s on the wire, \
              round 3, 7 MiB left, paused for 12 ms"
         );
     }

@@ -22,12 +22,12 @@ use crate::common::{Host, LIMIT, MIB, bare_pair};
 /// Interval of polls.
 const LOOK: Duration = Duration::from_millis(50);
 const PORT_OF_PROMETHEUS: u16 = 9090;
-const WITH_METRICS: &str = "metrics = \"127.0.0.1:0\"";
+pub(crate) const WITH_METRICS: &str = "metrics = \"127.0.0.1:0\"";
 const DASHBOARD: &str = include_str!("../../../../../packaging/grafana/vamoose.json");
 const RULES: &str = include_str!("../../../../../packaging/prometheus/vamoose.rules.yml");
 
 /// Address of the near gateway's metrics.
-fn address(hosts: &Hosts) -> Result<String> {
+pub(crate) fn address(hosts: &Hosts) -> Result<String> {
     let address = hosts.near.says("metrics at tcp:")?;
     Ok(address.trim().to_owned())
 }
@@ -51,7 +51,7 @@ fn value(metrics: &str, sample: &str) -> Result<f64> {
 }
 
 /// Waits until a sample has this value.
-fn wait_for(at: &str, sample: &str, expected: f64) -> Result<()> {
+pub(crate) fn wait_for(at: &str, sample: &str, expected: f64) -> Result<()> {
     wait_until(at, sample, |found| found == expected)
 }
 
