@@ -1,7 +1,8 @@
 //! Sources of a relay's incoming connections: a listening socket, a session, or another thread.
 
 use std::{
-    os::fd::AsFd,
+    io,
+    os::fd::{AsFd, BorrowedFd},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -9,7 +10,7 @@ use std::{
 use tracing::warn;
 use vamoose_link::{Listener, PollQueue, Sessions, SocketError, Stream};
 
-use crate::config::RELAYED;
+use crate::config::{BYTES, RELAYED};
 
 /// A source of connections that can be polled.
 pub trait Accept: AsFd + Sync {
@@ -45,6 +46,8 @@ pub(crate) fn kind_of(stream: &Stream) -> Option<u8> {
     matches!(read, Ok(Some(1))).then_some(kind[0])
 }
 
+const UNKNOWN_KIND: &str = "turning away a stream that was not opened by a relay of this version";
+
 /// Streams of another relay's session.
 impl Accept for Sessions {
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
@@ -52,7 +55,7 @@ impl Accept for Sessions {
             let stream = introduced.stream;
             match kind_of(&stream) {
                 Some(RELAYED) => return Ok(Some(Arc::new(stream))),
-                _ => warn!("turning away a stream that was not opened by a relay of this version"),
+                _ => warn!("{UNKNOWN_KIND}"),
             }
         }
         Ok(None)
@@ -62,6 +65,50 @@ impl Accept for Sessions {
         if !Sessions::drain(self, timeout) {
             warn!("the other relay has not acknowledged the end");
         }
+    }
+}
+
+/// Streams of another relay's sessions, sorted: those of a migration are accepted here, those for [`Relay::pass_bytes`] are queued.
+///
+/// [`Relay::pass_bytes`]: crate::Relay::pass_bytes
+pub struct SortedStreams {
+    sessions: Sessions,
+    /// The streams for `pass_bytes`, once a relay of a migration has polled these sessions.
+    pub bytes: PollQueue<Arc<Stream>>,
+}
+
+impl SortedStreams {
+    /// The streams of `sessions`.
+    ///
+    /// # Errors
+    /// When the system is out of file descriptors.
+    pub fn new(sessions: Sessions) -> io::Result<Self> {
+        let bytes = PollQueue::new()?;
+        Ok(Self { sessions, bytes })
+    }
+}
+
+impl Accept for SortedStreams {
+    fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
+        while let Some(introduced) = self.sessions.try_next() {
+            let stream = Arc::new(introduced.stream);
+            match kind_of(&stream) {
+                Some(RELAYED) => return Ok(Some(stream)),
+                Some(BYTES) => self.bytes.push(stream),
+                _ => warn!("{UNKNOWN_KIND}"),
+            }
+        }
+        Ok(None)
+    }
+
+    fn drain(&self, timeout: Duration) {
+        Accept::drain(&self.sessions, timeout);
+    }
+}
+
+impl AsFd for SortedStreams {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.sessions.as_fd()
     }
 }
 

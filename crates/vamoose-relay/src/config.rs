@@ -114,6 +114,9 @@ impl Begun {
 /// send none for a long time.
 pub(crate) const RELAYED: u8 = b'r';
 
+/// First byte of each stream of [`Relay::pass_bytes`](crate::Relay::pass_bytes).
+pub(crate) const BYTES: u8 = b'b';
+
 impl Dialer {
     /// To a QEMU, or to a relay that accepts plain connections.
     pub fn new(address: Address) -> Self {
@@ -122,12 +125,21 @@ impl Dialer {
 
     /// To another relay, over a session that the first connection begins.
     pub fn remote(remote: Remote) -> Self {
+        Self::of_kind(remote, RELAYED)
+    }
+
+    /// As [`remote`](Self::remote), for [`Relay::pass_bytes`](crate::Relay::pass_bytes).
+    pub fn remote_bytes(remote: Remote) -> Self {
+        Self::of_kind(remote, BYTES)
+    }
+
+    fn of_kind(remote: Remote, kind: u8) -> Self {
         let begin = move |streams| {
             let (session, stream) = remote.dial_for(streams)?;
             let first = Opening::opened(&session, stream);
             Ok((session, vec![first]))
         };
-        Self::session(begin, &[RELAYED])
+        Self::session(begin, &[kind])
     }
 
     /// To a QEMU, over the connection in `first` if there is one.

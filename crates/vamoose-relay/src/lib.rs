@@ -46,7 +46,7 @@ mod settle;
 mod syncs;
 mod under_way;
 
-pub use accept::Accept;
+pub use accept::{Accept, SortedStreams};
 pub use attempts::{Attempt, Standing, attempts};
 pub use config::{Config, Dialer, ZeroPages};
 pub use control::ControlError;

@@ -17,7 +17,7 @@ use std::{
 };
 
 use multifd::MAIN_MAGIC;
-use tracing::{Span, debug, warn};
+use tracing::{Span, debug, info, warn};
 use vamoose_link::Stream;
 
 use crate::{
@@ -126,6 +126,7 @@ pub(crate) fn pass(
                             open -= 1;
                         }
                         Report::Failed(error) if kind == Opaque::Bytes => {
+                            info!("a connection broke: {}", chain(&error));
                             failed.get_or_insert(error);
                             open -= 1;
                         }

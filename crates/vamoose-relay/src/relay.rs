@@ -97,6 +97,17 @@ impl Relay<'_> {
         error_span!("migration", role = "relay").in_scope(|| self.relay())
     }
 
+    /// Forwards connections of any other protocol, such as the NBD of a guest's disks, until [`hangup`](Self::hangup) hangs up.
+    ///
+    /// # Errors
+    /// When no connection can be accepted any more. One that breaks does not affect the others.
+    pub fn pass_bytes(&self) -> Result<(), RelayError> {
+        match opaque::pass_bytes(self, &mut || false) {
+            Ok(_) | Err(RelayError::Cancelled) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
     /// [`run`](Self::run) within the span of a larger migration.
     pub(crate) fn relay(&self) -> Result<Summary, RelayError> {
         let arrival = gather(

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!  virsh ── migrate ──> libvirt ─> QEMU ─ 127.0.0.1:PORT ─> relay, in this process
+//!                                          ─ 127.0.0.1:DISKS ┤
 //!                                                             ║ one-time keys
 //!  ssh HOST vamoose libvirt receive ────────────────────────> relay ─ 127.0.0.1:PORT ─> QEMU of HOST
 //! ```
@@ -19,13 +20,15 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
 };
-use tracing::info;
-use vamoose_link::{Address, Hangup, Listener, OneTimeKey, Remote, Security, SessionConfig, Stats};
+use tracing::{error, info};
+use vamoose_link::{
+    Address, Hangup, Listener, OneTimeKey, Remote, Security, SessionConfig, Stats, chain,
+};
 use vamoose_relay::{Config, Dialer, Moved, Relay, RelayError};
 
 use super::receive::{MARK, Ready, Request, at};
@@ -39,8 +42,8 @@ use vamoose::{
 
 /// Migrate a running guest to another host of libvirt, which needs only ssh and this program
 ///
-/// Relays on both hosts carry the guest's memory, with one-time keys, and end with the migration. Ctrl-C cancels the migration,
-/// and the guest keeps running here.
+/// Relays on both hosts carry the guest's memory, and disks that are copied, with one-time keys, and end with the migration. Ctrl-C
+/// cancels the migration, and the guest keeps running here.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -74,13 +77,23 @@ pub(super) struct Options {
     /// Number of data channels
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
     channels: u8,
+    /// Copy the guest's disks to images of the same size on the other host: all of their content, or (inc) what they have on top
+    /// of backing files that both hosts have
+    #[arg(long, value_name = "WHAT")]
+    copy_storage: Option<CopyStorage>,
     #[command(flatten)]
     encoding: Encoding,
     #[command(flatten)]
     access: Access,
-    /// Further options for `virsh migrate`, such as --persistent or --timeout 60; disks are not copied
+    /// Further options for `virsh migrate`, such as --persistent or --timeout 60
     #[arg(last = true, value_name = "VIRSH_OPTION")]
     virsh_options: Vec<String>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum CopyStorage {
+    All,
+    Inc,
 }
 
 pub(super) fn run(options: &Options) -> Result<()> {
@@ -101,14 +114,19 @@ pub(super) fn run(options: &Options) -> Result<()> {
         key: own.public().to_string(),
         ports: listeners.iter().map(|(port, _)| *port).collect(),
         listen: options.port,
+        disks: options.copy_storage.is_some(),
         page_size: u32::try_from(options.encoding.page_size.0)?,
         stall_timeout: config.stall_timeout.as_secs().max(1),
     };
     let (far, ready) = Far::start(options, &request)?;
-    let chosen = listeners.iter().position(|(port, _)| *port == ready.port);
-    let chosen =
-        chosen.with_context(|| format!("{host} has chosen a port that was not offered"))?;
-    let (port, listener) = listeners.swap_remove(chosen);
+    let mut chosen = |chosen: Option<u16>| {
+        let at = listeners.iter().position(|(it, _)| Some(*it) == chosen);
+        let chosen = at.map(|at| listeners.swap_remove(at));
+        chosen.with_context(|| format!("{host} has chosen a port that was not offered"))
+    };
+    let (port, listener) = chosen(Some(ready.port))?;
+    let disks = options.copy_storage.map(|_| chosen(ready.disks_port));
+    let disks = disks.transpose()?;
     drop(listeners);
     let peer = ready
         .key
@@ -127,7 +145,12 @@ pub(super) fn run(options: &Options) -> Result<()> {
         paths: vec![to.into()],
         config: session,
     };
-    let moved = relayed(options, port, &listener, remote, &config);
+    let listeners = Listeners {
+        port,
+        memory: listener,
+        disks,
+    };
+    let moved = relayed(options, &listeners, remote, &config);
     match moved {
         Ok(moved) => {
             far.finish()?;
@@ -154,33 +177,41 @@ pub(super) fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// Refuses to copy disks. libvirt would send them to the address of the migration, 127.0.0.1, and so overwrite this host's own
-/// disks.
+/// Refuses virsh's own options to copy disks. libvirt would send them to a port of 127.0.0.1 that is not a relay's, perhaps to
+/// another disk of this host.
 fn check_storage(virsh_options: &[String]) -> Result<()> {
-    const STORAGE: [&str; 3] = ["--copy-storage", "--migrate-disks", "--disks-"];
+    const STORAGE: [&str; 3] = ["--copy-storage-all", "--copy-storage-inc", "--disks-"];
     let copies = |option: &&String| STORAGE.iter().any(|it| option.starts_with(it));
     if let Some(option) = virsh_options.iter().find(copies) {
         bail!(
-            "{option}: disks cannot be copied by this command, only memory: libvirt would connect to 127.0.0.1 of this host for \
-             them and overwrite its disks. Share them between both hosts, or use gateways, through which they are copied"
+            "{option}: give --copy-storage all or --copy-storage inc before `--` instead, which leads the disks through the relays"
         );
     }
     Ok(())
 }
 
+/// Where this host's QEMU connects to.
+struct Listeners {
+    port: u16,
+    memory: Listener,
+    /// For disks, with their port.
+    disks: Option<(u16, Listener)>,
+}
+
 /// Runs `virsh migrate` through a relay in this process. A signal cancels it.
 fn relayed(
     options: &Options,
-    port: u16,
-    listener: &Listener,
+    listeners: &Listeners,
     remote: Remote,
     config: &Config,
 ) -> Result<Moved> {
-    let (hangup, stats) = (Hangup::new()?, Arc::<Stats>::default());
-    let dialer = Dialer::remote(remote);
+    let (hangup, of_disks) = (Hangup::new()?, Arc::default());
+    let stats = Arc::<Stats>::default();
+    let dialers = (Dialer::remote(remote.clone()), Dialer::remote_bytes(remote));
+    let (dialer, disks_dialer) = &dialers;
     let relay = Relay {
-        accept: listener,
-        dialer: &dialer,
+        accept: &listeners.memory,
+        dialer,
         config,
         hangup: &hangup,
         stats: &stats,
@@ -190,15 +221,38 @@ fn relayed(
     for signal in [SIGINT, SIGTERM] {
         flag::register(signal, cancel.clone()).context("cannot catch signals")?;
     }
-    let mut virsh = options.virsh(port).spawn().map_err(virsh::cannot_run)?;
+    let mut virsh = options
+        .virsh(listeners)
+        .spawn()
+        .map_err(virsh::cannot_run)?;
     let (relayed, status) = thread::scope(|scope| {
+        if let Some((_, accept)) = &listeners.disks {
+            let (dialer, stats) = (disks_dialer, &of_disks);
+            let relay = Relay {
+                accept,
+                dialer,
+                stats,
+                ..relay
+            };
+            scope.spawn(move || {
+                relay
+                    .pass_bytes()
+                    .inspect_err(|it| error!("disks: {}", chain(it)))
+            });
+        }
         let relay = scope.spawn(|| relay.run());
-        let is_sending = || stats.snapshot().packets > 0;
-        let status = wait(&mut virsh, &options.domain, &cancel, is_sending);
+        // QEMU sets its channels up after the disks have been copied.
+        let is_outside_setup = || match stats.snapshot() {
+            memory if memory.wire_bytes > 0 => memory.packets > 0,
+            _ => of_disks.snapshot().wire_bytes > 0,
+        };
+        let status = wait(&mut virsh, &options.domain, &cancel, is_outside_setup);
         if !status.as_ref().is_ok_and(ExitStatus::success) {
             hangup.hang_up();
         }
-        (relay.join(), status)
+        let relayed = relay.join();
+        hangup.hang_up();
+        (relayed, status)
     });
     let Ok(relayed) = relayed else {
         bail!("the relay of this host has panicked");
@@ -207,6 +261,11 @@ fn relayed(
         let summary = relayed.context("the guest has moved, but the relay of this host failed")?;
         if let Some(session) = dialer.with() {
             session.drain(config.stall_timeout);
+        }
+        if listeners.disks.is_some() {
+            let moved = of_disks.snapshot();
+            let [disks, sent] = [moved.received_bytes, moved.wire_bytes].map(|it| it >> 20);
+            info!("disks: {disks} MiB as {sent} MiB");
         }
         return Ok(Moved {
             moved: stats.snapshot(),
@@ -228,7 +287,7 @@ fn wait(
     virsh: &mut Child,
     domain: &str,
     cancel: &AtomicBool,
-    is_sending: impl Fn() -> bool,
+    is_outside_setup: impl Fn() -> bool,
 ) -> io::Result<ExitStatus> {
     const POLL: Duration = Duration::from_millis(200);
     let mut requested = None;
@@ -238,7 +297,7 @@ fn wait(
         }
         if cancel.load(Ordering::Relaxed) {
             let requested = requested.get_or_insert_with(Instant::now);
-            if is_sending() || requested.elapsed() >= virsh::SETUP {
+            if is_outside_setup() || requested.elapsed() >= virsh::SETUP {
                 // Fails before the migration has begun, and after it was cancelled.
                 let _ = virsh::output(["domjobabort", "--domain", domain]);
             }
@@ -248,13 +307,21 @@ fn wait(
 }
 
 impl Options {
-    fn virsh(&self, port: u16) -> Command {
+    fn virsh(&self, listeners: &Listeners) -> Command {
         let mut command = virsh::command();
         let (channels, uri) = (self.channels.to_string(), self.desturi());
-        let at = format!("tcp://127.0.0.1:{port}");
+        let at = format!("tcp://127.0.0.1:{}", listeners.port);
         command.args(["migrate", "--live", "--parallel", "--parallel-connections"]);
         command.args([&channels, "--listen-address", "127.0.0.1", "--migrateuri"]);
         command.arg(at);
+        if let (Some(copy), Some((port, _))) = (self.copy_storage, &listeners.disks) {
+            let option = match copy {
+                CopyStorage::All => "--copy-storage-all",
+                CopyStorage::Inc => "--copy-storage-inc",
+            };
+            // libvirt takes the address from the listen address and the URI.
+            command.args([option, "--disks-port", &port.to_string()]);
+        }
         if io::stderr().is_terminal() {
             command.arg("--verbose");
         }
@@ -403,6 +470,7 @@ mod tests {
             key: String::new(),
             ports: vec![20_000],
             listen: 0,
+            disks: false,
             page_size: 4096,
             stall_timeout: 1,
         };
@@ -412,13 +480,11 @@ mod tests {
 
     /// The check comes before anything else.
     #[test]
-    fn copying_disks_is_refused() {
+    fn storage_options_of_virsh_are_refused() {
         for option in [
             "--copy-storage-all",
             "--copy-storage-inc",
-            "--copy-storage-synchronous-writes",
             "--copy-storage-all=yes",
-            "--migrate-disks=vda",
             "--disks-port",
             "--disks-uri=tcp://kvm2:10809",
         ] {
@@ -426,11 +492,15 @@ mod tests {
             let refused = run(&Line::parse_from(words).options)
                 .unwrap_err()
                 .to_string();
-            let start = format!("{option}: disks cannot be copied by this command");
+            let start = format!("{option}: give --copy-storage all");
             assert!(refused.starts_with(&start), "{refused}");
         }
-        let others = ["--persistent", "--timeout", "60"].map(str::to_owned);
-        assert!(check_storage(&others).is_ok());
+        for others in [
+            ["--persistent", "--timeout=60"],
+            ["--migrate-disks=vda", "--copy-storage-synchronous-writes"],
+        ] {
+            assert!(check_storage(&others.map(str::to_owned)).is_ok());
+        }
     }
 
     #[test]

@@ -25,7 +25,7 @@ use vamoose_link::{
     Address, Hangup, Listener, MethodChoice, OneTimeKey, Peers, PublicKey, Security, SessionConfig,
     Sessions,
 };
-use vamoose_relay::{Config, Dialer, Relay};
+use vamoose_relay::{Accept as _, Config, Dialer, Relay, SortedStreams};
 
 use vamoose::options::Hardware;
 
@@ -38,6 +38,8 @@ pub(super) struct Request {
     pub(super) ports: Vec<u16>,
     /// Port at which to listen for the other relay; 0 for any.
     pub(super) listen: u16,
+    /// Whether libvirt copies disks.
+    pub(super) disks: bool,
     pub(super) page_size: u32,
     /// Seconds.
     pub(super) stall_timeout: u64,
@@ -49,6 +51,8 @@ pub(super) struct Ready {
     pub(super) key: String,
     /// One of the offered ports, which is free on this host's loopback as well.
     pub(super) port: u16,
+    /// Another one, for the NBD server of the guest's disks.
+    pub(super) disks_port: Option<u16>,
     /// Port at which this relay listens.
     pub(super) listen: u16,
     /// Address of this host that ssh has connected to.
@@ -75,8 +79,14 @@ pub(super) fn run() -> Result<()> {
         stall_timeout,
         ..SessionConfig::new(Security::OneTime { own, peer })
     };
-    let accept = Sessions::new(vec![listener], sessions)?;
-    let port = free(&request.ports).context("none of the source's ports is free on this host")?;
+    let accept = SortedStreams::new(Sessions::new(vec![listener], sessions)?)?;
+    let mut ports = request.ports.iter().copied().filter(is_free);
+    let mut free_port = || {
+        let port = ports.next();
+        port.context("of the source's ports, too few are free on this host")
+    };
+    let port = free_port()?;
+    let disks_port = request.disks.then(free_port).transpose()?;
     let restores = Hardware::default().engines(Settings::default())?;
     let mut config = Config::new(MethodChoice::Fixed(restores));
     config.restore = true;
@@ -85,28 +95,43 @@ pub(super) fn run() -> Result<()> {
     let ready = Ready {
         key,
         port,
+        disks_port,
         listen,
         address: reached_at(),
     };
     println!("{MARK}{}", serde_json::to_string(&ready)?);
     io::stdout().flush()?;
-    let hangup = Hangup::new()?;
+    let (hangup, stats) = (Hangup::new()?, Arc::default());
+    let (dialer, disks) = (
+        Dialer::new(at(port)),
+        disks_port.map(|it| Dialer::new(at(it))),
+    );
+    let relay = Relay {
+        accept: &accept,
+        dialer: &dialer,
+        config: &config,
+        hangup: &hangup,
+        stats: &stats,
+        on_loaded: &|| (),
+    };
     thread::scope(|scope| {
         scope.spawn(|| {
             // The end of standard input means that `migrate` or ssh has ended.
             let _ = io::stdin().lock().read_to_end(&mut Vec::new());
             hangup.hang_up();
         });
-        let result = Relay {
-            accept: &accept,
-            dialer: &Dialer::new(at(port)),
-            config: &config,
-            hangup: &hangup,
-            stats: &Arc::default(),
-            on_loaded: &|| (),
+        if let Some(dialer) = &disks {
+            let accept = &accept.bytes;
+            scope.spawn(move || {
+                Relay {
+                    accept,
+                    dialer,
+                    ..relay
+                }
+                .pass_bytes()
+            });
         }
-        .run();
-        match result {
+        match relay.run() {
             Ok(_) => {
                 accept.drain(stall_timeout);
                 // The other thread still waits for the end of standard input, so this thread cannot return.
@@ -139,9 +164,8 @@ fn listen(port: u16, stall_timeout: Duration) -> Result<Listener> {
     Ok(bind("::").or_else(|_| bind("0.0.0.0"))?)
 }
 
-fn free(ports: &[u16]) -> Option<u16> {
-    let is_free = |port: &u16| TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok();
-    ports.iter().copied().find(is_free)
+fn is_free(port: &u16) -> bool {
+    TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok()
 }
 
 /// The server's address in sshd's variable, which has the addresses and ports of client and server.
