@@ -26,7 +26,7 @@ use thiserror::Error;
 use vamoose_codec::{DecodeError, Decoder, EncodeError, is_zero};
 
 use crate::{
-    MethodChoice, Stats, Stream,
+    MethodChoice, Pacer, Stats, Stream,
     adaptive::{
         Adaptive,
         meter::{Activity, WaitMeter},
@@ -64,6 +64,7 @@ const LAYOUT: Layout = Layout::X86;
 pub struct ByteWriter {
     stream: Arc<Stream>,
     stats: Option<Arc<Stats>>,
+    pacer: Option<Arc<Pacer>>,
     /// For a session's stream.
     blocks: Option<Blocks>,
 }
@@ -84,6 +85,7 @@ impl ByteWriter {
         Self {
             stream,
             stats,
+            pacer: None,
             blocks,
         }
     }
@@ -98,8 +100,15 @@ impl ByteWriter {
         Self {
             stream,
             stats,
+            pacer: None,
             blocks,
         }
+    }
+
+    /// Limits what is written, together with the pacer's other callers.
+    #[must_use]
+    pub fn paced(self, pacer: Option<Arc<Pacer>>) -> Self {
+        Self { pacer, ..self }
     }
 
     /// Writes all `bytes`.
@@ -119,6 +128,10 @@ impl ByteWriter {
         }?;
         if let Some(stats) = &self.stats {
             stats.add_sent(written);
+        }
+        // Afterwards, as only now its length is known.
+        if let Some(pacer) = &self.pacer {
+            pacer.wait_for(written);
         }
         Ok(())
     }

@@ -91,7 +91,7 @@ fn pass(relay: &Relay<'_>, near: &Arc<Stream>, first: [u8; 4]) {
     };
     info!("passing a channel for post-copy on");
     relay.stats.add_received(first.len());
-    let settings = (&relay.config.method, relay.stats);
+    let settings = (&relay.config.method, relay.stats, None);
     let (near, far) = (ByteEnd::plain(near.clone()), ByteEnd::plain(far));
     if let Err(error) = forward(&near, &far, &[], settings, NoWitness, NoWitness) {
         debug!("a channel for post-copy broke: {}", chain(&error));

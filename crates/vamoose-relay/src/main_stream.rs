@@ -222,16 +222,17 @@ pub(crate) fn forward(
     near: &ByteEnd,
     far: &ByteEnd,
     first: &[u8],
-    (method, stats): (&MethodChoice, &Arc<Stats>),
+    (method, stats, pacer): (&MethodChoice, &Arc<Stats>, Option<&Arc<Pacer>>),
     mut there: impl Witness,
     mut back: impl Witness + Send,
 ) -> Result<(), RelayError> {
     let pump = |direction, from: &ByteEnd, to: &ByteEnd| {
         let stats = counted(direction, stats);
+        let pacer = pacer.filter(|_| direction == Direction::Forward);
         Pump {
             direction,
             from: from.reader(stats.clone()),
-            to: to.writer(method, stats),
+            to: to.writer(method, stats).paced(pacer.cloned()),
             pacer: None,
         }
     };

@@ -18,7 +18,7 @@ use std::{
 
 use multifd::MAIN_MAGIC;
 use tracing::{Span, debug, info, warn};
-use vamoose_link::Stream;
+use vamoose_link::{Pacer, Stream};
 
 use crate::{
     Outcome, Relay, RelayError, Summary, chain,
@@ -81,10 +81,13 @@ pub(crate) fn pass(
     let (mut open, mut loaded, mut failed) = (0, false, None);
     let mut arrivals = Arrivals::new(relay.accept, relay.hangup, others);
     let mut setup_time = None;
+    let max_bandwidth = relay.config.max_bandwidth;
+    let pacer = max_bandwidth.map(|rate| Arc::new(Pacer::new(rate)));
     let outcome = thread::scope(|scope| {
         let begin = |stream, first: Vec<u8>, is_main| {
             let connection = Connection {
                 relay,
+                pacer: pacer.clone(),
                 near: near_end(stream, &first, kind, is_main),
                 first,
                 kind,
@@ -154,6 +157,9 @@ pub(crate) fn pass(
         };
         let outcome = run();
         relay.hangup.hang_up();
+        if let Some(pacer) = &pacer {
+            pacer.close();
+        }
         outcome
     })?;
     Ok(Summary {
@@ -230,6 +236,8 @@ fn near_end(stream: Arc<Stream>, first: &[u8], kind: Opaque, is_main: bool) -> B
 
 struct Connection<'a> {
     relay: &'a Relay<'a>,
+    /// Shared by all connections.
+    pacer: Option<Arc<Pacer>>,
     near: ByteEnd,
     /// What has been read from the source: bytes of the program, unless the source's end is in blocks.
     first: Vec<u8>,
@@ -290,7 +298,8 @@ impl Connection<'_> {
     }
 
     fn pass(&self, far: &ByteEnd) -> Result<(), RelayError> {
-        let settings = (&self.relay.config.method, self.relay.stats);
+        let (config, stats) = (self.relay.config, self.relay.stats);
+        let settings = (&config.method, stats, self.pacer.as_ref());
         // Otherwise the connection was opened with these.
         let first = match far.in_blocks {
             true => self.first_bytes(),

@@ -5,6 +5,7 @@ use std::{
     io::{Read as _, Write as _},
     net::{Shutdown, SocketAddr, TcpListener, TcpStream},
     thread,
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, ensure};
@@ -85,6 +86,21 @@ fn bytes_of_all_kinds_arrive_both_ways_and_so_does_each_end() -> Result<()> {
     hosts.near.says("encrypted: it is TLS")?;
     let (before, after) = hosts.near.carried("passed through to its end; ")?;
     ensure!(after < before / 4.0, "{before} MiB as {after} MiB");
+    Ok(())
+}
+
+/// After the first block, the limit leaves nothing for minutes.
+#[test]
+fn the_bandwidth_limit_is_for_all_bytes() -> Result<()> {
+    let bytes = random(1, 1 << 20).repeat(32);
+    let hosts = Hosts::with("", ", max-bandwidth = \"1KiB/s\"", &[])?;
+    let listener = waiting(&hosts, PORT)?;
+    let mut client = connect(&hosts, PORT)?;
+    client.set_write_timeout(Some(Duration::from_secs(1)))?;
+    ensure!(client.write_all(&bytes).is_err(), "all was taken");
+    let (server, _) = listener.accept()?;
+    server.set_read_timeout(Some(Duration::from_secs(1)))?;
+    ensure!(read(&server, bytes.len()).is_err(), "all has arrived");
     Ok(())
 }
 
