@@ -67,7 +67,7 @@ storage: setup # Measure disks and requests through two gateways beside QEMU alo
 	cargo test --release -p vamoose --test all gateway::storage -- --ignored --nocapture --test-threads 1
 
 # As root. LIBVIRT_CASES, LIBVIRT_WAYS and LIBVIRT_VERSIONS choose cases, LIBVIRT_ROUNDS and LIBVIRT_GUESTS set how many.
-libvirt: setup   # Move guests between two hosts with virsh, in every way (half an hour; LIBVIRT=cases, times or evacuation)
+libvirt: setup   # Move guests between two hosts with virsh, in every way (half an hour; LIBVIRT=cases, times, disks or evacuation)
 	scripts/setup libvirt
 	cargo test --release -p vamoose --test all libvirt::matrix::$(or $(LIBVIRT),cases) -- --ignored --nocapture
 

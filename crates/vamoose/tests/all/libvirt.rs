@@ -17,7 +17,7 @@ use lab::{
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use self::hosts::{Domain, Ended, Generation, Hosts, Passage, Storage, Way, Where};
+use self::hosts::{Copied, Domain, Ended, Generation, Hosts, Passage, Storage, Way, Where};
 use crate::common::{LIMIT, vamoose};
 
 /// The guest never writes more than can be sent.
@@ -26,6 +26,9 @@ const LOAD: Load = Load {
     hot: 4,
     rate: 100,
 };
+
+/// MiB.
+const DISK: u64 = 32;
 
 /// MiB per second, slow enough to cancel.
 const SLOW: &str = "4";
@@ -42,7 +45,23 @@ fn a_guest_moves_through_gateways_and_stays_when_it_is_cancelled() -> Result<()>
 
 #[test]
 fn a_guest_moves_by_one_command_and_stays_when_it_is_cancelled() -> Result<()> {
-    in_all_generations(by_one_command)
+    in_all_generations(|generation| by_one_command(generation, Storage::Shared))
+}
+
+#[test]
+fn disks_are_copied_through_gateways_and_stay_when_it_is_cancelled() -> Result<()> {
+    in_all_generations(copied)
+}
+
+#[test]
+fn disks_are_copied_by_one_command_and_stay_when_it_is_cancelled() -> Result<()> {
+    in_all_generations(|generation| {
+        let copied = match generation.has_compression() {
+            true => Copied::Increment,
+            false => Copied::Qcow2,
+        };
+        by_one_command(generation, Storage::Copied(copied, DISK))
+    })
 }
 
 #[test]
@@ -73,42 +92,67 @@ fn cancelled_and_moved(generation: &Generation, way: Way) -> Result<()> {
     let mut domain = Domain::start(&hosts, &image, 192, &LOAD, Storage::Shared)?;
     for _ in 0..2 {
         let arguments = passage.prepare(domain.at())?;
-        let ended = cancelled(&hosts, &arguments)?;
+        let ended = cancelled(&hosts, &arguments, "Memory processed:")?;
         ensure!(!ended.is_success, "it was not cancelled");
         domain.has_stayed()?;
         passage.end();
     }
-    // QEMU 7.2 loses writes of a guest that runs.
-    let host = domain.at().of(&hosts);
-    host.virsh(["suspend", "web1"])?.success()?;
     let arguments = passage.prepare(domain.at())?;
-    let arguments = [migrate(&arguments), vec!["--parallel"]].concat();
-    let moved = host.virsh(arguments)?.success();
-    moved.with_context(|| passage.said())?;
-    domain.has_moved("paused")?;
-    domain.resume()?;
+    moves_paused(&hosts, &mut domain, &passage, &arguments)?;
     domain.ends_well()?;
     passage.finish()
 }
 
-fn cancelled(hosts: &Hosts, arguments: &[String]) -> Result<Ended> {
+/// Moves the guest while it is paused: QEMU 7.2 loses writes of a guest that runs.
+fn moves_paused(
+    hosts: &Hosts,
+    domain: &mut Domain<'_>,
+    passage: &Passage<'_>,
+    arguments: &[String],
+) -> Result<()> {
+    let host = domain.at().of(hosts);
+    host.virsh(["suspend", "web1"])?.success()?;
+    let arguments = [migrate(arguments), vec!["--parallel"]].concat();
+    let moved = host.virsh(arguments)?.success();
+    moved.with_context(|| passage.said())?;
+    domain.has_moved("paused")?;
+    domain.resume()
+}
+
+fn copied(generation: &Generation) -> Result<()> {
+    let (image, keys) = (Image::build(8)?, Keys::make(vamoose())?);
+    let hosts = Hosts::start(generation, Way::Gateways, &image, 1_000_000_000)?;
+    let mut passage = Passage::new(&hosts, &keys)?;
+    let storage = Storage::Copied(Copied::Qcow2, DISK);
+    let mut domain = Domain::start(&hosts, &image, 192, &LOAD, storage)?;
+    let mut arguments = passage.prepare(domain.at())?;
+    arguments.extend(storage.options().iter().map(|it| (*it).to_owned()));
+    let ended = cancelled(&hosts, &arguments, "File processed:")?;
+    ensure!(!ended.is_success, "it was not cancelled");
+    domain.has_stayed()?;
+    moves_paused(&hosts, &mut domain, &passage, &arguments)?;
+    domain.ends_well()
+}
+
+/// Cancels a migration that has processed memory or files.
+fn cancelled(hosts: &Hosts, arguments: &[String], processed: &str) -> Result<Ended> {
     let host = &hosts.hosts[0];
     let slow = vec!["--parallel", "--bandwidth", SLOW];
     let virsh = host.start_virsh([migrate(arguments), slow].concat())?;
     let start = Instant::now();
-    // Before that, QEMU 10.0 may abort (docs/qemu.md).
-    while !is_sending(hosts)? {
+    // Before memory is sent, QEMU 10.0 may abort (docs/qemu.md).
+    while !has_processed(hosts, processed)? {
         ensure!(start.elapsed() < LIMIT, "nothing was sent");
+        ensure!(!virsh.has_ended(), "{}", virsh.finish(LIMIT)?.reason());
     }
     host.virsh(["domjobabort", "web1"])?.success()?;
     virsh.finish(LIMIT)
 }
 
-/// Whether the host's QEMU has sent memory of the guest.
-fn is_sending(hosts: &Hosts) -> Result<bool> {
+fn has_processed(hosts: &Hosts, name: &str) -> Result<bool> {
     let info = hosts.hosts[0].virsh(["domjobinfo", "web1"])?.stdout;
     let mut lines = info.lines();
-    let sent = lines.find_map(|line| line.strip_prefix("Memory processed:"));
+    let sent = lines.find_map(|line| line.strip_prefix(name));
     Ok(sent.is_some_and(|sent| !sent.trim().starts_with("0.000")))
 }
 
@@ -121,19 +165,26 @@ fn migrate(arguments: &[String]) -> Vec<&str> {
 }
 
 /// Between hosts without any set-up.
-fn by_one_command(generation: &Generation) -> Result<()> {
+fn by_one_command(generation: &Generation, storage: Storage) -> Result<()> {
     let image = Image::build(8)?;
     let hosts = Hosts::start(generation, Way::Direct, &image, 1_000_000_000)?;
-    let mut domain = Domain::start(&hosts, &image, 192, &LOAD, Storage::Shared)?;
+    let mut domain = Domain::start(&hosts, &image, 192, &LOAD, storage)?;
     let tools = Tools::of(&hosts)?;
     let host = &hosts.hosts[0];
-    let slow = Vamoose::start(&mut tools.migrate(&hosts, &["--max-bandwidth", "4M"]))?;
+    let copies: &[&str] = match storage {
+        Storage::Shared => &[],
+        Storage::Copied(Copied::Increment, _) => &["--copy-storage", "inc"],
+        Storage::Copied(..) => &["--copy-storage", "all"],
+    };
+    let mut slow = tools.migrate(&hosts, &[copies, &["--max-bandwidth", "4M"]].concat());
+    let slow = Vamoose::start(slow.args(["--bandwidth", SLOW]))?;
     let start = Instant::now();
     // No message tells that the migration has begun.
     while !host
         .virsh(["domjobinfo", "web1"])?
         .stdout
         .contains("Outgoing")
+        || storage != Storage::Shared && !has_processed(&hosts, "File processed:")?
     {
         ensure!(
             start.elapsed() < LIMIT,
@@ -149,8 +200,12 @@ fn by_one_command(generation: &Generation) -> Result<()> {
         .with_context(|| format!("{}\n{}", said.stderr, host.log_of_guest()))?;
     // QEMU 7.2 loses writes of a guest that runs.
     host.virsh(["suspend", "web1"])?.success()?;
-    let moved = Vamoose::start(&mut tools.migrate(&hosts, &[]))?.finish(LIMIT)?;
-    moved.success()?;
+    let moved = Vamoose::start(&mut tools.migrate(&hosts, copies))?.finish(LIMIT)?;
+    let said = moved.success()?.stderr;
+    ensure!(
+        (storage == Storage::Shared) != said.contains("disks: "),
+        "{said}"
+    );
     domain.has_moved("paused")?;
     domain.resume()?;
     let absent = Vamoose::start(&mut tools.migrate(&hosts, &[]))?.finish(LIMIT)?;

@@ -13,26 +13,30 @@
 mod crowd;
 mod domain;
 mod host;
+mod storage;
 mod way;
 
 use std::{
     fs,
     path::{Path, PathBuf},
+    thread,
+    time::Duration,
 };
 
 use anyhow::{Context, Result};
 use lab::{
     guest::Image,
     net,
-    net::Link,
+    net::{End, Link},
     skipped, target_dir,
     writer::{self, Disk},
 };
 
 pub(crate) use self::{
     crowd::{Crowd, Member},
-    domain::{Domain, LIMIT, Storage, Where},
+    domain::{Domain, LIMIT, Where},
     host::{Ended, Host, Virsh},
+    storage::{Copied, Storage},
     way::{Passage, Way, alias},
 };
 
@@ -90,7 +94,7 @@ pub(crate) struct Hosts {
     /// A folder that both hosts have at the same path.
     disk: Disk,
     // Dropped after the hosts, whose processes are in its namespaces.
-    _link: Link,
+    link: Link,
 }
 
 impl Hosts {
@@ -135,7 +139,20 @@ impl Hosts {
             generation: generation.clone(),
             way,
             disk,
-            _link: link,
+            link,
         })
+    }
+
+    /// Cuts the wire for 3 s.
+    pub(crate) fn cut(&self) -> Result<()> {
+        let wire = &self.link.wires[0];
+        wire.pull(End::Source)?;
+        thread::sleep(Duration::from_secs(3));
+        wire.plug()
+    }
+
+    /// Bytes that the first host has sent to the other one.
+    pub(crate) fn sent(&self) -> Result<u64> {
+        Ok(self.link.source.traffic()?.sent)
     }
 }

@@ -1,7 +1,8 @@
 //! `make libvirt`: moves guests between two hosts with `virsh migrate`, in every way that administrators do, and prints how each
-//! migration ended. `cases` runs the matrix, `times` measures migrations, `evacuation` moves many guests.
+//! migration ended. `cases` runs the matrix, `times` and `disks` measure migrations, `evacuation` moves many guests.
 //!
-//! The guest ticks, checks its memory ([`lab::guest`]), and writes to a disk that both hosts reach. After each migration:
+//! The guest ticks, checks its memory ([`lab::guest`]), and writes to a disk that both hosts reach, or that is copied. After each
+//! migration:
 //!
 //! - the guest is on exactly one of the hosts, the one that the case says;
 //! - it ticks there, no tick is missing or doubled, and all of its memory is as it wrote it;
@@ -9,6 +10,7 @@
 //! - `virsh` has ended, and where the guest stayed, the next migration succeeds.
 
 mod case;
+mod disks;
 mod evacuate;
 mod migration;
 mod times;

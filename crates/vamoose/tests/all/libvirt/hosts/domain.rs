@@ -9,7 +9,7 @@ use lab::{
     writer::Ended,
 };
 
-use super::{Host, Hosts};
+use super::{Host, Hosts, Storage};
 
 /// The name of the guest.
 pub(crate) const NAME: &str = "web1";
@@ -53,16 +53,6 @@ impl fmt::Display for Where {
     }
 }
 
-/// The disk of a guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Storage {
-    /// An image on both hosts, see [`lab::writer`]. libvirt does not recognize the file system as shared, so `virsh migrate` needs
-    /// `--unsafe`.
-    Shared,
-    /// `/var/lib/disk` of its host, which the guest does not write to.
-    Local,
-}
-
 /// A running guest that ticks and checks its memory. It ends with its hosts.
 #[derive(Debug)]
 pub(crate) struct Domain<'a> {
@@ -85,7 +75,8 @@ impl<'a> Domain<'a> {
     ) -> Result<Self> {
         let at = Where::First;
         let host = at.of(hosts);
-        let description = description(image, ram, load, &storage.disk(hosts));
+        storage.make(hosts)?;
+        let description = description(image, ram, load, &storage.disks(hosts));
         fs::write(host.path("etc/host/web1.xml"), description).context("describing a guest")?;
         host.virsh(["create", "/etc/host/web1.xml"])?.success()?;
         let serial = host.serial()?;
@@ -102,25 +93,27 @@ impl<'a> Domain<'a> {
         Ok(domain)
     }
 
-    /// Ends the guest, and checks that everything it has written is on its disk once, and that the image is not locked.
+    /// Ends the guest, and checks that everything it has written is on its disk once, and that the image is not locked. Compares disks
+    /// that were copied.
     pub(crate) fn ends_well(self) -> Result<()> {
         let host = self.at.of(self.hosts);
         host.virsh(["destroy", NAME])?.success()?;
         let told = written(&self.serial.finish());
-        match self.storage {
-            Storage::Local => Ok(()),
-            Storage::Shared => self
-                .hosts
-                .disk
-                .check_since(told, Ended::Running)
-                .map(drop)
-                .context("the guest's disk"),
-        }
+        self.storage.collect(self.hosts, self.at)?;
+        let disk = &self.hosts.disk;
+        disk.check_since(told, Ended::Running)
+            .map(drop)
+            .context("the guest's disk")
     }
 
     /// The host that it was last found on.
     pub(crate) fn at(&self) -> Where {
         self.at
+    }
+
+    /// Its disks.
+    pub(crate) fn storage(&self) -> Storage {
+        self.storage
     }
 
     /// libvirt's state of the guest on a host, such as `running`; `None` if it is unknown there.
@@ -188,9 +181,6 @@ impl<'a> Domain<'a> {
 
     /// Waits until the guest writes to its disk.
     fn writes_on(&self) -> Result<()> {
-        if self.storage == Storage::Local {
-            return Ok(());
-        }
         let before = written(&self.serial.log());
         let is_further = |log: &Log| written(log) > before;
         self.serial.wait("a written number", LIMIT, is_further)
@@ -204,27 +194,7 @@ fn written(log: &Log) -> u32 {
     numbers.next().unwrap_or(0)
 }
 
-impl Storage {
-    /// The disk in libvirt's XML. The guest has no driver for IDE.
-    fn disk(self, hosts: &Hosts) -> String {
-        let cache = match hosts.disk.is_direct() {
-            true => "none",
-            false => "writethrough",
-        };
-        let (format, path, target) = match self {
-            Self::Shared => ("qcow2", hosts.disk.path(), "dev='vda' bus='virtio'"),
-            Self::Local => ("raw", "/var/lib/disk".into(), "dev='hda' bus='ide'"),
-        };
-        format!(
-            "<disk type='file' device='disk'>\
-             <driver name='qemu' type='{format}' cache='{cache}'/><source file='{}'/><target {target}/>\
-             </disk>",
-            path.display()
-        )
-    }
-}
-
-fn description(image: &Image, ram: u32, load: &Load, disk: &str) -> String {
+fn description(image: &Image, ram: u32, load: &Load, disks: &str) -> String {
     let [kernel, initrd] = image.files().map(std::path::Path::display);
     let command_line = load.command_line();
     format!(
@@ -245,7 +215,7 @@ fn description(image: &Image, ram: u32, load: &Load, disk: &str) -> String {
     <controller type='usb' model='none'/>
     <serial type='unix'><source mode='connect' path='/run/serial'/></serial>
     <memballoon model='none'/>
-    {disk}
+    {disks}
   </devices>
 </domain>
 ",

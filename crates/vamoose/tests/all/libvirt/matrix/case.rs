@@ -1,6 +1,6 @@
 //! The rows of the matrix.
 
-use crate::libvirt::hosts::{Generation, Way};
+use crate::libvirt::hosts::{Copied, Generation, Storage, Way};
 
 /// A call of `virsh migrate`, and an event during the migration.
 #[derive(Clone, Copy, Debug)]
@@ -8,6 +8,8 @@ pub(super) struct Case {
     pub(super) name: &'static str,
     pub(super) flags: &'static [&'static str],
     pub(super) event: Event,
+    /// The guest's disks.
+    pub(super) storage: Storage,
     /// The requirements.
     needs: Needs,
     /// It runs only if it is named, as its guest may hang by itself.
@@ -25,8 +27,8 @@ pub(super) enum Event {
     Postcopy,
     /// The migration breaks during post-copy, and is resumed.
     PostcopyResumed,
-    /// The guest's disk is copied.
-    Storage,
+    /// The wire is cut for 3 s.
+    Cut(Phase),
     /// The guest moves back and forth, ten times in all.
     ToAndFro,
     /// `virsh domjobabort`.
@@ -40,6 +42,8 @@ pub(super) enum Event {
 pub(super) enum Phase {
     /// As soon as libvirt knows of the migration.
     Setup,
+    /// Part of a disk has been copied.
+    Disks,
     /// Part of the memory has been sent for the first time.
     FirstRound,
     /// All of it has been sent once.
@@ -64,6 +68,7 @@ enum Needs {
     Programs,
     /// A way for all connections between the QEMUs.
     AllConnections,
+    Gateways,
 }
 
 const PARALLEL: &[&str] = &["--parallel"];
@@ -76,6 +81,7 @@ const fn case(name: &'static str, flags: &'static [&'static str], event: Event) 
         name,
         flags,
         event,
+        storage: Storage::Shared,
         needs: Needs::Nothing,
         is_by_name: false,
     }
@@ -89,11 +95,21 @@ impl Case {
             Needs::Compression => generation.has_compression(),
             Needs::Programs => way != Way::Direct,
             Needs::AllConnections => way != Way::Relays,
+            Needs::Gateways => way == Way::Gateways,
         }
     }
 
     const fn needs(self, needs: Needs) -> Self {
         Self { needs, ..self }
+    }
+
+    /// Disks of 64 MiB are copied.
+    const fn copying(self, copied: Copied) -> Self {
+        Self {
+            storage: Storage::Copied(copied, 64),
+            needs: Needs::AllConnections,
+            ..self
+        }
     }
 
     const fn by_name(self) -> Self {
@@ -147,12 +163,65 @@ pub(super) const CASES: &[Case] = &[
     // Under TCG, QEMU delivers an interrupt with its big lock held. When the guest's stack has not come, it waits so for ever, and
     // its monitor with it.
     .by_name(),
+    case("parallel, copied storage", PARALLEL, Event::None).copying(Copied::Raw),
+    case("copied storage", &[], Event::None).copying(Copied::Qcow2),
+    case("parallel, copied storage, qcow2", PARALLEL, Event::None).copying(Copied::Qcow2),
     case(
-        "parallel, copied storage",
-        &["--parallel", "--copy-storage-all"],
-        Event::Storage,
+        "parallel, copied storage over backing files",
+        PARALLEL,
+        Event::None,
     )
-    .needs(Needs::AllConnections),
+    .copying(Copied::Increment),
+    case(
+        "parallel, TLS of libvirt, copied storage",
+        &["--parallel", "--tls"],
+        Event::None,
+    )
+    .copying(Copied::Qcow2),
+    case(
+        "cut for 3 s while storage is copied",
+        SLOW,
+        Event::Cut(Phase::Disks),
+    )
+    .copying(Copied::Qcow2),
+    case(
+        "cut for 3 s after storage has been copied",
+        SLOW,
+        Event::Cut(Phase::FirstRound),
+    )
+    .copying(Copied::Qcow2),
+    case(
+        "abort while storage is copied",
+        SLOW,
+        Event::Abort(Phase::Disks),
+    )
+    .copying(Copied::Qcow2),
+    case(
+        "abort after storage has been copied",
+        SLOW,
+        Event::Abort(Phase::FirstRound),
+    )
+    .copying(Copied::Increment),
+    case(
+        "destination's QEMU killed while storage is copied",
+        SLOW,
+        Event::Kill(Victim::DestinationQemu, Phase::Disks),
+    )
+    .copying(Copied::Qcow2),
+    case(
+        "source's gateway killed while storage is copied",
+        SLOW,
+        Event::Kill(Victim::NearProgram, Phase::Disks),
+    )
+    .copying(Copied::Qcow2)
+    .needs(Needs::Gateways),
+    case(
+        "destination's gateway killed while storage is copied",
+        SLOW,
+        Event::Kill(Victim::FarProgram, Phase::Disks),
+    )
+    .copying(Copied::Raw)
+    .needs(Needs::Gateways),
     case("TLS of libvirt", &["--tls"], Event::None),
     case(
         "parallel, TLS of libvirt",

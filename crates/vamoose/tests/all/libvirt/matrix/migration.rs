@@ -1,7 +1,7 @@
 //! Runs a case and checks the guest.
 
 use std::{
-    fs::{self, File},
+    fs,
     process::Command,
     thread,
     time::{Duration, Instant},
@@ -10,7 +10,6 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use lab::{
     guest::{Image, Load},
-    ram::{self, Fill},
     vamoose::Keys,
 };
 
@@ -19,7 +18,7 @@ use super::{
     case::{Case, Event, Phase, Victim},
 };
 use crate::libvirt::hosts::{
-    self, Domain, Ended, Generation, Hosts, LIMIT, Passage, Storage, Virsh, Way, Where,
+    self, Domain, Ended, Generation, Hosts, LIMIT, Passage, Virsh, Way, Where,
 };
 
 /// The result of a case, as text.
@@ -28,10 +27,10 @@ pub(super) struct Found {
     pub(super) guest: String,
 }
 
-const RAM: u32 = 256;
+pub(super) const RAM: u32 = 256;
 
 /// Rewrites little enough for every migration to end.
-const QUIET: Load = Load {
+pub(super) const QUIET: Load = Load {
     fill: 64,
     hot: 8,
     rate: 500,
@@ -43,8 +42,6 @@ const BUSY: Load = Load {
     hot: 32,
     rate: 6000,
 };
-
-const DISK: u64 = 64 << 20;
 
 /// Runs a case on hosts of its own.
 pub(super) fn run(
@@ -59,18 +56,11 @@ pub(super) fn run(
     if case.flags.contains(&"--tls") {
         certify(&hosts)?;
     }
-    let storage = match case.event {
-        Event::Storage => {
-            make_disks(&hosts)?;
-            Storage::Local
-        }
-        _ => Storage::Shared,
-    };
     let load = match case.event {
         Event::Abort(_) | Event::Kill(..) => &BUSY,
         _ => &QUIET,
     };
-    let mut domain = Domain::start(&hosts, image, RAM, load, storage)?;
+    let mut domain = Domain::start(&hosts, image, RAM, load, case.storage)?;
     let found = migrate(&hosts, &mut domain, &mut passage, case);
     let found = found.and_then(|found| domain.ends_well().map(|()| found));
     found.map_err(|error| {
@@ -104,11 +94,13 @@ fn migrate(
             domain.resume()?;
             Ok(found)
         }
-        Event::Storage => {
-            let found = moves(hosts, domain, passage, case, "running")?;
-            let [first, second] = hosts.hosts.each_ref().map(|host| host.path(DISK_PATH));
-            ram::compare(&first, &second).context("the disks")?;
-            Ok(found)
+        Event::Cut(phase) => {
+            let virsh = start(hosts, domain, passage, case.flags)?;
+            wait_for(hosts, domain, &virsh, phase)?;
+            hosts.cut()?;
+            let ended = has_succeeded(virsh, passage)?;
+            domain.has_moved("running")?;
+            Ok(found(&ended, domain))
         }
         Event::ToAndFro => {
             let mut took = Duration::ZERO;
@@ -292,8 +284,6 @@ fn moves_later(hosts: &Hosts, domain: &mut Domain<'_>, passage: &mut Passage<'_>
 
 pub(super) const GUEST: &str = "web1";
 
-const DISK_PATH: &str = "var/lib/disk";
-
 /// Starts `virsh migrate` to the other host.
 pub(super) fn start(
     hosts: &Hosts,
@@ -307,6 +297,7 @@ pub(super) fn start(
     let own = ["migrate", "--live", "--unsafe", GUEST, &uri];
     let arguments = passage.prepare(domain.at())?;
     let all = own.into_iter().chain(arguments.iter().map(String::as_str));
+    let all = all.chain(domain.storage().options().iter().copied());
     let all = all.chain(flags.iter().copied());
     domain.at().of(hosts).start_virsh(all)
 }
@@ -367,27 +358,21 @@ fn is_in(info: &str, phase: Phase) -> bool {
     let is_active = value("Operation") == Some("Outgoing migration");
     let rounds = number("Iteration").unwrap_or(0.0);
     // virsh chooses the unit; 10 MiB or more.
-    let processed = value("Memory processed").is_some_and(|it| {
-        it.ends_with("MiB") && number("Memory processed").is_some_and(|it| it >= 10.0)
-    });
+    let processed = |name: &str| {
+        let is_in_mib = value(name).is_some_and(|it| it.ends_with("MiB"));
+        is_in_mib && number(name).is_some_and(|it| it >= 10.0)
+    };
     is_active
         && match phase {
             Phase::Setup => true,
-            Phase::FirstRound => processed,
+            Phase::Disks => processed("File processed"),
+            Phase::FirstRound => processed("Memory processed"),
             Phase::LaterRound => rounds >= 2.0,
         }
 }
 
-/// Makes disks of different content, so that only a copy makes them equal.
-fn make_disks(hosts: &Hosts) -> Result<()> {
-    let [first, second] = hosts.hosts.each_ref().map(|host| host.path(DISK_PATH));
-    ram::write(&first, DISK, &Fill::Random, 1)?;
-    File::create(second)?.set_len(DISK)?;
-    Ok(())
-}
-
 /// Makes certificates with the hosts' certtool, in the folder that QEMU searches.
-fn certify(hosts: &Hosts) -> Result<()> {
+pub(super) fn certify(hosts: &Hosts) -> Result<()> {
     let [first, _] = &hosts.hosts;
     let here = first.path("etc/host");
     let template = |name: &str, text: &str| fs::write(here.join(name), text);
