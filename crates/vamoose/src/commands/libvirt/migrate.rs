@@ -48,6 +48,7 @@ use vamoose::{
 #[command(after_help = "\
 Examples:
   vamoose libvirt migrate web1 kvm2
+  vamoose libvirt migrate --copy-storage all web1 kvm2
   vamoose libvirt migrate web1 root@kvm2 -- --persistent --undefinesource")]
 pub(super) struct Options {
     /// Name of the guest

@@ -114,8 +114,13 @@ const ELSEWHERE: &[(&str, &str, Where)] = &[
     ),
     (
         "docs/storage.md",
+        "vamoose libvirt migrate",
+        Where::Similar("libvirt.rs", "\"--copy-storage\", \"all\""),
+    ),
+    (
+        "docs/storage.md",
         "virsh migrate",
-        Where::Similar("libvirt/matrix/case.rs", "\"--copy-storage-all\""),
+        Where::Similar("libvirt/hosts/storage.rs", "\"--copy-storage-all\""),
     ),
 ];
 
