@@ -113,7 +113,7 @@ fn moves_paused(
     let host = domain.at().of(hosts);
     host.virsh(["suspend", "web1"])?.success()?;
     let arguments = [migrate(arguments), vec!["--parallel"]].concat();
-    let moved = host.virsh(arguments)?.success();
+    let moved = host.virsh(arguments).and_then(Ended::success);
     moved.with_context(|| passage.said())?;
     domain.has_moved("paused")?;
     domain.resume()
@@ -146,14 +146,16 @@ fn cancelled(hosts: &Hosts, arguments: &[String], processed: &str) -> Result<End
         ensure!(!virsh.has_ended(), "{}", virsh.finish(LIMIT)?.reason());
     }
     host.virsh(["domjobabort", "web1"])?.success()?;
-    virsh.finish(LIMIT)
+    let ended = virsh.finish(LIMIT);
+    ended.context("the migration that was cancelled")
 }
 
+/// Whether a MiB or more has been processed; virsh chooses the unit. The first disk is smaller.
 fn has_processed(hosts: &Hosts, name: &str) -> Result<bool> {
     let info = hosts.hosts[0].virsh(["domjobinfo", "web1"])?.stdout;
     let mut lines = info.lines();
     let sent = lines.find_map(|line| line.strip_prefix(name));
-    Ok(sent.is_some_and(|sent| !sent.trim().starts_with("0.000")))
+    Ok(sent.is_some_and(|sent| sent.ends_with("MiB")))
 }
 
 fn migrate(arguments: &[String]) -> Vec<&str> {
