@@ -27,7 +27,10 @@ pub(crate) struct Options {
     state_dir: StateDir,
     #[command(flatten)]
     security: SecurityOptions,
-    /// Resume the guest at the source without asking the destination, whose host is gone for good
+    /// With never-ran: resume the guest at the source without asking the destination
+    ///
+    /// Only if the guest has never run there, and no QEMU there can still run it: the host is off for good, or that QEMU has
+    /// ended.
     #[arg(long)]
     unreachable: bool,
     /// Print the steps without taking them
