@@ -28,7 +28,7 @@ pub fn of(error: &Error) -> Option<String> {
 fn fixed(error: &(dyn StdError + 'static)) -> Option<&'static str> {
     if let Some(SettleError::NotAsked(..) | SettleError::NoProof(_)) = error.downcast_ref() {
         Some(
-            "make sure that the guest does not run there. If that host is gone for good, add --unreachable",
+            "make sure that the guest has never run there, not even for a moment. If that host is gone for good, add --unreachable",
         )
     } else if let Some(SettleError::Unknown(_)) = error.downcast_ref() {
         Some("`vamoose attempts` lists the attempts of this host")

@@ -80,7 +80,7 @@ pub enum Cause {
     #[error("{0}")]
     RunsHere(String),
     /// The connection to the server was lost for good.
-    #[error("there has been no connection to the server for {seconds} s ({cause})")]
+    #[error("{} ({cause})", lost(*seconds))]
     Lost { seconds: u64, cause: Arc<str> },
     /// The migration broke.
     #[error("{}{}", reports.join("; "), if relay.is_some() { "; the relay reports" } else { "" })]
@@ -157,6 +157,14 @@ pub(super) fn at_source(cause: impl Into<Cause>) -> Failure {
         guest: GuestLocation::Source,
         is_running: false,
         attempt: None,
+    }
+}
+
+/// How long there has been no connection.
+fn lost(seconds: u64) -> String {
+    match seconds {
+        0 => "the connection to the server was lost for good".to_owned(),
+        _ => format!("there has been no connection to the server for {seconds} s"),
     }
 }
 

@@ -107,6 +107,8 @@ pub(crate) struct Options {
     #[arg(help_heading = HAND_OVER, long, value_name = "ID", hide_short_help = true)]
     confirm: Option<AttemptId>,
     /// Check everything at both ends, compare both QEMUs, and stop before anything is changed
+    ///
+    /// Writes no report.
     #[arg(long)]
     dry_run: bool,
     /// End the QEMU here (QMP `quit`) when the guest has certainly moved
@@ -166,7 +168,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         }
     }
     let state_dir = options.state_dir.path().or_usage()?;
-    options.json.check().or_usage()?;
+    if !options.dry_run {
+        options.json.check().or_usage()?;
+    }
     let start = Instant::now();
     let guest = options.guest.as_deref().unwrap_or(name);
     let peer = options.host.clone().unwrap_or_else(|| to.address());

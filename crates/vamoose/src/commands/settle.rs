@@ -1,11 +1,15 @@
 //! `vamoose settle`: an operator's decision about an attempt.
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use clap::{Args, ValueEnum};
 use vamoose_link::SessionConfig;
 use vamoose_relay::{AttemptId, Journal, Settlement, Verdict};
 
-use vamoose::{exit::OrUsage as _, options::StateDir, security::SecurityOptions};
+use vamoose::{
+    exit::{Exit, OrUsage as _},
+    options::StateDir,
+    security::SecurityOptions,
+};
 
 /// Decide the outcome of an attempt that is in doubt or orphaned
 ///
@@ -49,6 +53,12 @@ enum Outcome {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
+    if options.unreachable && !matches!(options.verdict, Outcome::NeverRan) {
+        let error = anyhow!(
+            "--unreachable is for --as never-ran: nothing else is asked of the destination"
+        );
+        return Err(Exit::Usage.with(error));
+    }
     let journal = Journal::open(&options.state_dir.existing().or_usage()?)?;
     let verdict = match options.verdict {
         Outcome::RunningThere => Verdict::RunningThere,

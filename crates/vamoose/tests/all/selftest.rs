@@ -87,7 +87,7 @@ fn a_host_without_work_queues_says_what_is_missing() {
     let said = String::from_utf8(output.stderr).unwrap();
     for part in [
         "no work queue of a DSA or an IAA",
-        "modprobe idxd",
+        "on this host: ",
         "vamoose probe",
     ] {
         assert!(said.contains(part), "{said}");

@@ -9,6 +9,8 @@ pub(super) struct Description {
     pub(super) obstacles: Vec<String>,
     /// The guest has, and needs, all features of the source's CPU.
     pub(super) has_host_cpu: bool,
+    /// Disks that are files or block devices, and that the guest writes alone, by their targets: those that can be copied.
+    pub(super) own_disks: Vec<String>,
 }
 
 impl Description {
@@ -19,6 +21,7 @@ impl Description {
         Ok(Self {
             obstacles: obstacles(domain, has_all_disks),
             has_host_cpu: has_host_cpu(domain),
+            own_disks: own_disks(domain),
         })
     }
 }
@@ -65,15 +68,36 @@ fn obstacles(domain: Node<'_, '_>, has_all_disks: bool) -> Vec<String> {
 }
 
 fn local_disk(disk: Node<'_, '_>) -> Option<String> {
-    let source = child(disk, "source")?;
-    let file = ["file", "dev", "dir"]
-        .iter()
-        .find_map(|name| source.attribute(*name))?;
-    let target = child(disk, "target").and_then(|target| target.attribute("dev"));
+    let file = file(disk)?;
     Some(format!(
         "disk {} is {file}: use --shared-storage if all hosts have the same file there, or --copy-storage to copy it",
-        target.unwrap_or("without a name")
+        target(disk).unwrap_or("without a name")
     ))
+}
+
+fn own_disks(domain: Node<'_, '_>) -> Vec<String> {
+    let devices = child(domain, "devices");
+    let devices = devices.iter().flat_map(|devices| devices.children());
+    let disks = devices.filter(|device| device.has_tag_name("disk"));
+    let is_own = |disk: &Node<'_, '_>| {
+        let is_shared = ["readonly", "shareable"]
+            .iter()
+            .any(|it| child(*disk, it).is_some());
+        file(*disk).is_some() && !is_shared
+    };
+    let targets = disks.filter(is_own).filter_map(target);
+    targets.map(str::to_owned).collect()
+}
+
+/// What a disk is on its host, if that is not on the network.
+fn file<'a>(disk: Node<'a, '_>) -> Option<&'a str> {
+    let source = child(disk, "source")?;
+    let mut names = ["file", "dev", "dir"].iter();
+    names.find_map(|name| source.attribute(*name))
+}
+
+fn target<'a>(disk: Node<'a, '_>) -> Option<&'a str> {
+    child(disk, "target")?.attribute("dev")
 }
 
 /// The obstacle of a host device. A device with a stand-in (`teaming`) is none: it is unplugged for the migration.
@@ -137,6 +161,21 @@ mod tests {
         assert_eq!(usb, "a device of its host is passed through: usb");
         assert_eq!(folder, "a folder of its host is shared with it (share)");
         assert_eq!(obstacles(true).len(), 3);
+    }
+
+    /// Libvirt would also copy a disk on the network, onto itself.
+    #[test]
+    fn only_files_that_the_guest_writes_alone_are_copied() {
+        let own = |xml: &str| Description::parse(xml, true).unwrap().own_disks;
+        assert_eq!(own(DOMAIN), ["vda"]);
+        let disk = |more: &str| {
+            format!(
+                "<domain><devices><disk><source dev='/dev/x'/><target dev='vdc'/>{more}</disk></devices></domain>"
+            )
+        };
+        assert_eq!(own(&disk("")), ["vdc"]);
+        assert!(own(&disk("<shareable/>")).is_empty());
+        assert!(own(&disk("<readonly/>")).is_empty());
     }
 
     #[test]

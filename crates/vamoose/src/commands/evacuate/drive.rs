@@ -22,6 +22,7 @@ use vamoose_link::millis;
 
 use super::{
     Options,
+    description::Description,
     libvirt::{Domain, Job, LibvirtHost, State},
     summary::{Report, in_doubt},
     survey::Survey,
@@ -321,7 +322,9 @@ impl<'a> Migration<'a> {
             "unsupported configuration",
             "Unsafe migration",
         ];
-        let failure = match virsh::output_of(&mut self.command()) {
+        let disks = self.disks_to_copy();
+        let disks = disks.map_err(|error| Failure::temporary(format!("{error:#}")))?;
+        let failure = match virsh::output_of(&mut self.command(&disks)) {
             Ok(_) => return Ok(()),
             Err(error) => format!("{error:#}"),
         };
@@ -331,8 +334,17 @@ impl<'a> Migration<'a> {
         }
     }
 
+    /// The targets of the disks that go with the guest.
+    fn disks_to_copy(&self) -> Result<Vec<String>> {
+        if !self.options.copy_storage {
+            return Ok(Vec::new());
+        }
+        let description = self.from.description(&self.domain.uuid)?;
+        Ok(Description::parse(&description, true)?.own_disks)
+    }
+
     /// This `virsh` dies with this process. Libvirt then cancels the migration, unless the source host carries it out.
-    fn command(&self) -> Command {
+    fn command(&self, disks: &[String]) -> Command {
         let (options, is_persistent) = (self.options, self.domain.is_persistent);
         let mut command = virsh::command_at(&self.from.uri_here());
         command.args(["migrate", "--live", "--parallel", "--parallel-connections"]);
@@ -340,13 +352,15 @@ impl<'a> Migration<'a> {
         for (is_set, option) in [
             (is_persistent, "--persistent"),
             (is_persistent, "--undefinesource"),
-            (options.copy_storage, "--copy-storage-all"),
             (options.auto_converge, "--auto-converge"),
             (options.p2p, "--p2p"),
         ] {
             if is_set {
                 command.arg(option);
             }
+        }
+        if !disks.is_empty() {
+            command.args(["--copy-storage-all", "--migrate-disks", &disks.join(",")]);
         }
         if let Some(rate) = options.rate_of_each() {
             // libvirt's unit is MiB a second.
@@ -430,8 +444,8 @@ mod tests {
         options: Options,
     }
 
-    /// Arguments of `virsh` for a persistent guest.
-    fn arguments(options: &[&str]) -> String {
+    /// Arguments of `virsh` for a persistent guest with these disks.
+    fn arguments(options: &[&str], disks: &[&str]) -> String {
         let words = ["vamoose", "kvm1", "--to", "kvm2"].iter().chain(options);
         let options = Line::parse_from(words).options;
         let [from, to] = ["kvm1", "kvm2"].map(LibvirtHost::new);
@@ -449,7 +463,8 @@ mod tests {
             from: &from,
             to: &to,
         };
-        let command = migration.command();
+        let disks: Vec<_> = disks.iter().map(|it| (*it).to_owned()).collect();
+        let command = migration.command(&disks);
         let words: Vec<_> = command.get_args().filter_map(OsStr::to_str).collect();
         words.join(" ")
     }
@@ -457,20 +472,19 @@ mod tests {
     #[test]
     fn options_reach_virsh() {
         assert_eq!(
-            arguments(&["--channels", "4"]),
+            arguments(&["--channels", "4"], &[]),
             "--quiet --connect qemu+ssh://kvm1/system?no_tty=1 migrate --live --parallel --parallel-connections 4 \
              --persistent --undefinesource UUID qemu+ssh://kvm2/system?no_tty=1"
         );
         let all = ["--p2p", "--copy-storage", "--auto-converge"];
-        assert!(
-            arguments(&all)
-                .ends_with("--copy-storage-all --auto-converge --p2p UUID qemu+ssh://kvm2/system")
-        );
+        let end = "--auto-converge --p2p --copy-storage-all --migrate-disks vda,vdb UUID qemu+ssh://kvm2/system";
+        assert!(arguments(&all, &["vda", "vdb"]).ends_with(end));
+        assert!(!arguments(&all, &[]).contains("storage"));
     }
 
     #[test]
     fn each_migration_gets_its_part_of_the_bandwidth() {
-        let limited = arguments(&["--parallel", "4", "--max-bandwidth", "1200M"]);
+        let limited = arguments(&["--parallel", "4", "--max-bandwidth", "1200M"], &[]);
         assert!(limited.contains(" --bandwidth 300 UUID "), "{limited}");
     }
 
