@@ -10,6 +10,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use vamoose_link::Bytes;
 
 use super::{Qemu, QemuError};
 
@@ -171,7 +172,8 @@ pub(crate) fn compare(here: &Machine, there: &Machine, host: &str, asked_for: &s
     facts.add("uuid", Fails, &here.uuid, &there.uuid);
     let kind = |machine: &Machine| machine.machine_type.clone();
     facts.add("machine type", Fails, &kind(here), &kind(there));
-    facts.add("RAM", Fails, &size(here.ram_bytes), &size(there.ram_bytes));
+    let ram = |machine: &Machine| Bytes(machine.ram_bytes).to_string();
+    facts.add("RAM", Fails, &ram(here), &ram(there));
     let cpus = |machine: &Machine| machine.cpus.to_string();
     facts.add("vCPUs", Fails, &cpus(here), &cpus(there));
     let kvm = |machine: &Machine| if machine.has_kvm { "on" } else { "off" };
@@ -261,13 +263,6 @@ impl Facts<'_> {
                 self.add(kind, Fit::MayFail, &here, &there);
             }
         }
-    }
-}
-
-fn size(bytes: u64) -> String {
-    match bytes % (1 << 20) {
-        0 => format!("{} MiB", bytes >> 20),
-        _ => format!("{} KiB", bytes >> 10),
     }
 }
 

@@ -32,6 +32,16 @@ const LOCAL: &str = "local";
 /// A guest whose QEMU reads a file at its start that the other host lacks at first.
 const LATE: &str = "late";
 
+/// Options for two migrations at once that take long.
+const TWO_SLOWLY: [&str; 6] = [
+    "--max-bandwidth",
+    "10M",
+    "--parallel",
+    "2",
+    "--except",
+    LATE,
+];
+
 const LATE_FILE: &str = "/var/lib/late";
 
 #[test]
@@ -224,14 +234,7 @@ impl<'a> Evacuation<'a> {
     /// The second signal cancels the migrations under way.
     fn is_cancelled(&self) -> Result<()> {
         let before = self.crowd_on_second()?;
-        let run = self.start(&[
-            "--max-bandwidth",
-            "10M",
-            "--parallel",
-            "2",
-            "--except",
-            LATE,
-        ])?;
+        let run = self.start(&TWO_SLOWLY)?;
         run.wait_for(" moves to ", LIMIT)?;
         run.signal(Signal::INT)?;
         run.wait_for("no further guests", LIMIT)?;
@@ -245,14 +248,7 @@ impl<'a> Evacuation<'a> {
     /// When the process is killed, libvirt cancels the migrations under way.
     fn is_killed(&self) -> Result<()> {
         let before = self.crowd_on_second()?;
-        let mut run = self.start(&[
-            "--max-bandwidth",
-            "10M",
-            "--parallel",
-            "2",
-            "--except",
-            LATE,
-        ])?;
+        let mut run = self.start(&TWO_SLOWLY)?;
         run.wait_for(" moves to ", LIMIT)?;
         let start = Instant::now();
         // Until it is really under way.
