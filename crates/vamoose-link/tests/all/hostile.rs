@@ -9,7 +9,7 @@ use std::{
 };
 
 use lab::middlebox::{Direction, Middlebox};
-use rustix::net::{AddressFamily, SocketType, bind, connect, ipproto, socket};
+use rustix::net::{AddressFamily, Shutdown, SocketType, bind, connect, ipproto, shutdown, socket};
 use vamoose_link::{
     Address, DialError, Introduced, Listener, Path, Security, Session, SessionConfig, Sessions,
     Stream, StreamError, chain,
@@ -653,38 +653,53 @@ impl Impostor {
     }
 }
 
-/// Changes a byte of one of the four messages of a handshake between two right ends.
+/// Changes a byte of one of the four messages of each handshake between two right ends.
 struct Meddler {
     address: SocketAddr,
+    listener: TcpListener,
 }
 
 impl Meddler {
     fn start(server: SocketAddr, from: Ipv4Addr, number: usize, at: usize, value: u8) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
+        let accepting = listener.try_clone().unwrap();
         thread::spawn(move || {
-            let client = listener.accept().unwrap().0;
-            let server = connect_from(from, server);
-            let lens = [HELLO_LEN, HELLO_LEN, ATTACH_LEN, ATTACH_LEN];
-            for (message, len) in lens.into_iter().enumerate() {
-                let (mut from, mut to) = match message % 2 {
-                    0 => (&client, &server),
-                    _ => (&server, &client),
-                };
-                let mut bytes = vec![0; len];
-                // One of them may have left.
-                if from.read_exact(&mut bytes).is_err() {
-                    return;
-                }
-                if message == number {
-                    bytes[at] = value;
-                }
-                if to.write_all(&bytes).is_err() {
-                    return;
-                }
+            // A client whose connection was closed tries once more.
+            while let Ok((client, _)) = accepting.accept() {
+                let server = connect_from(from, server);
+                meddle(&client, &server, number, at, value);
             }
         });
-        Self { address }
+        Self { address, listener }
+    }
+}
+
+impl Drop for Meddler {
+    fn drop(&mut self) {
+        // Ends the thread's wait for a client.
+        let _ = shutdown(&self.listener, Shutdown::Both);
+    }
+}
+
+fn meddle(client: &TcpStream, server: &TcpStream, number: usize, at: usize, value: u8) {
+    let lens = [HELLO_LEN, HELLO_LEN, ATTACH_LEN, ATTACH_LEN];
+    for (message, len) in lens.into_iter().enumerate() {
+        let (mut from, mut to) = match message % 2 {
+            0 => (client, server),
+            _ => (server, client),
+        };
+        let mut bytes = vec![0; len];
+        // One of them may have left.
+        if from.read_exact(&mut bytes).is_err() {
+            return;
+        }
+        if message == number {
+            bytes[at] = value;
+        }
+        if to.write_all(&bytes).is_err() {
+            return;
+        }
     }
 }
 
