@@ -7,7 +7,7 @@
 //! knows where the guest is. The program ends with an error and the experiment's seed unless:
 //!
 //! - the guest runs in exactly one place, and has never run in two, nor returned with old memory;
-//! - it is lost only if the only process that had it was killed, or a QEMU failed as docs/qemu.md documents;
+//! - it is lost only if the only process that had it was killed;
 //! - its memory is right to the last byte, at the source if it stayed, at the destination if it moved;
 //! - everything that a guest of a QEMU has written is on its disk once, and the image is not locked, even if the guest is lost;
 //! - commands are right: success if and only if the guest runs at the destination; in doubt only until the repair, and only after a

@@ -32,8 +32,6 @@ pub(crate) enum Ended {
     Destination,
     /// Lost, as its only copy was killed.
     Lost(&'static str),
-    /// Lost, as the source's QEMU aborted or hung by itself, see docs/qemu.md.
-    Documented,
     /// Unknown, as it may be.
     InDoubt,
 }
@@ -44,7 +42,6 @@ impl fmt::Display for Ended {
             Self::Source => "at the source",
             Self::Destination => "moved",
             Self::Lost(why) => why,
-            Self::Documented => "documented",
             Self::InDoubt => "in doubt",
         })
     }

@@ -16,7 +16,6 @@ pub(crate) struct Tally {
     violations: BTreeMap<Broken, Vec<u64>>,
     missed: usize,
     left_over: u64,
-    documented: u64,
     pub(crate) experiments: u64,
 }
 
@@ -38,7 +37,6 @@ impl Tally {
         self.left_over += u64::from(report.left_over);
         match report.ended {
             Ended::Lost(why) => *self.reasons.entry(why).or_default() += 1,
-            Ended::Documented => self.documented += 1,
             Ended::Source | Ended::Destination | Ended::InDoubt => {}
         }
         self.total.add(report);
@@ -70,7 +68,7 @@ impl Row {
         match report.ended {
             Ended::Source => self.source += 1,
             Ended::Destination => self.destination += 1,
-            Ended::Lost(_) | Ended::Documented => self.lost += 1,
+            Ended::Lost(_) => self.lost += 1,
             Ended::InDoubt => {}
         }
         self.in_doubt += u64::from(report.in_doubt);
@@ -109,11 +107,6 @@ impl fmt::Display for Tally {
             f,
             "destinations that waited on when the guest stayed: {}",
             self.left_over
-        )?;
-        writeln!(
-            f,
-            "documented: {} times a QEMU before 8 aborted or hung when `migrate` was killed in the last round (docs/qemu.md)",
-            self.documented
         )?;
         for (why, count) in &self.reasons {
             writeln!(f, "lost {count} times: {why}")?;

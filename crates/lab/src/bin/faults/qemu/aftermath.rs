@@ -38,7 +38,7 @@ impl Scene<'_> {
     /// Continues according to where the guest is. Returns where it is at the end.
     pub(crate) fn go_on(&mut self, holder: &Holder) -> Result<Holder, Trouble> {
         match holder {
-            Holder::Lost(_) | Holder::FailedAsDocumented => Ok(holder.clone()),
+            Holder::Lost(_) => Ok(holder.clone()),
             Holder::Instance(0) => self.migrate_again(),
             Holder::Instance(1) => self.after_success(),
             // At the other host, by the command to that host.

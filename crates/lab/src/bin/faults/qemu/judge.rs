@@ -4,8 +4,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
 use lab::counter;
-use lab::qemu::Version;
-use lab::qmp::Event;
 use lab::writer::Ended;
 
 use super::instance::State;
@@ -22,8 +20,6 @@ pub(crate) enum Holder {
     Instance(usize),
     /// Nobody: its only copy was killed.
     Lost(&'static str),
-    /// Nobody: the source has aborted or hung by itself, which docs/qemu.md documents.
-    FailedAsDocumented,
 }
 
 /// The limit for states to settle.
@@ -52,7 +48,7 @@ impl Scene<'_> {
     /// Checks that the source's QEMU has not ended by itself. Servers may end the others.
     fn expect_source(&mut self) -> Result<(), Trouble> {
         let killed = self.injector.struck().contains(&Kind::Kill(Role::Source));
-        if killed || !self.instances[0].process.has_ended() || self.has_failed_as_documented() {
+        if killed || !self.instances[0].process.has_ended() {
             return Ok(());
         }
         broken(
@@ -65,7 +61,6 @@ impl Scene<'_> {
     fn who_runs(&mut self) -> Result<Holder, Trouble> {
         let begin = Instant::now();
         loop {
-            self.kill_if_hung_as_documented();
             let states: Vec<_> = self
                 .instances
                 .iter_mut()
@@ -116,11 +111,8 @@ impl Scene<'_> {
         }
     }
 
-    /// The reason, if there is one, why no instance has to have the guest: its only copy was killed, or failed as documented.
+    /// The reason, if there is one, why no instance has to have the guest: its only copy was killed.
     fn excuse_for_loss(&mut self) -> Option<Holder> {
-        if self.instances[0].process.has_ended() && self.has_failed_as_documented() {
-            return Some(Holder::FailedAsDocumented);
-        }
         let struck = self.injector.struck();
         // If killing the source was the only fault, the destination must have a guest that it had loaded completely. After another
         // fault, `migrate` may not know that the source had paused the guest.
@@ -150,32 +142,6 @@ impl Scene<'_> {
             .is_some_and(|end| end < died);
         let before = |at: Duration| at < died;
         stopped && self.instances[1].loaded_at().is_some_and(before)
-    }
-
-    /// Kills a source's QEMU that hangs as documented, so that its guest counts as lost.
-    pub(super) fn kill_if_hung_as_documented(&mut self) {
-        if self.has_failed_as_documented() && self.instances[0].state() == State::Mute {
-            self.injector.tell("A hangs as docs/qemu.md says: killed");
-            self.instances[0].process.kill();
-        }
-    }
-
-    /// Whether the source's QEMU may have aborted, or may be hanging, by itself.
-    fn has_failed_as_documented(&mut self) -> bool {
-        let version = self.fixture.binaries[self.plan.versions[0]].version;
-        let killed = self.injector.struck_at(Kind::Kill(Role::Migrate));
-        let [stopped, completed] = {
-            let events = self.instances[0].events();
-            let last = |is_it: fn(&&Event) -> bool| {
-                let found = events.iter().rev().find(is_it);
-                found.map(|event| event.timestamp)
-            };
-            [
-                last(|event| event.name == "STOP"),
-                last(|event| event.name == "MIGRATION" && event.data["status"] == "completed"),
-            ]
-        };
-        may_fail(version, stopped, completed, killed)
     }
 
     pub(super) fn check_lives(&self, lives: &[Life]) -> Result<(), Trouble> {
@@ -292,7 +258,7 @@ impl Scene<'_> {
                 self.disk.check(instance.qemu.ram(), Ended::Stopped)
             }
             // It is not certain which of them had it last.
-            Holder::Lost(_) | Holder::FailedAsDocumented => {
+            Holder::Lost(_) => {
                 let dead = self.instances.iter().filter(|it| it.process.has_ended());
                 let checks = dead.map(|it| self.disk.check(it.qemu.ram(), Ended::Running));
                 let found = checks.reduce(Result::or);
@@ -326,54 +292,7 @@ impl Scene<'_> {
     }
 }
 
-/// Whether a source's QEMU may abort or hang: one before 8 may, when `migrate` is killed in the last round, after the guest was
-/// paused and before the migration has completed (docs/qemu.md).
-fn may_fail(
-    source: Version,
-    stopped: Option<Duration>,
-    completed: Option<Duration>,
-    migrate_killed: Option<Duration>,
-) -> bool {
-    let (Some(stopped), Some(killed)) = (stopped, migrate_killed) else {
-        return false;
-    };
-    let was_over = completed.is_some_and(|completed| (stopped..=killed).contains(&completed));
-    source.major < 8 && killed + IN_FLIGHT > stopped && !was_over
-}
-
 /// A message may be in flight this long.
 const IN_FLIGHT: Duration = Duration::from_millis(100);
 /// The time between reading two clocks on a busy machine.
 const SURE: Duration = Duration::from_millis(300);
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_old_source_in_its_last_round_may_fail() {
-        let version = |major| Version {
-            major,
-            minor: 2,
-            micro: 0,
-        };
-        let at = |seconds| Some(Duration::from_secs(seconds));
-        for (major, stopped, completed, killed, expected) in [
-            (7, at(1), None, at(2), true),
-            (7, at(1), at(3), at(2), true),
-            (8, at(1), None, at(2), false),
-            // Killed after the migration had completed.
-            (7, at(1), at(2), at(3), false),
-            // Killed in a later migration.
-            (7, at(2), at(1), at(3), true),
-            // Before the last round, in a migration that was not stopped, and without a kill.
-            (7, at(2), None, at(1), false),
-            (7, None, None, at(2), false),
-            (7, at(1), None, None, false),
-        ] {
-            let found = may_fail(version(major), stopped, completed, killed);
-            let times = (stopped, completed, killed);
-            assert_eq!(found, expected, "{major}: {times:?}");
-        }
-    }
-}

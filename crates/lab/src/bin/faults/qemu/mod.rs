@@ -31,6 +31,8 @@ use scene::{Fixture, Scene};
 pub(crate) struct Setting {
     program: PathBuf,
     binaries: Vec<Binary>,
+    /// The sources without the defects of a QEMU before 8: it loses writes of a running guest, and see [`plan::BREAKS_QEMU_7`].
+    sources: Vec<usize>,
     choices: Choices,
     /// The table of cuts, instead of random faults.
     pub(crate) table: Option<Vec<Row>>,
@@ -48,12 +50,17 @@ impl Setting {
     pub(crate) fn new(
         program: PathBuf,
         binaries: Vec<Binary>,
-        kinds: Vec<(u64, Kind)>,
+        mut kinds: Vec<(u64, Kind)>,
         table: Option<Vec<Row>>,
     ) -> Result<Self> {
+        let sources = newer_than_7(&binaries);
+        if sources.is_empty() {
+            kinds.retain(|(_, kind)| *kind != plan::BREAKS_QEMU_7);
+        }
         let mut setting = Self {
             program,
             binaries,
+            sources,
             // One in five of 1024 pages is zero, and the others hardly compress.
             choices: Choices::new(kinds, 2 << 20, 25),
             table,
@@ -61,7 +68,7 @@ impl Setting {
         };
         if setting.table.is_some() {
             ensure!(
-                !setting.sources().is_empty(),
+                !setting.sources.is_empty(),
                 "the table needs a QEMU of version 8 or later"
             );
             return Ok(setting);
@@ -86,13 +93,6 @@ impl Setting {
         Ok((scene.message_names(), begin.elapsed()))
     }
 
-    /// The QEMUs that lose no writes of a running guest.
-    fn sources(&self) -> Vec<usize> {
-        let all = self.binaries.iter().enumerate();
-        let sources = all.filter(|(_, binary)| !binary.version.loses_writes());
-        sources.map(|(index, _)| index).collect()
-    }
-
     fn fixture(&self) -> Result<Fixture> {
         let host = || Host::new(&self.program, self.table.is_some());
         Ok(Fixture {
@@ -102,6 +102,13 @@ impl Setting {
             clean: self.clean,
         })
     }
+}
+
+/// Indices of the QEMUs of version 8 or later.
+fn newer_than_7(binaries: &[Binary]) -> Vec<usize> {
+    let all = binaries.iter().enumerate();
+    let newer = all.filter(|(_, binary)| binary.version.major > 7);
+    newer.map(|(index, _)| index).collect()
 }
 
 impl<'a> Worker<'a> {
@@ -115,6 +122,7 @@ impl<'a> Worker<'a> {
     pub(crate) fn plan(&self, seed: u64, number: u64) -> Plan {
         let Setting {
             binaries,
+            sources,
             choices,
             table,
             ..
@@ -123,9 +131,9 @@ impl<'a> Worker<'a> {
             .as_ref()
             .and_then(|rows| rows.get(usize::try_from(number).ok()?));
         if let Some(row) = row {
-            return Plan::of_row(number, row, &self.setting.sources(), binaries.len());
+            return Plan::of_row(number, row, sources, binaries.len());
         }
-        Plan::draw(seed, number, choices, binaries.len())
+        Plan::draw(seed, number, choices, sources, binaries.len())
     }
 
     /// Runs an experiment. After a failed one, the next one gets new hosts.
@@ -156,7 +164,6 @@ impl Scene<'_> {
                 Holder::Instance(0) => Ended::Source,
                 Holder::Instance(_) => Ended::Destination,
                 Holder::Lost(why) => Ended::Lost(why),
-                Holder::FailedAsDocumented => Ended::Documented,
             },
             downtime: self.downtime(),
             in_doubt: self.was_in_doubt(),

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::host::RECONNECT;
-use crate::fault::{Choices, Fault, list};
+use crate::fault::{Choices, Fault, Kind, Role, list};
 use crate::random::Random;
 use crate::table::Row;
 
@@ -25,6 +25,9 @@ pub(crate) struct Plan {
     /// The row, if the plan is one of the table of cuts.
     pub(crate) row: Option<Row>,
 }
+
+/// In the last round it makes a source of a version before 8 abort or hang (docs/qemu.md).
+pub(crate) const BREAKS_QEMU_7: Kind = Kind::Kill(Role::Migrate);
 
 /// What follows a successful migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,14 +55,25 @@ pub(crate) struct Next {
 }
 
 impl Plan {
-    /// Draws a plan with `versions` QEMUs to choose from.
-    pub(crate) fn draw(seed: u64, number: u64, choices: &Choices, versions: usize) -> Self {
+    /// Draws a plan with `versions` QEMUs to choose from; `newer` are those of version 8 or later.
+    pub(crate) fn draw(
+        seed: u64,
+        number: u64,
+        choices: &Choices,
+        newer: &[usize],
+        versions: usize,
+    ) -> Self {
         let random = &mut Random::of_experiment(seed, number);
         let version = |_| usize::try_from(random.below(versions as u64)).unwrap_or(0);
+        let mut versions = [0, 1, 2].map(version);
+        let faults = choices.draw(random);
+        if faults.iter().any(|fault| fault.kind == BREAKS_QEMU_7) {
+            versions[0] = random.choose(newer);
+        }
         Self {
             number,
-            versions: [0, 1, 2].map(version),
-            faults: choices.draw(random),
+            versions,
+            faults,
             runs: random.percent(90),
             paused: random.percent(50),
             content: random.below(CONTENTS),
@@ -181,14 +195,22 @@ fn draw_options(random: &mut Random) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fault::{Kind, Role};
 
     #[test]
     fn a_plan_is_drawn_again_from_its_seed() {
         let kinds = vec![(1, Kind::Kill(Role::Serve)), (1, Kind::Cut)];
         let choices = Choices::new(kinds, 1000, 25);
-        let draw = |number| Plan::draw(7, number, &choices, 3).to_string();
+        let draw = |number| Plan::draw(7, number, &choices, &[1, 2], 3).to_string();
         assert_eq!(draw(1), draw(1));
         assert_ne!(draw(1), draw(2));
+    }
+
+    #[test]
+    fn a_fault_that_breaks_an_old_source_gets_a_newer_one() {
+        let choices = Choices::new(vec![(1, BREAKS_QEMU_7)], 1000, 25);
+        for number in 0..50 {
+            let plan = Plan::draw(7, number, &choices, &[1, 2], 3);
+            assert_ne!(plan.versions[0], 0);
+        }
     }
 }

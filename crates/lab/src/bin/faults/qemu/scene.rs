@@ -290,7 +290,6 @@ impl<'a> Scene<'a> {
 
     /// Checks that all running QEMUs answer.
     pub(crate) fn expect_answers(&mut self) -> Result<(), Trouble> {
-        self.kill_if_hung_as_documented();
         for instance in &mut self.instances {
             if instance.state() == State::Mute {
                 // To tell a hang from a lack of CPU time.
