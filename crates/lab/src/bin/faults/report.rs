@@ -18,8 +18,6 @@ pub(crate) struct Report {
     pub(crate) ended: Ended,
     /// Whether a command was in doubt for a while.
     pub(crate) in_doubt: bool,
-    /// Whether the guest stayed and its destination was not ended, but keeps waiting.
-    pub(crate) left_over: bool,
     pub(crate) took: Duration,
     /// From the guest's pause at the source to its resumption at the destination.
     pub(crate) downtime: Option<Duration>,

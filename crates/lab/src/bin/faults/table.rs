@@ -208,7 +208,6 @@ mod tests {
             missed,
             ended,
             in_doubt: false,
-            left_over: false,
             took: Duration::ZERO,
             downtime: None,
         };

@@ -59,7 +59,6 @@ impl Setting {
             struck,
             ended,
             in_doubt: scene.in_doubt,
-            left_over: false,
             took: begin.elapsed(),
             downtime: None,
         })

@@ -60,7 +60,6 @@ impl Scene<'_> {
         } else {
             format!("{}-next", self.plan.name())
         };
-        self.left_over = !self.instances[1].process.wait(SERVER_CLEANUP);
         // Before a QEMU of the same name is started.
         for instance in &self.instances[1..] {
             instance.process.kill();
@@ -149,7 +148,5 @@ impl Scene<'_> {
     }
 }
 
-/// Time within which a server has ended a QEMU whose guest will not come: longer than [`RECONNECT`](super::host::RECONNECT).
-const SERVER_CLEANUP: Duration = Duration::from_secs(5);
 /// Time after which the server has noticed that its QEMU was killed.
 const DEATH_NOTICED: Duration = Duration::from_millis(50);

@@ -167,7 +167,6 @@ impl Scene<'_> {
             },
             downtime: self.downtime(),
             in_doubt: self.was_in_doubt(),
-            left_over: self.left_over,
             took: begin.elapsed(),
         })
     }

@@ -52,8 +52,6 @@ pub(crate) struct Scene<'a> {
     pub(crate) outcomes: Vec<Outcome>,
     /// The attempt that a command wants to have confirmed: that nothing else has moved the guest.
     confirmed: Option<String>,
-    /// The guest has stayed, and its destination was not ended.
-    pub(crate) left_over: bool,
     // Dropped before the link, which they use.
     commands: Vec<Running>,
     link: Link,
@@ -153,7 +151,6 @@ impl<'a> Scene<'a> {
             injector,
             outcomes: Vec::new(),
             confirmed: None,
-            left_over: false,
             commands: Vec::new(),
             link,
             pace,
