@@ -13,20 +13,20 @@ use clap::builder::PossibleValue;
 use lab::vamoose::program;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use crate::fault::{Fault, Kind};
-use crate::live;
-use crate::options::{Engine, Options};
-use crate::qemu;
-use crate::report::{Report, Trouble};
-use crate::sandbox;
-use crate::table::Row;
+use crate::engine::{Engine, Experiment};
+use crate::fault::Kind;
+use crate::options::{self, Options};
+use crate::report::Trouble;
+use crate::table::{Row, Table};
 use crate::tally::Tally;
+use crate::{live, qemu, sandbox};
 
 /// What all jobs share.
 struct Campaign<'a> {
     options: &'a Options,
-    qemu: Option<qemu::Setting>,
-    live: Option<live::Setting>,
+    engines: Vec<Box<dyn Engine>>,
+    /// The end of the table of cuts.
+    rows: Option<u64>,
     begin: Instant,
     /// The number of the next experiment.
     next: AtomicU64,
@@ -68,23 +68,23 @@ impl<'a> Campaign<'a> {
             Some(_) => println!("{TABLE_HEAD}"),
             None => println!("seed {}", options.seed),
         }
-        let qemu = match options.engine {
-            Engine::Live => None,
-            Engine::Qemu | Engine::Both => qemu_setting(options)?,
-        };
-        let live = match options.engine {
-            Engine::Qemu => None,
-            _ if options.table.is_some() => None,
-            Engine::Live | Engine::Both => live_setting(options)?,
-        };
-        ensure!(
-            qemu.is_some() || live.is_some(),
-            "this engine has no fault of that name"
-        );
+        let mut table = options.table.map(Table::rows);
+        if let Some(rows) = &mut table {
+            rows.retain(|row| is_wanted(options, row));
+        }
+        let rows = table.as_ref().map(|rows| rows.len() as u64);
+        let mut engines: Vec<Box<dyn Engine>> = Vec::new();
+        if options.engine != options::Engine::Live {
+            engines.extend(two_qemus(options, table)?);
+        }
+        if options.engine != options::Engine::Qemu && rows.is_none() {
+            engines.extend(two_vmms(options)?);
+        }
+        ensure!(!engines.is_empty(), "this engine has no fault of that name");
         Ok(Self {
             options,
-            qemu,
-            live,
+            engines,
+            rows,
             begin: Instant::now(),
             next: AtomicU64::new(options.experiment.unwrap_or(0)),
             faults: AtomicU64::new(0),
@@ -96,33 +96,22 @@ impl<'a> Campaign<'a> {
 
     /// A job: runs experiments one after the other.
     fn work(&self) {
-        let seed = self.options.seed;
-        let mut worker = self.qemu.as_ref().map(qemu::Worker::new);
         while let Some(number) = self.next_experiment() {
-            match (&mut worker, &self.live) {
-                // Both engines alternate.
-                (Some(worker), live) if live.is_none() || number % 2 == 0 => {
-                    let plan = worker.plan(seed, number);
-                    self.experiment(number, &plan, &plan.faults, || worker.experiment(&plan));
-                }
-                (_, Some(live)) => {
-                    let plan = live.plan(seed, number);
-                    self.experiment(number, &plan, &plan.faults, || live.experiment(&plan));
-                }
-                (_, None) => return,
-            }
+            // Engines take turns.
+            let turn = usize::try_from(number).unwrap_or(0) % self.engines.len();
+            let made = self.engines[turn].experiment(self.options.seed, number);
+            self.count(number, made);
         }
     }
 
-    fn experiment(
-        &self,
-        number: u64,
-        plan: &impl Display,
-        faults: &[Fault],
-        make: impl FnOnce() -> Result<Report, Trouble>,
-    ) {
+    fn count(&self, number: u64, made: Experiment) {
+        let Experiment {
+            plan,
+            faults,
+            result,
+        } = made;
         self.faults.fetch_add(faults.len() as u64, Ordering::SeqCst);
-        match make() {
+        match result {
             _ if self.interrupted.load(Ordering::SeqCst) => {}
             Ok(report) => {
                 let mut state = self.lock();
@@ -149,7 +138,7 @@ impl<'a> Campaign<'a> {
                     println!("experiment: {}", self.command(number));
                     println!("plan: {plan}\n{}\n", story.join("\n"));
                 }
-                state.tally.add_violation(faults, kind, number);
+                state.tally.add_violation(&faults, kind, number);
                 if !self.options.keep_going {
                     self.stop.store(true, Ordering::SeqCst);
                 }
@@ -176,11 +165,7 @@ impl<'a> Campaign<'a> {
             || self.stop.load(Ordering::SeqCst)
             || self.interrupted.load(Ordering::SeqCst);
         let number = self.next.fetch_add(1, Ordering::SeqCst);
-        let table = self
-            .qemu
-            .as_ref()
-            .and_then(|setting| setting.table.as_ref());
-        let enough = enough || table.is_some_and(|rows| number >= rows.len() as u64);
+        let enough = enough || self.rows.is_some_and(|rows| number >= rows);
         let only = self.options.experiment.is_none_or(|only| only == number);
         (!enough && only).then_some(number)
     }
@@ -242,17 +227,9 @@ impl<'a> Campaign<'a> {
 const TABLE_HEAD: &str =
     "| phase | cut | paths | options | ended | s | downtime, ms |\n|---|---|---|---|---|---:|---:|";
 
-/// The setting of the engine, if it has a fault of the wanted names.
-fn qemu_setting(options: &Options) -> Result<Option<qemu::Setting>> {
-    let kinds = wanted(options, &qemu::KINDS);
-    let is_wanted = |row: &Row| {
-        let name = row.to_string();
-        options.only.is_empty() || options.only.iter().any(|only| name.contains(only))
-    };
-    let table = options.table.map(|table| {
-        let rows = table.rows().into_iter().filter(is_wanted);
-        rows.collect::<Vec<_>>()
-    });
+/// Two QEMUs, if there is a wanted fault or row for them.
+fn two_qemus(options: &Options, table: Option<Vec<Row>>) -> Result<Option<Box<dyn Engine>>> {
+    let kinds = wanted_kinds(options, &qemu::KINDS);
     if table.as_ref().map_or(kinds.is_empty(), Vec::is_empty) {
         return Ok(None);
     }
@@ -263,35 +240,35 @@ fn qemu_setting(options: &Options) -> Result<Option<qemu::Setting>> {
             versions.contains(&format!("{major}.{minor}"))
         });
     }
-    if binaries.is_empty() {
-        bail!("no such QEMU here: scripts/setup qemu fetches some");
-    }
-    let versions: Vec<_> = binaries
-        .iter()
-        .map(|binary| binary.version.to_string())
-        .collect();
-    println!("QEMU {}", versions.join(", "));
-    qemu::Setting::new(program(None, "vamoose")?, binaries, kinds, table).map(Some)
+    ensure!(
+        !binaries.is_empty(),
+        "no such QEMU here: scripts/setup qemu fetches some"
+    );
+    let versions = binaries.iter().map(|binary| binary.version.to_string());
+    println!("QEMU {}", versions.collect::<Vec<_>>().join(", "));
+    let setting = qemu::Setting::new(program(None, "vamoose")?, binaries, kinds, table)?;
+    Ok(Some(Box::new(setting)))
 }
 
-fn live_setting(options: &Options) -> Result<Option<live::Setting>> {
-    let kinds = wanted(options, &live::KINDS);
+/// Two VMMs (the example of vamoose-live), if there is a wanted fault for them.
+fn two_vmms(options: &Options) -> Result<Option<Box<dyn Engine>>> {
+    let kinds = wanted_kinds(options, &live::KINDS);
     if kinds.is_empty() {
         return Ok(None);
     }
-    // The example of vamoose-live.
-    live::Setting::new(program(None, "examples/vmm")?, kinds).map(Some)
+    let setting = live::Setting::new(program(None, "examples/vmm")?, kinds)?;
+    Ok(Some(Box::new(setting)))
 }
 
 /// All kinds, or the named ones. Full disks need namespaces.
-fn wanted(options: &Options, kinds: &[(u64, Kind)]) -> Vec<(u64, Kind)> {
-    let is_wanted = |kind: Kind| match kind {
-        Kind::DiskFull(_) if !sandbox::is_inside() => false,
-        _ => {
-            let mut only = options.only.iter();
-            only.len() == 0 || only.any(|only| kind.to_string().contains(only))
-        }
-    };
-    let kinds = kinds.iter().filter(|(_, kind)| is_wanted(*kind));
-    kinds.copied().collect()
+fn wanted_kinds(options: &Options, kinds: &[(u64, Kind)]) -> Vec<(u64, Kind)> {
+    let can_be = |kind: Kind| !matches!(kind, Kind::DiskFull(_)) || sandbox::is_inside();
+    let kinds = kinds.iter().copied();
+    let wanted = kinds.filter(|(_, kind)| can_be(*kind) && is_wanted(options, kind));
+    wanted.collect()
+}
+
+fn is_wanted(options: &Options, fault: &impl Display) -> bool {
+    let name = fault.to_string();
+    options.only.is_empty() || options.only.iter().any(|only| name.contains(only))
 }

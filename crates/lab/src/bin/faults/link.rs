@@ -236,12 +236,6 @@ impl LinkHandle {
         self.watch.lock().messages.clone()
     }
 
-    /// The messages so far, without their times.
-    pub(crate) fn message_names(&self) -> Vec<String> {
-        let messages = self.messages().into_iter();
-        messages.map(|message| message.name).collect()
-    }
-
     /// The open connections by path and number, those of the control stream first.
     fn connections(&self, which: Which) -> Vec<(&Handle, usize)> {
         let seen = self.watch.lock();

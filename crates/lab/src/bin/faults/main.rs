@@ -20,6 +20,7 @@
 mod campaign;
 mod claim;
 mod disk;
+mod engine;
 mod fault;
 mod injector;
 mod link;

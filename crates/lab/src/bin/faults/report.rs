@@ -16,6 +16,8 @@ pub(crate) struct Report {
     pub(crate) missed: usize,
     /// Where the guest was after the repair.
     pub(crate) ended: Ended,
+    /// The messages of the control stream.
+    pub(crate) messages: Vec<String>,
     /// Whether a command was in doubt for a while.
     pub(crate) in_doubt: bool,
     pub(crate) took: Duration,

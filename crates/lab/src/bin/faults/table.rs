@@ -208,6 +208,7 @@ mod tests {
             missed,
             ended,
             in_doubt: false,
+            messages: Vec::new(),
             took: Duration::ZERO,
             downtime: None,
         };

@@ -12,14 +12,15 @@ mod vmm;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::Result;
 
+use crate::engine::{Engine, Experiment, rehearse};
 use crate::fault::{Choices, Kind, Role};
-use crate::report::{Ended, Report, Trouble};
+use crate::report::{Report, Trouble};
 use plan::Plan;
 use scene::Scene;
 
-/// What all jobs share.
+/// What all experiments share.
 pub(crate) struct Setting {
     program: PathBuf,
     choices: Choices,
@@ -35,49 +36,34 @@ impl Setting {
             choices: Choices::new(kinds, 1500 << 10, 30),
             clean: Duration::ZERO,
         };
-        let rehearsed = setting.without_faults();
-        let (words, clean) = rehearsed.context("a migration without faults")?;
-        setting.choices.keep(&words);
-        setting.clean = clean;
+        let report = rehearse(|| setting.play(&Plan::without_faults()))?;
+        setting.choices.keep(&report.messages);
+        setting.clean = report.took;
         Ok(setting)
     }
 
-    pub(crate) fn plan(&self, seed: u64, number: u64) -> Plan {
-        Plan::draw(seed, number, &self.choices)
-    }
-
     /// Runs an experiment.
-    pub(crate) fn experiment(&self, plan: &Plan) -> Result<Report, Trouble> {
-        let begin = Instant::now();
+    fn play(&self, plan: &Plan) -> Result<Report, Trouble> {
         let mut scene = Scene::new(plan, &self.program, self.clean)?;
+        let begin = Instant::now();
         let ended = scene
             .play()
             .map_err(|trouble| trouble.with_story(scene.story()))?;
-        let struck = scene.struck();
         Ok(Report {
-            missed: plan.faults.len() - struck.len(),
-            struck,
-            ended,
             in_doubt: scene.in_doubt,
-            took: begin.elapsed(),
-            downtime: None,
+            ..scene.injector.report(ended, begin.elapsed())
         })
     }
+}
 
-    fn without_faults(&self) -> Result<(Vec<String>, Duration)> {
-        let plan = Plan::without_faults();
-        let mut last = None;
-        // The first run warms caches.
-        for _ in 0..2 {
-            let mut scene = Scene::new(&plan, &self.program, Duration::ZERO)?;
-            let begin = Instant::now();
-            match scene.play() {
-                Ok(Ended::Destination) => last = Some((scene.message_names(), begin.elapsed())),
-                Ok(other) => bail!("the guest ended {other:?}"),
-                Err(trouble) => bail!("{trouble:?}\n{}", scene.story().join("\n")),
-            }
+impl Engine for Setting {
+    fn experiment(&self, seed: u64, number: u64) -> Experiment {
+        let plan = Plan::draw(seed, number, &self.choices);
+        Experiment {
+            result: self.play(&plan),
+            plan: plan.to_string(),
+            faults: plan.faults,
         }
-        last.context("no migration")
     }
 }
 

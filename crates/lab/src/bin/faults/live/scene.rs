@@ -21,7 +21,7 @@ pub(crate) struct Scene<'a> {
     source: Vmm,
     /// All destinations, in order of their start.
     destinations: Vec<Vmm>,
-    injector: Injector,
+    pub(crate) injector: Injector,
     link: Link,
     pub(crate) in_doubt: bool,
 }
@@ -76,15 +76,6 @@ impl<'a> Scene<'a> {
         Ok(ended)
     }
 
-    pub(crate) fn struck(&self) -> Vec<Kind> {
-        self.injector.struck()
-    }
-
-    /// The messages of the control stream.
-    pub(crate) fn message_names(&self) -> Vec<String> {
-        self.link.handle().message_names()
-    }
-
     /// Migrates with all faults until everything is repaired. Returns the source's last event, unless it was killed.
     fn migrate_with_faults(&mut self) -> Result<Option<Event>, Trouble> {
         self.injector.arm(self.clean);
@@ -114,7 +105,13 @@ impl<'a> Scene<'a> {
             .is_some_and(|over| over.message["guest"] == "in-doubt");
         let knows = self.in_doubt && self.injector.whole_for() > KNOWS;
         let killed = [Kind::Kill(Role::Destination), Kind::RestartDestination];
-        if knows && !self.struck().iter().any(|kind| killed.contains(kind)) {
+        if knows
+            && !self
+                .injector
+                .struck()
+                .iter()
+                .any(|kind| killed.contains(kind))
+        {
             return broken(Broken::InDoubt, "the source is in doubt");
         }
         self.repair_all()?;
@@ -154,7 +151,7 @@ impl<'a> Scene<'a> {
 
     /// Checks that VMMs that were not killed still run.
     fn expect_no_crash(&self) -> Result<(), Trouble> {
-        let struck = self.struck();
+        let struck = self.injector.struck();
         let killed = |kinds: &[Kind]| struck.iter().any(|kind| kinds.contains(kind));
         let source = !killed(&[Kind::Kill(Role::Source)]);
         let destination = !killed(&[Kind::Kill(Role::Destination), Kind::RestartDestination]);

@@ -65,7 +65,7 @@ impl Scene<'_> {
             instance.process.kill();
         }
         let to = self.add_waiting(host, self.plan.versions[2], &name, "D")?;
-        let server = self.fixture.address(host)?;
+        let server = self.address(host)?;
         let migration = self.migration("the next migration", [0, to], SOURCE_HOST, server, &name);
         let claim = self.run(migration)?;
         if claim != Claim::Moved {
@@ -115,7 +115,7 @@ impl Scene<'_> {
     fn move_on(&mut self, restart: bool) -> Result<Holder, Trouble> {
         let name = format!("{}-further", self.plan.name());
         let to = self.add_waiting(OTHER_HOST, self.plan.versions[2], &name, "E")?;
-        let server = self.fixture.address(OTHER_HOST)?;
+        let server = self.address(OTHER_HOST)?;
         let migration = self.migration("the move to another host", [1, to], HOST, server, &name);
         let claim = self.run(migration)?;
         if claim != Claim::Moved {

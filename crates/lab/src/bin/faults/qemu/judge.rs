@@ -275,7 +275,7 @@ impl Scene<'_> {
     fn loses_writes(&self) -> bool {
         let mut sources = self.plan.versions[..2].iter();
         self.plan.runs
-            && sources.any(|version| self.fixture.binaries[*version].version.loses_writes())
+            && sources.any(|version| self.setting.binaries[*version].version.loses_writes())
     }
 
     /// Checks that the guest's counter keeps increasing.

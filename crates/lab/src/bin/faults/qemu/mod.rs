@@ -14,20 +14,22 @@ mod plan;
 mod scene;
 
 use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, ensure};
 use lab::qemu::Binary;
 
+use crate::engine::{Engine, Experiment, rehearse};
 use crate::fault::{Choices, Kind, Role};
 use crate::report::{Ended, Report, Trouble, broken};
 use crate::table::Row;
 use host::Host;
 use judge::Holder;
 use plan::Plan;
-use scene::{Fixture, Scene};
+use scene::Scene;
 
-/// What all jobs share.
+/// What all experiments share.
 pub(crate) struct Setting {
     program: PathBuf,
     binaries: Vec<Binary>,
@@ -35,25 +37,25 @@ pub(crate) struct Setting {
     sources: Vec<usize>,
     choices: Choices,
     /// The table of cuts, instead of random faults.
-    pub(crate) table: Option<Vec<Row>>,
+    table: Option<Vec<Row>>,
     clean: Duration,
+    /// The hosts of earlier experiments, whose servers run on.
+    hosts: Mutex<Vec<Hosts>>,
 }
 
-/// A job's hosts, for its experiments.
-pub(crate) struct Worker<'a> {
-    setting: &'a Setting,
-    fixture: Option<Fixture>,
-}
+/// The source's host, the destination's, and another one.
+type Hosts = [Host; 3];
 
 impl Setting {
-    /// Observes a migration without faults.
+    /// Observes a migration without faults, unless there is a table.
     pub(crate) fn new(
         program: PathBuf,
         binaries: Vec<Binary>,
         mut kinds: Vec<(u64, Kind)>,
         table: Option<Vec<Row>>,
     ) -> Result<Self> {
-        let sources = newer_than_7(&binaries);
+        let newer = |index: &usize| binaries[*index].version.major > 7;
+        let sources: Vec<_> = (0..binaries.len()).filter(newer).collect();
         if sources.is_empty() {
             kinds.retain(|(_, kind)| *kind != plan::BREAKS_QEMU_7);
         }
@@ -65,6 +67,7 @@ impl Setting {
             choices: Choices::new(kinds, 2 << 20, 25),
             table,
             clean: Duration::ZERO,
+            hosts: Mutex::default(),
         };
         if setting.table.is_some() {
             ensure!(
@@ -73,80 +76,46 @@ impl Setting {
             );
             return Ok(setting);
         }
-        let rehearsed = setting.without_faults();
-        let (words, clean) = rehearsed.context("a migration without faults")?;
-        setting.choices.keep(&words);
-        setting.clean = clean;
+        let report = rehearse(|| setting.play(&Plan::without_faults()))?;
+        setting.choices.keep(&report.messages);
+        setting.clean = report.took;
         Ok(setting)
     }
 
-    fn without_faults(&self) -> Result<(Vec<String>, Duration)> {
-        let mut fixture = self.fixture()?;
-        let plan = Plan::without_faults();
-        // The first runs warm caches.
-        for _ in 0..2 {
-            Scene::new(&plan, &mut fixture)?.rehearse()?;
+    fn plan(&self, seed: u64, number: u64) -> Plan {
+        let (sources, count) = (&self.sources, self.binaries.len());
+        let rows = self.table.iter().flatten();
+        match rows.zip(0..).find(|(_, of_row)| *of_row == number) {
+            Some((row, _)) => Plan::of_row(number, row, sources, count),
+            None => Plan::draw(seed, number, &self.choices, sources, count),
         }
-        let mut scene = Scene::new(&plan, &mut fixture)?;
-        let begin = Instant::now();
-        scene.rehearse()?;
-        Ok((scene.message_names(), begin.elapsed()))
     }
 
-    fn fixture(&self) -> Result<Fixture> {
+    /// Runs an experiment. A failed one leaves its hosts to no other.
+    fn play(&self, plan: &Plan) -> Result<Report, Trouble> {
+        let pool = || self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
         let host = || Host::new(&self.program, self.table.is_some());
-        Ok(Fixture {
-            program: self.program.clone(),
-            binaries: self.binaries.clone(),
-            hosts: [host()?, host()?, host()?],
-            clean: self.clean,
-        })
-    }
-}
-
-/// Indices of the QEMUs of version 8 or later.
-fn newer_than_7(binaries: &[Binary]) -> Vec<usize> {
-    let all = binaries.iter().enumerate();
-    let newer = all.filter(|(_, binary)| binary.version.major > 7);
-    newer.map(|(index, _)| index).collect()
-}
-
-impl<'a> Worker<'a> {
-    pub(crate) fn new(setting: &'a Setting) -> Self {
-        Self {
-            setting,
-            fixture: None,
-        }
-    }
-
-    pub(crate) fn plan(&self, seed: u64, number: u64) -> Plan {
-        let Setting {
-            binaries,
-            sources,
-            choices,
-            table,
-            ..
-        } = self.setting;
-        let row = table
-            .as_ref()
-            .and_then(|rows| rows.get(usize::try_from(number).ok()?));
-        if let Some(row) = row {
-            return Plan::of_row(number, row, sources, binaries.len());
-        }
-        Plan::draw(seed, number, choices, sources, binaries.len())
-    }
-
-    /// Runs an experiment. After a failed one, the next one gets new hosts.
-    pub(crate) fn experiment(&mut self, plan: &Plan) -> Result<Report, Trouble> {
-        let mut fixture = match self.fixture.take() {
-            Some(fixture) => fixture,
-            None => self.setting.fixture()?,
+        let earlier = pool().pop();
+        let mut hosts = match earlier {
+            Some(hosts) => hosts,
+            None => [host()?, host()?, host()?],
         };
-        let report = Scene::new(plan, &mut fixture)?.play()?;
-        self.fixture = Some(fixture);
+        let report = Scene::new(plan, self, &mut hosts)?.play()?;
+        pool().push(hosts);
         match plan.row.as_ref().and_then(|row| row.violation(&report)) {
             Some(kind) => broken(kind, plan.to_string()),
             None => Ok(report),
+        }
+    }
+}
+
+impl Engine for Setting {
+    fn experiment(&self, seed: u64, number: u64) -> Experiment {
+        let plan = self.plan(seed, number);
+        Experiment {
+            result: self.play(&plan),
+            plan: plan.to_string(),
+            faults: plan.faults,
         }
     }
 }
@@ -156,18 +125,15 @@ impl Scene<'_> {
         let begin = Instant::now();
         let played = self.try_play();
         let holder = played.map_err(|trouble| trouble.with_story(self.story()))?;
-        let struck = self.injector.struck();
+        let ended = match holder {
+            Holder::Instance(0) => Ended::Source,
+            Holder::Instance(_) => Ended::Destination,
+            Holder::Lost(why) => Ended::Lost(why),
+        };
         Ok(Report {
-            missed: self.plan.faults.len() - struck.len(),
-            struck,
-            ended: match holder {
-                Holder::Instance(0) => Ended::Source,
-                Holder::Instance(_) => Ended::Destination,
-                Holder::Lost(why) => Ended::Lost(why),
-            },
             downtime: self.downtime(),
             in_doubt: self.was_in_doubt(),
-            took: begin.elapsed(),
+            ..self.injector.report(ended, begin.elapsed())
         })
     }
 
@@ -187,18 +153,6 @@ impl Scene<'_> {
         let last = self.go_on(&holder)?;
         self.check_disk(&last)?;
         Ok(holder)
-    }
-
-    /// Runs a migration without faults.
-    fn rehearse(&mut self) -> Result<()> {
-        match self.try_play() {
-            Ok(Holder::Instance(1)) => Ok(()),
-            Ok(other) => bail!("the guest is at {other:?}"),
-            Err(Trouble::Experiment(error)) => Err(error),
-            Err(Trouble::Violation { kind, what, .. }) => {
-                bail!("{kind}: {what}\n{}", self.story().join("\n"))
-            }
-        }
     }
 }
 

@@ -1,6 +1,5 @@
 //! A running experiment with two QEMUs: the QEMUs, the link, and the commands.
 
-use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,16 +7,16 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use lab::counter::Image;
 use lab::process::{Process, now};
-use lab::qemu::Binary;
 use lab::qmp::Event;
 use lab::ram::Fill;
 use lab::vamoose::Vamoose;
 use lab::writer::{self, Disk};
 use serde_json::{Value, json};
 
-use super::host::{Host, STALL};
+use super::host::STALL;
 use super::instance::{Instance, State};
 use super::plan::Plan;
+use super::{Hosts, Setting};
 use crate::claim::Claim;
 use crate::fault::{Kind, Moment, Role};
 use crate::injector::{Injector, LIMIT, REPAIRED};
@@ -26,23 +25,15 @@ use crate::report::{Broken, Trouble, broken};
 use crate::table::Row;
 use crate::timeline::Life;
 
-/// What a job keeps across its experiments.
-pub(crate) struct Fixture {
-    pub(crate) program: PathBuf,
-    pub(crate) binaries: Vec<Binary>,
-    /// The source's host, the destination's, and another one.
-    pub(crate) hosts: [Host; 3],
-    /// The time of a migration without faults.
-    pub(crate) clean: Duration,
-}
-
+/// Indices of the hosts.
 pub(crate) const SOURCE_HOST: usize = 0;
 pub(crate) const HOST: usize = 1;
 pub(crate) const OTHER_HOST: usize = 2;
 
 pub(crate) struct Scene<'a> {
     pub(crate) plan: &'a Plan,
-    pub(crate) fixture: &'a mut Fixture,
+    pub(super) setting: &'a Setting,
+    hosts: &'a mut Hosts,
     /// The guest's disk, and its initial memory.
     pub(crate) disk: Disk,
     pub(crate) image: Image,
@@ -111,13 +102,13 @@ const LOOK: Duration = Duration::from_millis(10);
 
 impl<'a> Scene<'a> {
     /// Starts the servers and QEMUs.
-    pub(crate) fn new(plan: &'a Plan, fixture: &'a mut Fixture) -> Result<Self> {
-        for host in &mut fixture.hosts[HOST..] {
+    pub(crate) fn new(plan: &'a Plan, setting: &'a Setting, hosts: &'a mut Hosts) -> Result<Self> {
+        for host in &mut hosts[HOST..] {
             host.start()?;
         }
-        let link = Link::new(fixture.hosts[HOST].address()?, plan.paths())?;
+        let link = Link::new(hosts[HOST].address()?, plan.paths())?;
         let disk = Disk::new()?;
-        let machine = disk.machine(&fixture.binaries[plan.versions[0]], plan.ram());
+        let machine = disk.machine(&setting.binaries[plan.versions[0]], plan.ram());
         let machine = machine.content(Fill::Mixed, plan.content).paused();
         let mut source = machine.start()?;
         source.qmp.cont()?;
@@ -130,21 +121,22 @@ impl<'a> Scene<'a> {
         let holds = plan.row.as_ref().is_some_and(Row::holds_round);
         let pace = (RATE, if holds { 1 } else { DOWNTIME });
         let source = Instance::new("A", source);
-        let destination = fixture.waiting(plan, &disk, plan.versions[1], "B")?;
-        fixture.hosts[HOST].knows(&plan.name(), &destination.qemu)?;
+        let destination = setting.waiting(plan, &disk, plan.versions[1], "B")?;
+        hosts[HOST].knows(&plan.name(), &destination.qemu)?;
         let injector = Injector {
             faults: Arc::new(plan.faults.clone()),
             link: link.handle().clone(),
             source: source.process.clone(),
             destination: destination.process.clone(),
-            disks: Some([SOURCE_HOST, HOST].map(|host| fixture.hosts[host].disk().clone())),
+            disks: Some([SOURCE_HOST, HOST].map(|host| hosts[host].disk().clone())),
             cancel: None,
             state: Arc::default(),
         };
-        injector.reaches(None, fixture.hosts[HOST].process()?);
+        injector.reaches(None, hosts[HOST].process()?);
         Ok(Self {
             plan,
-            fixture,
+            setting,
+            hosts,
             disk,
             image,
             instances: vec![source, destination],
@@ -160,10 +152,10 @@ impl<'a> Scene<'a> {
 
     /// Runs the first command with all faults until everything is repaired and all commands have ended.
     pub(crate) fn run_with_faults(&mut self) -> Result<(), Trouble> {
-        self.injector.arm(self.fixture.clean);
+        self.injector.arm(self.setting.clean);
         let first = self.start(self.first_command("the first command"), false)?;
         self.injector
-            .reaches(Some(first), self.fixture.hosts[HOST].process()?);
+            .reaches(Some(first), self.hosts[HOST].process()?);
         let repaired = match &self.plan.row {
             Some(row) => row.fault.lasts.unwrap_or_default() + REPAIRED,
             None => REPAIRED,
@@ -278,11 +270,16 @@ impl<'a> Scene<'a> {
         label: &str,
     ) -> Result<usize> {
         let instance = self
-            .fixture
+            .setting
             .waiting(self.plan, &self.disk, version, label)?;
-        self.fixture.hosts[host].knows(name, &instance.qemu)?;
+        self.hosts[host].knows(name, &instance.qemu)?;
         self.instances.push(instance);
         Ok(self.instances.len() - 1)
+    }
+
+    /// The address of a host's server.
+    pub(crate) fn address(&self, host: usize) -> Result<Vec<String>> {
+        Ok(vec![format!("tcp:{}", self.hosts[host].address()?)])
     }
 
     /// Checks that all running QEMUs answer.
@@ -313,11 +310,6 @@ impl<'a> Scene<'a> {
             .map(|message| message.at)
     }
 
-    /// The messages of the control stream.
-    pub(crate) fn message_names(&self) -> Vec<String> {
-        self.link.handle().message_names()
-    }
-
     /// Whether a command was in doubt.
     pub(crate) fn was_in_doubt(&self) -> bool {
         self.outcomes
@@ -326,7 +318,7 @@ impl<'a> Scene<'a> {
     }
 
     fn start(&mut self, migration: Migration, whole: bool) -> Result<Process> {
-        let mut command = Command::new(&self.fixture.program);
+        let mut command = Command::new(&self.setting.program);
         command.args(["migrate", "--json", "-", "--qmp"]);
         command.arg(self.instances[migration.from].qemu.qmp_socket());
         command.args(["--name", &migration.name]);
@@ -345,7 +337,7 @@ impl<'a> Scene<'a> {
             command.args(["--confirm", attempt]);
         }
         command.arg("--state-dir");
-        command.arg(self.fixture.hosts[migration.host].disk().path());
+        command.arg(self.hosts[migration.host].disk().path());
         let vamoose = Vamoose::start(&mut command)?;
         let process = vamoose.process().clone();
         let to = &self.instances[migration.to].name;
@@ -370,7 +362,7 @@ impl<'a> Scene<'a> {
             Kind::OtherHost => {
                 let name = self.plan.name();
                 let to = self.add_waiting(OTHER_HOST, self.plan.versions[2], &name, "C")?;
-                let address = self.fixture.address(OTHER_HOST)?;
+                let address = self.address(OTHER_HOST)?;
                 let what = "the command to another host";
                 let migration = self.migration(what, [0, to], SOURCE_HOST, address, &name);
                 self.start(migration, false)?;
@@ -387,7 +379,7 @@ impl<'a> Scene<'a> {
 
     /// Restarts the destination's server.
     pub(crate) fn restart_server(&mut self) -> Result<()> {
-        let host = &mut self.fixture.hosts[HOST];
+        let host = &mut self.hosts[HOST];
         host.restart()?;
         self.link.handle().lead_to(host.address()?);
         Ok(())
@@ -398,7 +390,7 @@ impl<'a> Scene<'a> {
         let killed = self.injector.struck().contains(&Kind::Kill(Role::Serve));
         for host in [HOST, OTHER_HOST] {
             let may_be_dead = host == HOST && killed;
-            if !may_be_dead && !self.fixture.hosts[host].is_up() {
+            if !may_be_dead && !self.hosts[host].is_up() {
                 return broken(Broken::Crash, "a server has ended, but was not killed");
             }
         }
@@ -438,7 +430,7 @@ impl<'a> Scene<'a> {
             self.confirmed = attempt.map(str::to_owned);
         }
         let committed =
-            self.fixture.hosts[command.migration.host].has_committed(&command.migration.name)?;
+            self.hosts[command.migration.host].has_committed(&command.migration.name)?;
         self.outcomes.push(Outcome {
             migration: command.migration,
             claim,
@@ -487,14 +479,14 @@ impl<'a> Scene<'a> {
         }
         lines.append(&mut self.outputs);
         for (host, name) in [(HOST, "its server"), (OTHER_HOST, "the other server")] {
-            let said = self.fixture.hosts[host].said();
+            let said = self.hosts[host].said();
             lines.push(format!("{name}:\n{}", last_lines(&said)));
         }
         lines
     }
 }
 
-impl Fixture {
+impl Setting {
     /// Starts a QEMU that waits for the guest with this disk.
     fn waiting(&self, plan: &Plan, disk: &Disk, version: usize, label: &str) -> Result<Instance> {
         let mut machine = disk.machine(&self.binaries[version], plan.ram()).incoming();
@@ -502,10 +494,6 @@ impl Fixture {
             machine = machine.paused();
         }
         Ok(Instance::new(label, machine.start()?))
-    }
-
-    pub(crate) fn address(&self, host: usize) -> Result<Vec<String>> {
-        Ok(vec![format!("tcp:{}", self.hosts[host].address()?)])
     }
 }
 
