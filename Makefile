@@ -19,7 +19,7 @@ build: setup   # Build target/release/vamoose and vamoose-demo
 	cargo build --release -p vamoose $(if $(filter x86_64,$(shell uname -m)),-p vamoose-demo)
 
 # One command for both programs: they share the dependencies, and one finds the other beside itself.
-demo: setup    # Move a running guest between two QEMUs, pull the cable meanwhile, prove it, compare with stock QEMU (three minutes)
+demo: setup    # Move a running guest between two QEMUs, pull the cable meanwhile, prove it, compare with stock QEMU (a few minutes)
 	cargo build --release -p vamoose -p vamoose-bench
 	"$${CARGO_TARGET_DIR:-target}/release/vamoose" bench demo
 

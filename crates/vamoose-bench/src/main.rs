@@ -28,13 +28,10 @@ use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand};
-use lab::qemu;
-use lab::vamoose::program;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 
-use corpus::Corpus;
-use measure::Host;
+use measure::{Host, newest_qemu};
 use needs::Found;
 use plan::Plan;
 use record::Machine;
@@ -69,7 +66,7 @@ enum Command {
         #[arg(value_name = "DIR")]
         dir: PathBuf,
     },
-    /// Move a running guest, pull the cable during a move, prove that nothing was lost, and compare with stock QEMU (three minutes)
+    /// Move a running guest, pull the cable during a move, prove that nothing was lost, and compare with stock QEMU (a few minutes)
     Demo {
         /// Program to show [default: the one beside this program]
         #[arg(long, value_name = "PROGRAM")]
@@ -174,17 +171,11 @@ fn dump(options: &Dump) -> Result<()> {
 }
 
 fn run(options: &RunOptions) -> Result<()> {
-    let qemu = newest_qemu(options.qemu.as_deref().unwrap_or(""))?;
-    let vamoose = program(options.vamoose.as_deref(), "vamoose")?;
-    let demo = vamoose.with_file_name("vamoose-demo");
-    let found = Found::look(&demo);
-    let host = Host {
-        qemu,
-        vamoose,
-        demo,
-        corpus: Corpus::open(options.corpus.as_deref())?,
-        has_links: found.has_links(),
-    };
+    let (host, found) = Host::look(
+        options.qemu.as_deref().unwrap_or(""),
+        options.vamoose.as_deref(),
+        options.corpus.as_deref(),
+    )?;
     let scenarios = options.scenarios()?;
     let machine = Machine::look(&host)?;
     let mut results = Results::open(&options.out, &machine)?;
@@ -197,10 +188,7 @@ fn run(options: &RunOptions) -> Result<()> {
         }
         plan.add(&cells, options.rounds_of(scenario));
     }
-    let stop = Arc::<AtomicBool>::default();
-    for signal in [SIGINT, SIGTERM] {
-        flag::register(signal, stop.clone()).context("cannot catch signals")?;
-    }
+    let stop = stop_by_signals()?;
     let ended = plan.carry_out(&host, &mut results, &stop);
     if results.is_any() {
         report::write(results.folder())?;
@@ -209,14 +197,13 @@ fn run(options: &RunOptions) -> Result<()> {
     ended
 }
 
-/// The newest QEMU whose version begins so.
-fn newest_qemu(wanted: &str) -> Result<qemu::Binary> {
-    let fits = |binary: &&qemu::Binary| binary.version.to_string().starts_with(wanted);
-    let found = qemu::available().iter().rfind(fits);
-    let found = found.with_context(|| {
-        format!("there is no QEMU {wanted}: apt install qemu-system-x86, or scripts/setup qemu")
-    });
-    found.cloned()
+/// Set by a signal that would end this program.
+fn stop_by_signals() -> Result<Arc<AtomicBool>> {
+    let stop = Arc::<AtomicBool>::default();
+    for signal in [SIGHUP, SIGINT, SIGTERM] {
+        flag::register(signal, stop.clone()).context("cannot catch signals")?;
+    }
+    Ok(stop)
 }
 
 impl RunOptions {

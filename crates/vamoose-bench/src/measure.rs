@@ -11,22 +11,24 @@
 //! `══` is a session with checksums. Contenders with `--tls` encrypt: stock QEMU as well as Vamoose. All processes and the link share the processors
 //! of this host.
 
-pub(crate) mod begin;
+mod begin;
 mod live;
 pub(crate) mod moving;
-mod running;
+pub(crate) mod running;
 mod still;
 mod tls;
 mod watch;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use lab::net::Link;
-use lab::qemu::Binary;
+use lab::qemu::{self, Binary};
+use lab::vamoose::program;
 
 use crate::corpus::Corpus;
+use crate::needs::Found;
 use crate::record::{Cell, Record};
 use crate::scenario::{Content, Guest, Rate, Who};
 use running::Running;
@@ -93,10 +95,39 @@ impl<'a> Testbed<'a> {
 }
 
 impl Host {
+    /// Looks for the QEMU whose version begins so, for `vamoose` and the demo beside it, and for a corpus.
+    pub(crate) fn look(
+        qemu: &str,
+        vamoose: Option<&Path>,
+        corpus: Option<&Path>,
+    ) -> Result<(Self, Found)> {
+        let vamoose = program(vamoose, "vamoose")?;
+        let demo = vamoose.with_file_name("vamoose-demo");
+        let found = Found::look(&demo);
+        let host = Self {
+            qemu: newest_qemu(qemu)?,
+            vamoose,
+            demo,
+            corpus: Corpus::open(corpus)?,
+            has_links: found.has_links(),
+        };
+        Ok((host, found))
+    }
+
     fn link(&self, rate: Rate) -> Result<Link> {
         match self.has_links {
             true => Link::new(rate.limit()),
             false => Ok(Link::loopback()),
         }
     }
+}
+
+/// The newest QEMU whose version begins so.
+pub(crate) fn newest_qemu(wanted: &str) -> Result<Binary> {
+    let fits = |binary: &&Binary| binary.version.to_string().starts_with(wanted);
+    let found = qemu::available().iter().rfind(fits);
+    let found = found.with_context(|| {
+        format!("there is no QEMU {wanted}: apt install qemu-system-x86, or scripts/setup qemu")
+    });
+    found.cloned()
 }

@@ -36,6 +36,12 @@ pub(crate) fn write(dir: &Path) -> Result<()> {
     save(&dir.join("report.md"), &markdown::of(&results, &plots))
 }
 
+/// The medians of a run in `dir`, for a terminal: a table for each group.
+pub(crate) fn comparison(dir: &Path) -> Result<String> {
+    let results = Results::read(dir)?;
+    Ok(results.groups().map(table::narrow).collect())
+}
+
 /// The plots of each group.
 fn plots(results: &Results) -> Result<Vec<Vec<plots::Plot>>> {
     let sections = results.scenarios.iter();

@@ -3,10 +3,11 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use lab::middlebox::{Admission, Change, Direction, Flow, Middlebox, Which};
+use lab::net::{End, Link, Wire};
 use lab::serial::Log;
 use serde_json::Value;
 
-use super::network::Cable;
 use super::screen::note;
 
 /// How long the cable stays pulled: Vamoose gives up connections that are silent for 4 s.
@@ -18,31 +19,34 @@ const MIB: u64 = 1 << 20;
 
 /// The cut of the cable.
 pub(crate) struct Cut<'a> {
-    cable: &'a Cable<'a>,
+    /// In place of the cable, on loopback: drops everything while it is "pulled".
+    proxy: Option<&'a Middlebox>,
     state: State,
 }
 
 /// With the bytes sent when the state began.
 enum State {
+    Begun,
     Plugged(u64),
     Pulled(u64, Instant),
     PluggedAgain([Instant; 2]),
 }
 
 impl<'a> Cut<'a> {
-    pub(crate) fn new(cable: &'a Cable<'a>) -> Result<Self> {
-        let state = State::Plugged(cable.sent()?);
-        Ok(Self { cable, state })
+    pub(crate) fn new(proxy: Option<&'a Middlebox>) -> Self {
+        let state = State::Begun;
+        Self { proxy, state }
     }
 
     /// Pulls or plugs in the cable when it is time. Called at each sample of the migration.
-    pub(crate) fn look(&mut self) -> Result<()> {
+    pub(crate) fn look(&mut self, link: &Link) -> Result<()> {
         match self.state {
+            State::Begun => self.state = State::Plugged(self.sent(link)?),
             State::Plugged(before) => {
-                let sent = self.cable.sent()?.saturating_sub(before);
+                let sent = self.sent(link)?.saturating_sub(before);
                 if sent >= AFTER {
-                    self.cable.pull().context("pulling the cable")?;
-                    self.state = State::Pulled(self.cable.sent()?, Instant::now());
+                    self.pull(link).context("pulling the cable")?;
+                    self.state = State::Pulled(self.sent(link)?, Instant::now());
                     note(format!(
                         "--- {} MiB have gone over the cable, which is pulled now ---",
                         sent / MIB
@@ -50,12 +54,16 @@ impl<'a> Cut<'a> {
                 }
             }
             State::Pulled(before, at) if at.elapsed() >= LASTS => {
-                let crossed = self.cable.sent()? - before;
+                let crossed = self.sent(link)? - before;
                 ensure!(
                     crossed == 0,
                     "{crossed} bytes crossed a cable that was pulled"
                 );
-                self.cable.plug().context("plugging the cable")?;
+                match self.proxy {
+                    None => wire(link)?.plug(),
+                    Some(proxy) => proxy.admit(Admission::Pass),
+                }
+                .context("plugging the cable")?;
                 self.state = State::PluggedAgain([at, Instant::now()]);
                 let lasted = at.elapsed().as_secs_f64();
                 note(format!(
@@ -67,10 +75,31 @@ impl<'a> Cut<'a> {
         Ok(())
     }
 
+    /// Bytes towards the destination so far.
+    fn sent(&self, link: &Link) -> Result<u64> {
+        let Some(proxy) = self.proxy else {
+            return Ok(wire(link)?.traffic(End::Source)?.sent);
+        };
+        let connections = proxy.connections().into_iter();
+        let passed = connections.map(|it| it.traffic(Direction::ToListener).passed);
+        Ok(passed.sum())
+    }
+
+    fn pull(&self, link: &Link) -> Result<()> {
+        let Some(proxy) = self.proxy else {
+            return wire(link)?.pull(End::Source);
+        };
+        proxy.admit(Admission::Refuse)?;
+        proxy.apply(Which::All, Change::Flow(Flow::Drop));
+        Ok(())
+    }
+
     /// Shows what the guest did in the meantime, from the source's serial port, and how the migration continued, from its report.
     pub(crate) fn show(&self, source: &Log, report: Option<&Value>) -> Result<()> {
         let span = match self.state {
-            State::Plugged(_) => bail!("it ended before {} MiB were sent", AFTER / MIB),
+            State::Begun | State::Plugged(_) => {
+                bail!("it ended before {} MiB were sent", AFTER / MIB)
+            }
             State::Pulled(..) => bail!("it ended while the cable was pulled"),
             State::PluggedAgain([pulled, plugged]) => pulled..plugged,
         };
@@ -95,4 +124,8 @@ impl<'a> Cut<'a> {
         ));
         Ok(())
     }
+}
+
+fn wire(link: &Link) -> Result<&Wire> {
+    link.wires.first().context("a link without a wire")
 }

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result};
+use lab::middlebox::Middlebox;
 use lab::net::Namespace;
 use lab::proc;
 use lab::qemu::Qemu;
@@ -23,8 +24,8 @@ pub(crate) struct Ends<'a> {
     pub(crate) here: &'a Namespace,
     pub(crate) there: &'a Namespace,
     pub(crate) vamoose: &'a Path,
-    /// The server for `migrate`, if it is already running.
-    pub(crate) server: Option<Server>,
+    /// What `migrate` connects to, in place of its server.
+    pub(crate) proxy: Option<&'a Middlebox>,
 }
 
 /// The Vamoose processes of a migration.
@@ -110,13 +111,13 @@ impl Ends<'_> {
         let [mut options, mut far_options] = keys.as_ref().map(Keys::options).unwrap_or_default();
         options.extend(contender.options.clone());
         far_options.extend(contender.far_options.clone());
-        let server = match self.server.take() {
-            Some(server) => server,
-            None => {
-                let monitor = self.destination.qmp_socket();
-                Server::start(self.vamoose, self.there, &monitor, &far_options)?
-            }
-        };
+        let monitor = self.destination.qmp_socket();
+        let mut server = Server::start(self.vamoose, self.there, &monitor, &far_options)?;
+        if let Some(proxy) = self.proxy {
+            let address = server.address.trim_start_matches("tcp:").parse();
+            proxy.lead_to(address.context("the server's address")?);
+            server.address = format!("tcp:{}", proxy.address());
+        }
         let mut command = server.migrate(self.vamoose, self.here, self.source, &options);
         command.args(["--json", "-", "--method", &contender.method]);
         command.args(["--channels", &cell.channels.to_string()]);

@@ -24,8 +24,6 @@ pub(crate) struct Moved {
     pub(crate) span: [Instant; 2],
     /// Vamoose's report, if there is one.
     pub(crate) report: Option<Value>,
-    /// CPU seconds of the guest during the migration, at both ends.
-    pub(crate) guest_cpu: f64,
 }
 
 impl Moved {
@@ -51,7 +49,6 @@ pub(crate) fn migrate(
         commanded: Instant::now(),
         span: [Instant::now(); 2],
         report: None,
-        guest_cpu: 0.0,
     };
     ends.source.qmp.take_events();
     let meters = [
@@ -68,10 +65,9 @@ pub(crate) fn migrate(
     if seen.account.is_some() {
         let arrived = arrival(&mut ends, cell).with_context(|| helpers.said())?;
         moved.span[1] = Instant::now();
-        let [(source, before), (destination, after)] = [meters[0].read()?, meters[1].read()?];
+        let [(source, _), (destination, _)] = [meters[0].read()?, meters[1].read()?];
         let finished = helpers.finish()?;
         moved.is_there = true;
-        moved.guest_cpu = before + after;
         moved.figures = watch::figures(&seen, &finished)?;
         if let Some([stopped, resumed]) = arrived {
             moved.figures.downtime = Some((resumed - stopped).as_secs_f64() * 1e3);

@@ -11,15 +11,17 @@ use std::mem;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use lab::guest::{Guest, Image, Load, Pattern};
+use lab::middlebox::Middlebox;
 use lab::net::{Lan, Link};
 use lab::program::Program;
 use lab::qemu::{Binary, Builder};
 use lab::serial::Log;
 
 use super::begin::Ends;
-use super::{Host, MOMENTS, moving};
+use super::moving::{self, Moved};
+use super::{Host, MOMENTS};
 use crate::clients::Sample;
 use crate::clients::redis::{Mix, Redis};
 use crate::record::{Cell, Outcome, Record, Service, Services};
@@ -59,7 +61,7 @@ const DIRTY_TIME: Duration = Duration::from_secs(1);
 const BOOT: Duration = Duration::from_secs(180);
 
 impl<'a> Running<'a> {
-    pub(super) fn start(host: &'a Host, workload: Workload, cell: &Cell) -> Result<Self> {
+    pub(crate) fn start(host: &'a Host, workload: Workload, cell: &Cell) -> Result<Self> {
         let link = host.link(cell.link)?;
         let lan = workload
             .has_clients()
@@ -87,8 +89,27 @@ impl<'a> Running<'a> {
         })
     }
 
-    /// Moves the guest to the other host.
+    /// Moves the guest to the other host, and adds the record.
     pub(super) fn migrate(&mut self, cell: &Cell, round: u32) -> Result<()> {
+        let moved = self.go(cell, None, |_| Ok(()))?;
+        let outcome = match (moved.is_there, self.workload.has_clients()) {
+            (false, _) => Outcome::Cancelled,
+            (true, true) => Outcome::Served,
+            (true, false) => Outcome::Checked,
+        };
+        let span = moved.span;
+        self.records
+            .push((moved.record(cell, round, outcome), span));
+        Ok(())
+    }
+
+    /// Moves the guest to the other host, through `proxy` if there is one. `meanwhile` is called at each sample.
+    pub(crate) fn go(
+        &mut self,
+        cell: &Cell,
+        proxy: Option<&Middlebox>,
+        mut meanwhile: impl FnMut(&Link) -> Result<()>,
+    ) -> Result<Moved> {
         let mut source = self.guest.take().context("the guest is lost")?;
         let mut hosts = [&self.link.source, &self.link.destination];
         if self.is_there {
@@ -106,31 +127,38 @@ impl<'a> Running<'a> {
             here: hosts[0],
             there: hosts[1],
             vamoose: &self.host.vamoose,
-            server: None,
+            proxy,
         };
-        let mut moved = moving::migrate(ends, cell, || Ok(()))?;
+        let mut moved = moving::migrate(ends, cell, || meanwhile(&self.link))?;
         moved.figures.dirty_rate = Some(dirty_rate);
-        let outcome = match (moved.is_there, self.workload.has_clients()) {
-            (false, _) => Outcome::Cancelled,
-            (true, true) => Outcome::Served,
-            (true, false) => Outcome::Checked,
-        };
         if moved.is_there {
+            let left = source.qemu.qmp.query_status()?;
+            ensure!(
+                left == "postmigrate",
+                "the guest the source has left is {left}"
+            );
             mem::swap(&mut source, &mut destination);
             self.is_there = !self.is_there;
         }
         // `destination` is now the QEMU that the guest has left, or has not reached.
         self.logs.push(destination.finish()?);
-        if outcome == Outcome::Checked {
-            // Waits until the guest has verified all of its memory.
-            source.wait_rounds(1, MOMENTS)?;
+        if moved.is_there && !self.workload.has_clients() {
+            // All of its memory: the first round may have begun at the source.
+            source.wait_rounds(2, MOMENTS)?;
         }
         source.log().check()?;
         self.guest = Some(source);
-        let span = moved.span;
-        self.records
-            .push((moved.record(cell, round, outcome), span));
-        Ok(())
+        Ok(moved)
+    }
+
+    /// The guest's output at the host that it has left last.
+    pub(crate) fn left(&self) -> Option<&Log> {
+        self.logs.last()
+    }
+
+    /// The guest's output where it is.
+    pub(crate) fn log(&self) -> Result<Log> {
+        Ok(self.guest.as_ref().context("the guest is lost")?.log())
     }
 
     /// Ends the clients and the guest; returns all records.

@@ -36,7 +36,7 @@ pub(super) fn measure(host: &Host, content: Content, cell: &Cell, round: u32) ->
         here,
         there,
         vamoose: &host.vamoose,
-        server: None,
+        proxy: None,
     };
     let moved = moving::migrate(ends, cell, || Ok(()))?;
     if moved.is_there {

@@ -38,11 +38,7 @@ static COLUMNS: [Column; 10] = [
         let rounds = row.spread(|record| record.figures.rounds.map(|rounds| rounds as f64));
         rounds.map(|rounds| range(rounds, |number| number.to_string()))
     }),
-    column("link, MB", |row| {
-        let bytes = |record: &Record| record.figures.link_bytes.or(record.figures.wire_bytes);
-        let megabytes = row.spread(|record| Some(bytes(record)? as f64 / 1e6));
-        megabytes.map(full)
-    }),
+    column("link, MB", |row| row.spread(megabytes).map(full)),
     column("CPU, s/GiB", |row| row.spread(cpu_by_memory).map(median)),
     column("answers/s", |row| {
         services(row, |service| Some(service.rate))
@@ -109,6 +105,24 @@ pub(super) fn comparison(results: &Results) -> Table {
     table
 }
 
+/// The medians of a group in few columns, without markup.
+pub(super) fn narrow(group: &Group) -> String {
+    let mut text = format!("\n{}\n", group.title());
+    text += &format!(
+        "{:<24}{:>10}{:>10}{:>10}{:>14}\n",
+        "", "seconds", "MB", "CPU", "downtime, ms"
+    );
+    for row in &group.rows {
+        let figure =
+            |value: fn(&Record) -> Option<f64>| row.spread(value).map_or(ABSENT.into(), median);
+        let contender = row.cell.contender.to_string();
+        let [seconds, bytes] = [figure(|it| Some(it.figures.seconds)), figure(megabytes)];
+        let [cpu, downtime] = [figure(|it| Some(it.figures.cpu.total())), figure(downtime)];
+        text += &format!("{contender:<24}{seconds:>10}{bytes:>10}{cpu:>10}{downtime:>14}\n");
+    }
+    text
+}
+
 impl Table {
     pub(crate) fn new<T: Into<String>>(columns: impl IntoIterator<Item = T>) -> Self {
         Self {
@@ -163,6 +177,12 @@ fn median(spread: Spread) -> String {
 /// Downtime of a running guest by one clock; of other guests, the downtime that QEMU reports. In milliseconds.
 pub(super) fn downtime(record: &Record) -> Option<f64> {
     record.figures.downtime.or(record.figures.downtime_reported)
+}
+
+/// Bytes over the link; where that is unknown, as the sender counts them. In 10^6.
+fn megabytes(record: &Record) -> Option<f64> {
+    let bytes = record.figures.link_bytes.or(record.figures.wire_bytes)?;
+    Some(bytes as f64 / 1e6)
 }
 
 pub(super) fn cpu_by_memory(record: &Record) -> Option<f64> {
