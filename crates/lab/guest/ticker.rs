@@ -8,8 +8,7 @@
 //!
 //! Parameters, on the kernel's command line: `vamoose.fill=MIB` of memory in all, `vamoose.hot=MIB` of it to rewrite,
 //! `vamoose.rate=PAGES` rewritten a second, `vamoose.change=WORDS` of 8 bytes in each of them, or all where it is not given;
-//! with `vamoose.change=counters` each second word is four counters, to which something is added. `vamoose.content=disk`: memory is
-//! filled from the disk, which is only read, instead of from the files.
+//! with `vamoose.change=counters` each second word is four counters, to which something is added.
 //!
 //! Built by `scripts/setup guest` with rustc alone, so it uses nothing but std.
 
@@ -45,13 +44,11 @@ fn main() {
 }
 
 fn begin(parameters: Parameters) -> io::Result<Memory> {
-    if !parameters.reads_disk {
-        thread::spawn(|| {
-            if let Err(error) = write_disk() {
-                println!("fatal disk: {error}");
-            }
-        });
-    }
+    thread::spawn(|| {
+        if let Err(error) = write_disk() {
+            println!("fatal disk: {error}");
+        }
+    });
     Memory::filled(&parameters)
 }
 
@@ -108,7 +105,6 @@ struct Parameters {
     hot: usize,
     rate: usize,
     change: Change,
-    reads_disk: bool,
 }
 
 /// What changes in a hot page.
@@ -157,7 +153,6 @@ impl Parameters {
             hot: hot.min(fill),
             rate: value("vamoose.rate")?,
             change,
-            reads_disk: word("vamoose.content") == Some("disk"),
         })
     }
 }
@@ -186,10 +181,7 @@ impl Memory {
             parameters.change.begin(page, index);
         }
         let filled = &mut rest[..cold * PAGE];
-        match parameters.reads_disk {
-            true => read_disk(filled)?,
-            false => copy_files(filled)?,
-        }
+        copy_files(filled)?;
         let sums = filled.chunks_exact(PAGE).map(sum).collect();
         let counters = match parameters.change {
             Change::First(_) => (UNCHANGED..).take(hot).collect(),
@@ -313,11 +305,6 @@ fn sum(page: &[u8]) -> u64 {
             bytes.copy_from_slice(word);
             (sum.rotate_left(5) ^ u64::from_le_bytes(bytes)).wrapping_mul(0x0000_0100_0000_01b3)
         })
-}
-
-fn read_disk(memory: &mut [u8]) -> io::Result<()> {
-    let disk = File::options().read(true).custom_flags(O_DIRECT).open(DISK);
-    disk?.read_exact(memory)
 }
 
 /// Fills `memory` with the files under /fill, over and over; each time round starts elsewhere in each file, so that memory

@@ -112,11 +112,6 @@ impl Image {
         Self::build(content).map(Some)
     }
 
-    /// Whether guests can have disks. The host's own kernel comes without the drivers.
-    pub fn has_disks() -> bool {
-        drivers().is_dir()
-    }
-
     /// The files of the kernel and the initramfs.
     pub fn files(&self) -> [&Path; 2] {
         [&self.kernel, &self.initrd]
@@ -144,28 +139,7 @@ impl Image {
         let parameters = format!("{}{}", load.parameters(), pattern.parameter());
         self.boot(binary, ram, &parameters)
     }
-
-    /// A machine that fills its memory with this file, except what it rewrites, instead of the image's files. The file is a disk of
-    /// the machine.
-    pub fn machine_with_content(
-        &self,
-        binary: &Binary,
-        ram: u64,
-        load: &Load,
-        pattern: Pattern,
-        content: &Path,
-    ) -> Builder {
-        let parameters = [&load.parameters(), &pattern.parameter(), CONTENT_ON_DISK];
-        let drive = format!(
-            "if=virtio,format=raw,readonly=on,file={}",
-            content.display()
-        );
-        let machine = self.boot(binary, ram, &parameters.concat());
-        machine.argument("-drive").argument(drive)
-    }
 }
-
-const CONTENT_ON_DISK: &str = " vamoose.content=disk";
 
 impl Pattern {
     fn parameter(self) -> String {

@@ -163,12 +163,6 @@ impl Link {
     pub fn set_rate(&self, rate: u64) -> Result<()> {
         self.wires.iter().try_for_each(|wire| wire.set_rate(rate))
     }
-
-    /// Lets all wires carry as much as the CPU can.
-    pub fn lift_rate(&self) -> Result<()> {
-        let lift = |wire: &Wire| wire.reshape(|shape| shape.rate = None);
-        self.wires.iter().try_for_each(lift)
-    }
 }
 
 impl Namespace {

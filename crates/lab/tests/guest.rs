@@ -1,15 +1,13 @@
 //! Proves that the test guest does what it says: that it dirties memory at the rate asked for, and notices corruption.
 
 use std::fs::{self, File};
-use std::io::Write as _;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use lab::guest::{Guest, Image, Load, Pattern};
+use lab::guest::{Guest, Image, Load};
 use lab::qemu;
 use lab::ram::{self, Mismatch, PAGE};
-use tempfile::NamedTempFile;
 
 const LIMIT: Duration = Duration::from_secs(120);
 const MIB: u64 = 1 << 20;
@@ -91,36 +89,4 @@ fn start(load: &Load) -> Result<Option<Guest>> {
     let guest = Guest::start(&image.machine(&binary, 256 * MIB, load))?;
     guest.wait_ready(LIMIT)?;
     Ok(Some(guest))
-}
-
-#[test]
-fn memory_is_filled_from_a_disk() -> Result<()> {
-    let (Some(binary), Some(image)) = (qemu::newest_or_skip()?, Image::build_or_skip(1)?) else {
-        return Ok(());
-    };
-    if !Image::has_disks() {
-        return lab::skipped("no drivers of disks, run scripts/setup guest");
-    }
-    let mut content = NamedTempFile::new()?;
-    let page: Vec<u8> = (0..=250).cycle().take(PAGE).collect();
-    content.write_all(&page.repeat(1024))?;
-    let (load, pattern) = (
-        Load {
-            fill: 8,
-            hot: 4,
-            rate: 500,
-        },
-        Pattern::First(8),
-    );
-    let machine = image.machine_with_content(&binary, 256 * MIB, &load, pattern, content.path());
-    let guest = Guest::start(&machine)?;
-    guest.wait_ready(LIMIT)?;
-    guest.wait_rounds(2, LIMIT)?;
-    let ram = fs::read(guest.qemu.ram())?;
-    let found = ram
-        .chunks_exact(PAGE)
-        .filter(|found| *found == page)
-        .count();
-    ensure!(found >= 1024, "{found} pages of the content are in memory");
-    Ok(())
 }
