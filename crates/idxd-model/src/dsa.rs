@@ -12,7 +12,7 @@ use super::{
 };
 use idxd::{Descriptor, RecordImage, opcode};
 
-/// Result of an operation.
+/// Result of an operation, also of one of IAA.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Outcome {
     pub(super) status: u8,
@@ -20,6 +20,8 @@ pub(super) struct Outcome {
     /// Bytes completed, if defined.
     pub(super) completed: Option<u32>,
     pub(super) fault: Option<u64>,
+    /// Bytes of output of IAA.
+    pub(super) output: usize,
     /// The flags that are not allowed, or missing, with status 0x11.
     pub(super) flags: u32,
 }
@@ -41,7 +43,7 @@ impl Outcome {
     }
 
     /// A page fault after `done` bytes.
-    fn fault(fault: Fault, done: usize) -> Self {
+    pub(super) fn fault(fault: Fault, done: usize) -> Self {
         let write = if fault.write { status::ON_WRITE } else { 0 };
         Self {
             status: status::PAGE_FAULT | write,
@@ -59,6 +61,7 @@ impl Outcome {
             | u64::from(self.completed.unwrap_or(0)) << 32;
         image.words[1] = self.fault.unwrap_or(0);
         image.words[2] = u64::from(self.flags);
+        image.words[3] = u64::from(count(self.output));
         image
     }
 }

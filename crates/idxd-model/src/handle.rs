@@ -1,10 +1,11 @@
 //! An open work queue of a model, as [`Submit`].
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use super::{PortalKind, driver::Driver, machine::gone, nanoseconds};
 use idxd::{Descriptor, Limits, Record, Submit, Submitted};
 
+#[derive(Debug)]
 pub(super) struct Handle {
     pub(super) driver: Arc<Driver>,
     /// `None` if the queue could not be opened.
@@ -54,15 +55,5 @@ impl Submit for Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.close();
-    }
-}
-
-impl fmt::Debug for Handle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Handle")
-            .field("client", &self.client)
-            .field("portal", &self.portal)
-            .field("limits", &self.limits)
-            .finish_non_exhaustive()
     }
 }

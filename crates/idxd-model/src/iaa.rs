@@ -13,34 +13,32 @@
 //! Assumed, because the specification does not state it: when an operation fails, the destination has as much of the
 //! output as fits.
 
-mod aecs;
 mod deflate;
 mod inflate;
-mod symbols;
 #[cfg(test)]
 mod tests;
 
-use aecs::Aecs;
-use deflate::{Encoder, Histogram, tokenize};
+use deflate::{Symbol, TABLE, Writer, symbols};
 use inflate::inflate;
 
-use super::{
-    memory::{Fault, Memory},
-    validate::status,
-};
+use super::{dsa::Outcome, memory::Memory, validate::status};
 use idxd::{Descriptor, RecordImage, opcode};
 
 /// Executes `descriptor`, and returns the contents of its completion record.
 pub(crate) fn execute(descriptor: &Descriptor, memory: &mut dyn Memory) -> RecordImage {
-    let outcome = match descriptor.opcode() {
+    let ended = match descriptor.opcode() {
         opcode::COMPRESS => compress(descriptor, memory),
         opcode::DECOMPRESS => decompress(descriptor, memory),
-        _ => Err(Failure::Refused(status::OPCODE)),
+        _ => Err(Outcome::status(status::OPCODE)),
     };
-    match outcome {
-        Ok(output) => record(status::SUCCESS, 0, output),
-        Err(failure) => failure.record(),
-    }
+    let outcome = match ended {
+        Ok(output) => Outcome {
+            output,
+            ..Outcome::status(status::SUCCESS)
+        },
+        Err(outcome) => outcome,
+    };
+    outcome.image()
 }
 
 // Flags of the operations (offset 38).
@@ -50,59 +48,93 @@ const BLOCK: u16 = 0x06;
 /// Enable, flush, stop at the end of the last block, which has to be there.
 const STREAM: u16 = 0x1f;
 
-fn compress(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Failure> {
+/// Returns the bytes of output.
+fn compress(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Outcome> {
     match descriptor.operation_flags {
         STATISTICS => statistics(descriptor, memory),
         BLOCK => encode(descriptor, memory),
-        _ => Err(Failure::Refused(OPERATION_FLAGS)),
+        _ => Err(Outcome::status(OPERATION_FLAGS)),
     }
 }
 
-fn statistics(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Failure> {
+/// Counts the symbols, and one end of a block: a stream needs a code for it. That hardware counts it is assumed.
+fn statistics(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Outcome> {
     let input = read(memory, descriptor.address_1, descriptor.size)?;
-    let mut histogram = Histogram::new();
-    tokenize(&input, &mut histogram).map_err(Failure::of_compress)?;
-    let bytes = histogram.bytes();
-    if bytes.len() > limit(descriptor) {
-        return Err(Failure::of_compress(deflate::Failure::TooLong));
+    let mut histogram = [0_u32; TABLE];
+    for symbol in symbols(&input).iter().chain([&Symbol::END_OF_BLOCK]) {
+        histogram[symbol.index] += 1;
     }
-    write(memory, descriptor, &bytes)?;
-    Ok(bytes.len())
+    let words = histogram.map(u32::to_le_bytes);
+    let bytes = words.as_flattened();
+    if bytes.len() > limit(descriptor) {
+        return Err(failed(OUTPUT_TOO_SMALL, 0));
+    }
+    write(memory, descriptor, bytes)
 }
 
-fn encode(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Failure> {
+/// Compresses with the codes of an AECS:
+///
+/// ```text
+///  0     4     8          28              32            288              1440        1560
+/// ┌─────┬─────┬──────────┬───────────────┬─────────────┬────────────────┬───────────┬─────┐
+/// │ CRC │ XOR │ reserved │ bits that are │ accumulator │ literals' and  │ distances'│     │
+/// │     │     │          │ accumulated   │ (256 bytes) │ lengths' codes │ codes     │     │
+/// └─────┴─────┴──────────┴───────────────┴─────────────┴────────────────┴───────────┴─────┘
+/// ```
+/// The model has no checksums.
+fn encode(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Outcome> {
+    const AECS: u32 = 1568;
+    const BITS: usize = 28;
+    const ACCUMULATOR: usize = 32;
+    const CODES: usize = 288;
     let (address, size) = (descriptor.operands[0], descriptor.high(1));
     if !address.is_multiple_of(32) {
-        return Err(Failure::Refused(status::ADDRESS_ALIGNMENT));
+        return Err(Outcome::status(status::ADDRESS_ALIGNMENT));
     }
-    if size != Aecs::SIZE {
-        return Err(Failure::Refused(status::SIZE));
+    if size != AECS {
+        return Err(Outcome::status(status::SIZE));
     }
-    let aecs = Aecs(read(memory, address, size)?);
+    let aecs = read(memory, address, size)?;
+    let word = |at: usize| {
+        let word = aecs[at..].first_chunk();
+        word.map_or(0, |word| u32::from_le_bytes(*word))
+    };
     let input = read(memory, descriptor.address_1, descriptor.size)?;
-    let codes = aecs.codes();
-    let (header, bits) = aecs.accumulator().ok_or(Failure::Analytics(BAD_AECS, 0))?;
-    let mut encoder = Encoder::new(&codes, limit(descriptor));
-    let encoded = encoder
-        .bits(header, bits)
-        .and_then(|()| tokenize(&input, &mut encoder))
-        .and_then(|()| encoder.finish());
-    write(memory, descriptor, encoder.output())?;
-    encoded.map_err(Failure::of_compress)?;
-    Ok(encoder.output().len())
+    let (bits, accumulator) = (word(BITS), &aecs[ACCUMULATOR..CODES]);
+    if bits as usize > 8 * accumulator.len() {
+        return Err(failed(BAD_AECS, 0));
+    }
+    let mut writer = Writer::new(limit(descriptor));
+    let mut encode = || {
+        writer.bits(accumulator, bits)?;
+        for symbol in symbols(&input).into_iter().chain([Symbol::END_OF_BLOCK]) {
+            writer.symbol(symbol, word(CODES + 4 * symbol.index))?;
+        }
+        writer.finish()
+    };
+    let encoded = encode();
+    let written = write(memory, descriptor, writer.output())?;
+    match encoded {
+        Ok(()) => Ok(written),
+        Err(deflate::Failure::NoCode) => Err(failed(NO_CODE, 0)),
+        Err(deflate::Failure::TooLong) => Err(failed(OUTPUT_TOO_SMALL, 0)),
+    }
 }
 
-fn decompress(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Failure> {
+fn decompress(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Outcome> {
     if descriptor.operation_flags != STREAM {
-        return Err(Failure::Refused(OPERATION_FLAGS));
+        return Err(Outcome::status(OPERATION_FLAGS));
     }
     let input = read(memory, descriptor.address_1, descriptor.size)?;
     let (output, result) = inflate(&input, limit(descriptor));
-    write(memory, descriptor, &output)?;
+    let output = write(memory, descriptor, &output)?;
     match result {
-        Ok(()) => Ok(output.len()),
-        Err(inflate::Failure::TooLong) => Err(Failure::Overflow(output.len())),
-        Err(inflate::Failure::Malformed) => Err(Failure::Analytics(MALFORMED, output.len())),
+        Ok(()) => Ok(output),
+        Err(inflate::Failure::TooLong) => Err(Outcome {
+            output,
+            ..Outcome::status(OUTPUT_OVERFLOW)
+        }),
+        Err(inflate::Failure::Malformed) => Err(failed(MALFORMED, output)),
     }
 }
 
@@ -118,54 +150,12 @@ const BAD_AECS: u8 = 22;
 const OUTPUT_TOO_SMALL: u8 = 25;
 const NO_CODE: u8 = 30;
 
-/// The record of an operation that wrote `output` bytes.
-fn record(status: u8, error: u8, output: usize) -> RecordImage {
-    let mut words = [0; 8];
-    words[0] = u64::from(status) | u64::from(error) << 8;
-    words[3] = u64::from(low_32(output));
-    RecordImage { words }
-}
-
-/// Why an operation was not done, or not completely.
-enum Failure {
-    /// The descriptor is invalid, with this status.
-    Refused(u8),
-    /// A page is missing; with the number of bytes of output written before.
-    Fault(Fault, u32),
-    /// An error code, and bytes of output.
-    Analytics(u8, usize),
-    /// The destination is full; with its number of bytes.
-    Overflow(usize),
-}
-
-impl Failure {
-    fn of_compress(failure: deflate::Failure) -> Self {
-        let code = match failure {
-            deflate::Failure::NoCode => NO_CODE,
-            deflate::Failure::TooLong => OUTPUT_TOO_SMALL,
-        };
-        Self::Analytics(code, 0)
-    }
-
-    fn record(self) -> RecordImage {
-        match self {
-            Self::Refused(status) => record(status, 0, 0),
-            Self::Fault(fault, completed) => {
-                let write = if fault.write { status::ON_WRITE } else { 0 };
-                let mut record = record(status::PAGE_FAULT | write, 0, 0);
-                record.words[0] |= u64::from(completed) << 32;
-                record.words[1] = fault.address;
-                record
-            }
-            Self::Analytics(code, output) => record(ANALYTICS_ERROR, code, output),
-            Self::Overflow(output) => record(OUTPUT_OVERFLOW, 0, output),
-        }
-    }
-}
-
-impl From<Fault> for Failure {
-    fn from(fault: Fault) -> Self {
-        Self::Fault(fault, 0)
+/// An analytics error, after so many bytes of output.
+fn failed(code: u8, output: usize) -> Outcome {
+    Outcome {
+        result: code,
+        output,
+        ..Outcome::status(ANALYTICS_ERROR)
     }
 }
 
@@ -175,25 +165,27 @@ fn limit(descriptor: &Descriptor) -> usize {
 }
 
 /// Reads in parts, so that an invalid size does not allocate more memory than can be read.
-fn read(memory: &mut dyn Memory, address: u64, size: u32) -> Result<Vec<u8>, Fault> {
+fn read(memory: &mut dyn Memory, address: u64, size: u32) -> Result<Vec<u8>, Outcome> {
     const PART: usize = 1 << 20;
     let size = size as usize;
     let mut bytes = Vec::new();
     while bytes.len() < size {
         let from = bytes.len();
         bytes.resize(size.min(from + PART), 0);
-        memory.read(address.wrapping_add(from as u64), &mut bytes[from..])?;
+        memory
+            .read(address.wrapping_add(from as u64), &mut bytes[from..])
+            .map_err(|fault| Outcome::fault(fault, 0))?;
     }
     Ok(bytes)
 }
 
-fn write(memory: &mut dyn Memory, descriptor: &Descriptor, output: &[u8]) -> Result<(), Failure> {
-    memory
-        .write(descriptor.address_2, output)
-        .map_err(|fault| Failure::Fault(fault, low_32(fault.done)))
-}
-
-/// A length that a descriptor's 32 bits bound.
-fn low_32(length: usize) -> u32 {
-    u32::try_from(length).unwrap_or(u32::MAX)
+/// Returns how many bytes it writes.
+fn write(
+    memory: &mut dyn Memory,
+    descriptor: &Descriptor,
+    output: &[u8],
+) -> Result<usize, Outcome> {
+    let written = memory.write(descriptor.address_2, output);
+    written.map_err(|fault| Outcome::fault(fault, fault.done))?;
+    Ok(output.len())
 }

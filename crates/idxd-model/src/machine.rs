@@ -196,28 +196,24 @@ impl Machine {
         self.clock = self.clock.max(to);
     }
 
-    /// Gives work to an idle engine. Returns whether there was work.
-    fn start(&mut self, device: usize, engine: usize) -> bool {
-        if self.devices[device].engines[engine].is_some() {
-            return false;
-        }
+    /// Gives work to an idle engine, if there is any.
+    fn start(&mut self, device: usize, engine: usize) {
         let Some(choice) = self.choose(device) else {
-            return false;
+            return;
         };
         let fetched = match choice {
             Choice::Member(batch) => self.next_member(batch),
             Choice::Queue(queue) => self.devices[device].queues[queue].entries.pop_front(),
         };
         let Some(mut unit) = fetched else {
-            return true;
+            return;
         };
         self.trace.note([2, self.clock, unit.sequence]);
         unit.fault = self.fault(&unit);
         let limits = &self.devices[device].queues[unit.queue].limits;
         let valid = validate(&unit.descriptor, limits, unit.member.is_some());
         if let Err(outcome) = valid {
-            self.deliver_at(self.clock, unit, Some(outcome.image()));
-            return true;
+            return self.deliver_at(self.clock, unit, Some(outcome.image()));
         }
         match (unit.descriptor.opcode(), unit.fault) {
             (_, Some(InjectedFault::Stuck)) => self.stuck.push(unit),
@@ -249,7 +245,6 @@ impl Machine {
                 self.devices[device].engines[engine] = Some(Running { unit, due });
             }
         }
-        true
     }
 
     /// Finishes what an engine runs.
@@ -401,9 +396,7 @@ impl Machine {
 
     fn act(&mut self, action: Action) {
         match action {
-            Action::Start(device, engine) => {
-                self.start(device, engine);
-            }
+            Action::Start(device, engine) => self.start(device, engine),
             Action::Finish(device, engine) => self.finish(device, engine),
             Action::Deliver(index) => self.deliver(index),
         }

@@ -1,56 +1,86 @@
-//! The compressor's two halves: a match finder that turns bytes into literals and copies, and their consumers: a histogram
-//! for a Huffman code, and an encoder.
+//! Compression as IAA does it: a match finder that turns bytes into symbols of DEFLATE (RFC 1951, 3.2.5), and a writer of bits.
 //!
-//! Functions that run for every token are `inline(always)`, because tests are built with few optimisations.
+//! Functions that run for every symbol are `inline(always)`, because tests are built with few optimisations.
 
-use super::symbols::{
-    DISTANCE_RANGES, DISTANCES, END_OF_BLOCK, FIRST_LENGTH, LENGTH_RANGES, LITERALS, LONGEST,
-    SHORTEST, WINDOW, of_distance, of_length,
-};
+/// Entries of a table by [`Symbol::index`], as histograms and AECS have them: 286 for literals, the end of a block and lengths, then
+/// 30 for distances, each with two unused ones behind them.
+pub(super) const TABLE: usize = 320;
+/// Bytes that IAA's compressor and decompressor can reach back.
+pub(super) const WINDOW: usize = 4096;
+/// Indices of the end of a block, and of the first symbols for lengths and distances.
+const END_OF_BLOCK: usize = 256;
+const FIRST_LENGTH: usize = 257;
+const FIRST_DISTANCE: usize = 288;
+/// Shortest and longest copy. The longest has a symbol of its own, although the one before it could express it too.
+const SHORTEST: usize = 3;
+const LONGEST: usize = 258;
+const SYMBOL_OF_LONGEST: usize = 285;
 
-/// Why there is no compressed data.
+/// A symbol, and the bits behind its code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Failure {
-    /// A symbol was needed that has no code.
-    NoCode,
-    /// It does not fit.
-    TooLong,
+pub(super) struct Symbol {
+    pub(super) index: usize,
+    extra: usize,
+    extra_bits: u32,
 }
 
-/// A consumer of literals and copies.
-pub(super) trait Tokens {
-    fn literal(&mut self, byte: u8) -> Result<(), Failure>;
-    /// `length` is 3 to 258, `distance` 1 to 4096.
-    fn copy(&mut self, length: usize, distance: usize) -> Result<(), Failure>;
+impl Symbol {
+    pub(super) const END_OF_BLOCK: Self = Self::plain(END_OF_BLOCK);
+
+    const fn plain(index: usize) -> Self {
+        Self {
+            index,
+            extra: 0,
+            extra_bits: 0,
+        }
+    }
+
+    fn of_length(length: usize) -> Self {
+        match length {
+            LONGEST => Self::plain(SYMBOL_OF_LONGEST),
+            _ => Self::of_range(FIRST_LENGTH, length - SHORTEST, 2),
+        }
+    }
+
+    fn of_distance(distance: usize) -> Self {
+        Self::of_range(FIRST_DISTANCE, distance - 1, 1)
+    }
+
+    /// The symbol of a value where 2^`log` symbols each stand for ranges of the same size, the next ones for twice as large ones.
+    fn of_range(first: usize, value: usize, log: u32) -> Self {
+        let extra_bits = value.max(1 << log).ilog2() - log;
+        Self {
+            index: first + ((extra_bits as usize) << log) + (value >> extra_bits),
+            extra: value & ((1 << extra_bits) - 1),
+            extra_bits,
+        }
+    }
 }
 
-/// Finds symbols for `input`.
-pub(super) fn tokenize(input: &[u8], tokens: &mut impl Tokens) -> Result<(), Failure> {
+/// The symbols for `input`.
+pub(super) fn symbols(input: &[u8]) -> Vec<Symbol> {
+    let mut symbols = Vec::new();
     // The last place of each hash of three bytes, plus one; zero is none.
     let mut last = vec![0; 1 << HASH_BITS];
     let mut at = 0;
     while at < input.len() {
         let ahead = &input[at..input.len().min(at + LONGEST)];
-        let before = match hash(ahead) {
-            Some(hash) => std::mem::replace(&mut last[hash], at + 1).checked_sub(1),
-            None => None,
-        };
-        let length = match before.filter(|before| at - before <= WINDOW) {
-            Some(before) => common(&input[before..], ahead),
-            None => 0,
-        };
+        let before = hash(ahead).map_or(0, |hash| std::mem::replace(&mut last[hash], at + 1));
+        let before = before.checked_sub(1).filter(|before| at - before <= WINDOW);
+        let length = before.map_or(0, |before| common(&input[before..], ahead));
         match before {
             Some(before) if length >= SHORTEST => {
-                tokens.copy(length, at - before)?;
+                symbols.push(Symbol::of_length(length));
+                symbols.push(Symbol::of_distance(at - before));
                 at += length;
             }
             _ => {
-                tokens.literal(input[at])?;
+                symbols.push(Symbol::plain(input[at].into()));
                 at += 1;
             }
         }
     }
-    Ok(())
+    symbols
 }
 
 const HASH_BITS: u32 = 12;
@@ -68,93 +98,17 @@ fn common(one: &[u8], other: &[u8]) -> usize {
     same.take_while(|(one, other)| one == other).count()
 }
 
-/// Counts symbols.
-pub(super) struct Histogram {
-    literals: [u32; LITERALS],
-    distances: [u32; DISTANCES],
+/// Why there is no compressed data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Failure {
+    /// A symbol was needed that has no code.
+    NoCode,
+    /// It does not fit.
+    TooLong,
 }
 
-impl Histogram {
-    /// No symbol, but one end of a block: a stream needs a code for it. That hardware counts it is assumed.
-    pub(super) fn new() -> Self {
-        let mut literals = [0; LITERALS];
-        literals[END_OF_BLOCK] = 1;
-        Self {
-            literals,
-            distances: [0; DISTANCES],
-        }
-    }
-
-    /// The bytes in memory.
-    pub(super) fn bytes(&self) -> Vec<u8> {
-        let padding = [0; 2];
-        [&self.literals[..], &padding, &self.distances, &padding]
-            .into_iter()
-            .flatten()
-            .flat_map(|count| count.to_le_bytes())
-            .collect()
-    }
-}
-
-impl Tokens for Histogram {
-    fn literal(&mut self, byte: u8) -> Result<(), Failure> {
-        self.literals[usize::from(byte)] += 1;
-        Ok(())
-    }
-
-    fn copy(&mut self, length: usize, distance: usize) -> Result<(), Failure> {
-        self.literals[FIRST_LENGTH + of_length(length)] += 1;
-        self.distances[of_distance(distance)] += 1;
-        Ok(())
-    }
-}
-
-/// The code words of both alphabets, as an AECS has them.
-pub(super) struct Codes {
-    literals: [Code; LITERALS],
-    distances: [Code; DISTANCES],
-}
-
-/// A code word in the order of the stream, its first bit lowest. Without length there is none.
-#[derive(Clone, Copy, Default)]
-struct Code {
-    bits: u16,
-    length: u8,
-}
-
-impl Codes {
-    /// Code words from their places in an AECS: bits 14:0 the code as RFC 1951 numbers it, bits 18:15 its length.
-    pub(super) fn new(
-        literals: impl Iterator<Item = u32>,
-        distances: impl Iterator<Item = u32>,
-    ) -> Self {
-        let mut codes = Self {
-            literals: [Code::default(); LITERALS],
-            distances: [Code::default(); DISTANCES],
-        };
-        let places = codes.literals.iter_mut().zip(literals);
-        for (code, word) in places.chain(codes.distances.iter_mut().zip(distances)) {
-            *code = Code::new(word);
-        }
-        codes
-    }
-}
-
-impl Code {
-    fn new(word: u32) -> Self {
-        let length = (word >> 15 & 15) as u8;
-        let canonical = (word & 0x7fff) as u16;
-        let bits = match length {
-            0 => 0,
-            length => canonical.reverse_bits() >> (16 - length),
-        };
-        Self { bits, length }
-    }
-}
-
-/// Writes tokens as bits.
-pub(super) struct Encoder<'a> {
-    codes: &'a Codes,
+/// Writes bits, at most `limit` bytes.
+pub(super) struct Writer {
     limit: usize,
     output: Vec<u8>,
     /// Bits that are no whole word yet, fewer than 32 between two calls.
@@ -162,11 +116,9 @@ pub(super) struct Encoder<'a> {
     count: u32,
 }
 
-impl<'a> Encoder<'a> {
-    /// For at most `limit` bytes.
-    pub(super) fn new(codes: &'a Codes, limit: usize) -> Self {
+impl Writer {
+    pub(super) fn new(limit: usize) -> Self {
         Self {
-            codes,
             limit,
             output: Vec::new(),
             pending: 0,
@@ -183,30 +135,31 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    /// Ends the block.
+    /// A symbol, whose code has its place in an AECS: bits 14:0 the code as RFC 1951 numbers it, bits 18:15 its length, 0 if there is
+    /// none.
+    #[inline(always)]
+    pub(super) fn symbol(&mut self, symbol: Symbol, code: u32) -> Result<(), Failure> {
+        let length = code >> 15 & 15;
+        if length == 0 {
+            return Err(Failure::NoCode);
+        }
+        // Its first bit comes first.
+        let code = (code & 0x7fff).reverse_bits() >> (32 - length);
+        let bits = u64::from(code) | (symbol.extra as u64) << length;
+        self.put(bits, length + symbol.extra_bits)
+    }
+
+    /// Writes the bits that are left.
     pub(super) fn finish(&mut self) -> Result<(), Failure> {
-        self.symbol(self.codes.literals[END_OF_BLOCK], 0, 0)?;
         let bytes = self.pending.to_le_bytes();
         let whole = self.count.div_ceil(8) as usize;
         self.output.extend_from_slice(&bytes[..whole]);
-        if self.output.len() > self.limit {
-            return Err(Failure::TooLong);
-        }
-        Ok(())
+        self.check()
     }
 
     /// The output as far as it fits.
     pub(super) fn output(&self) -> &[u8] {
         &self.output[..self.output.len().min(self.limit)]
-    }
-
-    #[inline(always)]
-    fn symbol(&mut self, code: Code, extra: usize, extra_bits: u8) -> Result<(), Failure> {
-        if code.length == 0 {
-            return Err(Failure::NoCode);
-        }
-        let bits = u64::from(code.bits) | (extra as u64) << code.length;
-        self.put(bits, u32::from(code.length + extra_bits))
     }
 
     #[inline(always)]
@@ -218,28 +171,48 @@ impl<'a> Encoder<'a> {
             self.output.extend_from_slice(&word.to_le_bytes());
             self.pending >>= 32;
             self.count -= 32;
-            if self.output.len() > self.limit {
-                return Err(Failure::TooLong);
-            }
         }
-        Ok(())
+        self.check()
+    }
+
+    #[inline(always)]
+    fn check(&self) -> Result<(), Failure> {
+        match self.output.len() <= self.limit {
+            true => Ok(()),
+            false => Err(Failure::TooLong),
+        }
     }
 }
 
-impl Tokens for Encoder<'_> {
-    #[inline(always)]
-    fn literal(&mut self, byte: u8) -> Result<(), Failure> {
-        self.symbol(self.codes.literals[usize::from(byte)], 0, 0)
-    }
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-    fn copy(&mut self, length: usize, distance: usize) -> Result<(), Failure> {
-        let symbol = of_length(length);
-        let range = LENGTH_RANGES[symbol];
-        let code = self.codes.literals[FIRST_LENGTH + symbol];
-        self.symbol(code, length - usize::from(range.base), range.extra)?;
-        let symbol = of_distance(distance);
-        let range = DISTANCE_RANGES[symbol];
-        let code = self.codes.distances[symbol];
-        self.symbol(code, distance - usize::from(range.base), range.extra)
+    #[test]
+    fn the_symbols_are_those_of_the_rfc() {
+        let symbol = |index, extra, extra_bits| Symbol {
+            index,
+            extra,
+            extra_bits,
+        };
+        for (length, expected) in [
+            (3, symbol(257, 0, 0)),
+            (10, symbol(264, 0, 0)),
+            (12, symbol(265, 1, 1)),
+            (67, symbol(277, 0, 4)),
+            (257, symbol(284, 30, 5)),
+            (258, symbol(285, 0, 0)),
+        ] {
+            assert_eq!(Symbol::of_length(length), expected, "{length}");
+        }
+        for (distance, expected) in [
+            (1, symbol(288, 0, 0)),
+            (4, symbol(291, 0, 0)),
+            (6, symbol(292, 1, 1)),
+            (3073, symbol(311, 0, 10)),
+            (4096, symbol(311, 1023, 10)),
+        ] {
+            assert_eq!(Symbol::of_distance(distance), expected, "{distance}");
+        }
     }
 }

@@ -9,7 +9,7 @@ use miniz_oxide::inflate::{
     core::{DecompressorOxide, decompress, inflate_flags},
 };
 
-use super::symbols::WINDOW;
+use super::deflate::WINDOW;
 
 /// Why there is not all of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 mod corrections;
 
-use super::{execute, symbols::WINDOW};
+use super::{deflate::WINDOW, execute};
 use crate::{
     Config,
     memory::{Fault, Memory},
