@@ -3,7 +3,6 @@
 //! ```text
 //!  qemu      source QEMU ────────────────────────link─────────────────────────> destination QEMU
 //!  relay     source QEMU ─unix─> vamoose relay ──link─────────────────────────> destination QEMU, which decodes
-//!  pair      source QEMU ─unix─> vamoose relay ══link══> vamoose relay ──unix─> destination QEMU
 //!  migrate   source QEMU ─unix─> vamoose migrate ═link═> vamoose serve ──unix─> destination QEMU
 //!  live      vamoose-demo, source ═══════════════link══> vamoose-demo, destination
 //! ```

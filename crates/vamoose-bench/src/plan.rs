@@ -184,7 +184,7 @@ mod tests {
 
     fn cells() -> Vec<Cell> {
         let scenario = "about = ''\nguests = ['zero']\nlinks = ['open', '1G']\nram = '64M'\nrounds = 3\n\
-            contenders = ['qemu none', 'qemu zstd', 'pair auto']";
+            contenders = ['qemu none', 'qemu zstd', 'migrate auto']";
         Scenario::parse(scenario)
             .unwrap()
             .cells("test", 1 << 30, 20)

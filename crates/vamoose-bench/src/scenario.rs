@@ -130,8 +130,6 @@ pub(crate) enum Who {
     Qemu,
     /// `vamoose relay` beside the source; the destination QEMU decodes.
     Relay,
-    /// Two relays, with a session between them.
-    Pair,
     /// `vamoose migrate` and `vamoose serve`.
     Migrate,
     /// `vamoose-demo`, a VMM with the crate `vamoose-live`, without a QEMU.
@@ -329,9 +327,8 @@ const TLS: &str = "--tls";
 impl Contender {
     /// Whether this is Vamoose at both ends with method auto and no options.
     pub(crate) fn is_default(&self) -> bool {
-        let has_two_ends = matches!(self.who, Who::Migrate | Who::Pair);
         let has_options = !self.options.is_empty() || !self.far_options.is_empty();
-        has_two_ends && self.method == "auto" && !has_options
+        self.who == Who::Migrate && self.method == "auto" && !has_options
     }
 }
 
@@ -383,8 +380,8 @@ impl FromStr for Contender {
             );
         }
         ensure!(
-            far_options.is_empty() || matches!(who, Who::Pair | Who::Migrate),
-            "`{text}`: only pair and migrate have a Vamoose beside the destination"
+            far_options.is_empty() || who == Who::Migrate,
+            "`{text}`: only migrate has a Vamoose beside the destination"
         );
         Ok(Self {
             who,
@@ -470,7 +467,7 @@ mod tests {
         links = ["100M", "open"]
         ram = "1G"
         rounds = 3
-        contenders = ["qemu zstd", "pair auto --delta off"]
+        contenders = ["qemu zstd", "migrate auto --delta off"]
     "#;
 
     #[test]
@@ -501,7 +498,7 @@ mod tests {
         assert!(error("open", "10Q").contains("`10Q` is not a link"));
         assert!(error("qemu zstd", "qemu lz4").contains("stock QEMU are none, zlib"));
         assert!(
-            error("pair auto --delta off", "pair auto --tls").contains("only qemu and migrate")
+            error("migrate auto --delta off", "relay auto --tls").contains("only qemu and migrate")
         );
         assert!(error("rounds = 3", "rounds = 0").contains("rounds"));
         assert!(error("1G", "512").contains("append a unit"));

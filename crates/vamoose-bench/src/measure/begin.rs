@@ -1,14 +1,13 @@
 //! Starts a migration, with the Vamoose processes between its QEMUs.
 
 use std::path::Path;
-use std::process::Command;
 
 use anyhow::{Context, Result};
 use lab::middlebox::Middlebox;
 use lab::net::Namespace;
 use lab::proc;
 use lab::qemu::Qemu;
-use lab::vamoose::{Ended, Keys, Server, Vamoose};
+use lab::vamoose::{Keys, Server, Vamoose};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -34,7 +33,6 @@ pub(super) struct Helpers {
     /// At the source; ends with the migration.
     near: Option<Vamoose>,
     /// At the destination.
-    far: Option<Vamoose>,
     server: Option<Server>,
     /// Read again for each session.
     _keys: Option<Keys>,
@@ -57,7 +55,6 @@ impl Ends<'_> {
         tls::forget(self.source)?;
         match cell.contender.who {
             Who::Relay => self.relay(cell),
-            Who::Pair => self.pair(cell),
             Who::Migrate => self.migrate(cell),
             Who::Qemu | Who::Live => self.stock(cell),
         }
@@ -75,31 +72,18 @@ impl Ends<'_> {
     }
 
     fn relay(&mut self, cell: &Cell) -> Result<Helpers> {
-        self.set_up(cell, ["none", &cell.contender.method])?;
+        let contender = &cell.contender;
+        self.set_up(cell, ["none", &contender.method])?;
         let to = self.listen_openly()?;
-        let (near, address) = self.near_relay(cell, &to, &[])?;
+        let listen = format!("unix:{}", self.source.socket("out").display());
+        let mut command = self.here.command(self.vamoose);
+        command.args(["relay", "--insecure", "--json", "-", "--listen", &listen]);
+        command.args(["--connect", &to, "--method", &contender.method]);
+        let near = Vamoose::start(command.args(&contender.options))?;
+        let address = near.wait_for("listening on ", MOMENTS)?;
         self.source.qmp.migrate(&address)?;
         Ok(Helpers {
             near: Some(near),
-            ..Helpers::default()
-        })
-    }
-
-    fn pair(&mut self, cell: &Cell) -> Result<Helpers> {
-        self.set_up(cell, ["none"; 2])?;
-        let inside = format!("unix:{}", self.destination.socket("in").display());
-        self.destination.qmp.migrate_incoming(&inside)?;
-        let mut command = self.there.command(self.vamoose);
-        command.args(["relay", "--insecure", "--session", "listen"]);
-        command.args(["--connect", &inside]);
-        command.args(&cell.contender.far_options);
-        let listen = format!("tcp:{}:0", self.there.address());
-        let (far, to) = listening(command.args(["--listen", &listen]))?;
-        let (near, address) = self.near_relay(cell, &to, &["--session", "connect"])?;
-        self.source.qmp.migrate(&address)?;
-        Ok(Helpers {
-            near: Some(near),
-            far: Some(far),
             ..Helpers::default()
         })
     }
@@ -126,7 +110,6 @@ impl Ends<'_> {
             near: Some(Vamoose::start(&mut command)?),
             server: Some(server),
             _keys: keys,
-            ..Helpers::default()
         })
     }
 
@@ -136,15 +119,6 @@ impl Ends<'_> {
         let qmp = &mut self.destination.qmp;
         qmp.migrate_incoming(&format!("tcp:{address}:0"))?;
         Ok(format!("tcp:{address}:{}", qmp.incoming_port()?))
-    }
-
-    fn near_relay(&self, cell: &Cell, to: &str, session: &[&str]) -> Result<(Vamoose, String)> {
-        let contender = &cell.contender;
-        let listen = format!("unix:{}", self.source.socket("out").display());
-        let mut command = self.here.command(self.vamoose);
-        command.args(["relay", "--insecure", "--json", "-", "--listen", &listen]);
-        command.args(["--connect", to, "--method", &contender.method]);
-        listening(command.args(session).args(&contender.options))
     }
 
     /// Configures both QEMUs as `vamoose migrate` does by itself. `methods` are the encodings of source and destination.
@@ -189,16 +163,14 @@ impl Helpers {
 
     /// Waits until the processes have ended.
     pub(super) fn finish(self) -> Result<Finished> {
-        let finish = |vamoose: Option<Vamoose>| {
-            let ended = vamoose.map(|vamoose| vamoose.finish(MOMENTS)?.success());
-            ended.transpose()
-        };
-        let (near, far) = (finish(self.near)?, finish(self.far)?);
-        let seconds = |ended: &Option<Ended>| ended.as_ref().map_or(0.0, |it| it.cpu_seconds);
-        let mut cpu = [seconds(&near), seconds(&far)];
-        if let Some(server) = &self.server {
-            cpu[1] += proc::cpu_seconds(server.process().pid())?;
-        }
+        let near = self.near.map(|near| near.finish(MOMENTS)?.success());
+        let near = near.transpose()?;
+        let server = self.server.as_ref();
+        let far = server.map(|server| proc::cpu_seconds(server.process().pid()));
+        let cpu = [
+            near.as_ref().map_or(0.0, |near| near.cpu_seconds),
+            far.transpose()?.unwrap_or(0.0),
+        ];
         let report = near.filter(|near| !near.stdout.is_empty());
         let report = report.map(|near| serde_json::from_str(&near.stdout));
         Ok(Finished {
@@ -223,15 +195,8 @@ impl Helpers {
     /// Standard error of the processes, for error messages.
     pub(super) fn said(&self) -> String {
         let server = self.server.as_ref().map(Server::process);
-        let all = self.near.iter().chain(&self.far).chain(server);
+        let all = self.near.iter().chain(server);
         let said: Vec<_> = all.map(Vamoose::stderr).collect();
         format!("vamoose says:\n{}", said.join("\n--\n"))
     }
-}
-
-/// Starts a relay, and waits until it listens; returns its address.
-fn listening(command: &mut Command) -> Result<(Vamoose, String)> {
-    let vamoose = Vamoose::start(command)?;
-    let address = vamoose.wait_for("listening on ", MOMENTS)?;
-    Ok((vamoose, address))
 }

@@ -10,7 +10,7 @@ Figures are medians of the rounds, with the minimum and the maximum in brackets.
 period of the machine affects all of them. Only figures of one run can be compared. If the memory of a guest is not equal after a \
 migration, the run ends and the migration gives no figure. `results.csv` has all figures of each migration.
 
-- **migrate auto** (or pair auto, where `migrate` was not measured), without options, is Vamoose's default, in bold.
+- **migrate auto**, without options, is Vamoose's default, in bold.
 - **seconds**: total time of the migration; `>` marks one that was cancelled after that time.
 - **downtime**: from the guest's stop to its start at the destination, by one clock; for guests that do not run, as the source QEMU \
 reports it.

@@ -142,10 +142,8 @@ impl Group {
 
     /// The fastest row of Vamoose's default, which encrypts.
     pub(super) fn default(&self) -> Option<&Row> {
-        let migrate = |it: &Contender| it.is_default() && it.who == Who::Migrate;
-        let encrypted = self.fastest(|it| migrate(it) && it.tls);
-        let any = encrypted.or_else(|| self.fastest(migrate));
-        any.or_else(|| self.fastest(Contender::is_default))
+        let encrypted = self.fastest(|it| it.is_default() && it.tls);
+        encrypted.or_else(|| self.fastest(Contender::is_default))
     }
 
     /// The row with the least median time, of those with the fewest cancelled migrations.
