@@ -19,12 +19,6 @@ impl Meter {
         Self::of(pids.iter().map(|pid| format!("/proc/{pid}/stat")))
     }
 
-    /// Starts measuring threads of a process.
-    pub fn of_threads(pid: u32, threads: &[u64]) -> Result<Self> {
-        let stat = |thread| format!("/proc/{pid}/task/{thread}/stat");
-        Self::of(threads.iter().map(stat))
-    }
-
     fn of(stats: impl Iterator<Item = String>) -> Result<Self> {
         let at_start = stats.map(|stat| {
             let seconds = proc::seconds_in(&stat)?;
@@ -44,10 +38,7 @@ impl Meter {
 
 /// The CPU time of a migration in a QEMU, without the guest: the whole process less its vCPU threads.
 #[derive(Debug)]
-pub struct QemuMeter {
-    process: Meter,
-    vcpus: Meter,
-}
+pub struct QemuMeter(Meter);
 
 impl QemuMeter {
     /// Starts measuring a QEMU.
@@ -56,18 +47,18 @@ impl QemuMeter {
         let cpus = answer.as_array().context("query-cpus-fast gave no list")?;
         let threads = cpus.iter().map(|cpu| cpu["thread-id"].as_u64());
         let threads: Option<Vec<_>> = threads.collect();
-        Ok(Self {
-            process: Meter::start(&[qemu.pid()])?,
-            vcpus: Meter::of_threads(qemu.pid(), &threads.context("a vCPU has no thread")?)?,
-        })
+        let threads = threads.context("a vCPU has no thread")?.into_iter();
+        let pid = qemu.pid();
+        let vcpus = threads.map(|thread| format!("/proc/{pid}/task/{thread}/stat"));
+        Meter::of([format!("/proc/{pid}/stat")].into_iter().chain(vcpus)).map(Self)
     }
 
-    /// CPU seconds since the start: of the migration, and of the guest.
-    pub fn read(&self) -> Result<(f64, f64)> {
-        let guest: f64 = self.vcpus.read()?.iter().sum();
-        let whole: f64 = self.process.read()?.iter().sum();
+    /// CPU seconds since the start.
+    pub fn read(&self) -> Result<f64> {
+        let used = self.0.read()?;
+        let guest: f64 = used[1..].iter().sum();
         // The clock ticks of threads and processes are rounded separately.
-        Ok(((whole - guest).max(0.0), guest))
+        Ok((used[0] - guest).max(0.0))
     }
 }
 

@@ -64,8 +64,6 @@ pub(crate) enum Content {
     HalfZero,
     /// Zeros that were written.
     Zero,
-    /// Memory that was never touched.
-    Untouched,
     Random,
     /// What real programs have left in the memory of a Linux guest: see [`Real`].
     Base,

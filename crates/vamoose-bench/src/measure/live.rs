@@ -25,7 +25,6 @@ pub(super) fn measure(host: &Host, content: Content, cell: &Cell, round: u32) ->
             ram::write(&image, cell.ram, &fill, SEED)?;
             image.as_os_str()
         }
-        None if content == Content::Untouched => OsStr::new("untouched"),
         None => OsStr::new("zero"),
     };
     let link = host.link(cell.link)?;
@@ -45,10 +44,10 @@ pub(super) fn measure(host: &Host, content: Content, cell: &Cell, round: u32) ->
     if !contender.options.iter().any(|option| option == "--plain") {
         command.arg("--insecure");
     }
-    if content != Content::Untouched {
-        command.arg("--prealloc");
-    }
-    command.arg("--fill").arg(fill).args(&contender.options);
+    command
+        .args(["--prealloc", "--fill"])
+        .arg(fill)
+        .args(&contender.options);
     let sent_before = link.source.traffic().ok();
     let ended = Vamoose::start(&mut command)?.finish(MOST)?.success()?;
     let sent = sent_before.and_then(|before| Some(link.source.traffic().ok()?.sent - before.sent));

@@ -65,7 +65,7 @@ pub(crate) fn migrate(
     if seen.account.is_some() {
         let arrived = arrival(&mut ends, cell).with_context(|| helpers.said())?;
         moved.span[1] = Instant::now();
-        let [(source, _), (destination, _)] = [meters[0].read()?, meters[1].read()?];
+        let [source, destination] = [meters[0].read()?, meters[1].read()?];
         let finished = helpers.finish()?;
         moved.is_there = true;
         moved.figures = watch::figures(&seen, &finished)?;

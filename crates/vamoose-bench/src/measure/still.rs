@@ -18,10 +18,7 @@ pub(super) const SEED: u64 = 1;
 pub(super) fn measure(host: &Host, content: Content, cell: &Cell, round: u32) -> Result<Record> {
     let link = host.link(cell.link)?;
     let (here, there) = (&link.source, &link.destination);
-    let mut bare = Builder::bare(&host.qemu, cell.ram);
-    if content != Content::Untouched {
-        bare = bare.preallocate();
-    }
+    let mut bare = Builder::bare(&host.qemu, cell.ram).preallocate();
     // May take minutes, and much memory: so it comes first.
     let fill = host.corpus.fill(content, &host.qemu, cell.ram)?;
     let mut destination = bare.clone().incoming().namespace(there.name()).start()?;
