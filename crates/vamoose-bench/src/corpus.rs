@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use lab::qemu::Binary;
 use lab::ram::{self, Fill};
 
-use crate::scenario::Content;
+use crate::scenario::Guest;
 
 /// Files to fill guests with.
 pub(crate) struct Corpus {
@@ -37,17 +37,17 @@ impl Corpus {
         Ok(Self { name, files })
     }
 
-    /// Content for a guest's memory of `ram` bytes; `None` for nothing. `qemu` runs the real guest whose content is wanted, if that
+    /// Content for this guest's memory of `ram` bytes; `None` for nothing. `qemu` runs a real guest, if that
     /// has not been done before.
-    pub(crate) fn fill(&self, content: Content, qemu: &Binary, ram: u64) -> Result<Option<Fill>> {
-        if let Some(real) = content.real() {
+    pub(crate) fn fill(&self, guest: Guest, qemu: &Binary, ram: u64) -> Result<Option<Fill>> {
+        if let Some(real) = guest.real() {
             return Ok(Some(Fill::Image(real.memory(qemu, ram)?)));
         }
         let files = || Box::new(Fill::Files(self.files.clone()));
-        Ok(Some(match content {
-            Content::Silesia => Fill::WithZeros(10, files()),
-            Content::HalfZero => Fill::WithZeros(50, files()),
-            Content::Random => Fill::Random,
+        Ok(Some(match guest {
+            Guest::Silesia => Fill::WithZeros(10, files()),
+            Guest::HalfZero => Fill::WithZeros(50, files()),
+            Guest::Random => Fill::Random,
             _ => return Ok(None),
         }))
     }

@@ -18,7 +18,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use lab::middlebox::Middlebox;
 use tempfile::TempDir;
 
@@ -29,7 +29,7 @@ use crate::plan::Plan;
 use crate::record::{Cell, Machine};
 use crate::report::comparison;
 use crate::results::Results;
-use crate::scenario::{Guest, Scenario, Who};
+use crate::scenario::{Scenario, Who};
 use crate::stop_by_signals;
 use cut::Cut;
 use screen::{note, say, step};
@@ -69,10 +69,7 @@ fn demonstrate(vamoose: Option<&Path>, stop: &AtomicBool) -> Result<()> {
     let cells = cells(&found)?;
     let cell = cells.iter().find(|cell| cell.contender.who == Who::Migrate);
     let cell = cell.context("the demo cannot be shown on this host")?;
-    let Guest::Running(workload) = cell.guest else {
-        bail!("a guest of the demo has to run");
-    };
-    let mut running = Running::start(&host, workload, cell)?;
+    let mut running = Running::start(&host, cell)?;
     note(format!(
         "a Linux guest ({}) with {} MiB of RAM has booted and filled a part of it with files; it verifies all of that over and over, \
          and ticks every 100 ms",

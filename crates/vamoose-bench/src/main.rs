@@ -36,7 +36,7 @@ use needs::Found;
 use plan::Plan;
 use record::Machine;
 use results::Results;
-use scenario::{Contender, Content, Scenario, Size};
+use scenario::{Contender, Guest, Scenario, Size};
 
 /// Measure migrations by Vamoose beside stock QEMU's on this host
 ///
@@ -89,7 +89,8 @@ enum Command {
 #[derive(Args, Debug)]
 struct Dump {
     /// base, postgres, jvm or web
-    guest: Content,
+    #[arg(hide_possible_values = true)]
+    guest: Guest,
     /// File to write: the physical memory, page by page
     file: PathBuf,
     /// Memory of the guest

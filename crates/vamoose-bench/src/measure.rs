@@ -29,7 +29,7 @@ use lab::vamoose::program;
 use crate::corpus::Corpus;
 use crate::needs::Found;
 use crate::record::{Cell, Record};
-use crate::scenario::{Content, Guest, Rate, Who};
+use crate::scenario::{Rate, Who};
 use running::Running;
 
 /// Properties that all cells of a run share.
@@ -44,8 +44,8 @@ pub(crate) struct Host {
 
 /// Environment of the migrations of one guest over one link.
 pub(crate) enum Testbed<'a> {
-    /// Each migration begins with a new guest, whose memory has this content.
-    Still(&'a Host, Content),
+    /// Each migration begins with a new guest.
+    Still(&'a Host),
     /// One guest moves back and forth.
     Running(Box<Running<'a>>),
 }
@@ -56,23 +56,21 @@ const MOMENTS: Duration = Duration::from_secs(60);
 impl<'a> Testbed<'a> {
     /// Prepares for `cell` and other cells of the same guest and link.
     pub(crate) fn new(host: &'a Host, cell: &Cell) -> Result<Self> {
-        Ok(match cell.guest {
-            Guest::Still(content) => Self::Still(host, content),
-            Guest::Running(workload) => {
-                let running = Running::start(host, workload, cell).context("starting the guest")?;
-                Self::Running(Box::new(running))
-            }
-        })
+        if !cell.guest.runs() {
+            return Ok(Self::Still(host));
+        }
+        let running = Running::start(host, cell).context("starting the guest")?;
+        Ok(Self::Running(Box::new(running)))
     }
 
     /// Performs one migration. Returns its record, unless the record is complete only at the end.
     pub(crate) fn measure(&mut self, cell: &Cell, round: u32) -> Result<Option<Record>> {
         match self {
             Self::Running(running) => running.migrate(cell, round).map(|()| None),
-            Self::Still(host, content) => {
+            Self::Still(host) => {
                 let measured = match cell.contender.who {
-                    Who::Live => live::measure(host, *content, cell, round),
-                    _ => still::measure(host, *content, cell, round),
+                    Who::Live => live::measure(host, cell, round),
+                    _ => still::measure(host, cell, round),
                 };
                 measured.map(Some)
             }
@@ -87,7 +85,7 @@ impl<'a> Testbed<'a> {
     /// Returns the records that are complete only at the end, with the service of the clients.
     pub(crate) fn finish(self) -> Result<Vec<Record>> {
         match self {
-            Self::Still(..) => Ok(Vec::new()),
+            Self::Still(_) => Ok(Vec::new()),
             Self::Running(running) => running.finish(),
         }
     }

@@ -9,7 +9,7 @@ use lab::real::Real;
 use lab::{net, proc};
 
 use crate::record::Cell;
-use crate::scenario::{Guest, Rate, Who};
+use crate::scenario::{Rate, Who};
 
 /// Capabilities of this host.
 pub(crate) struct Found {
@@ -69,7 +69,7 @@ impl Found {
     /// The first requirement that a cell lacks, and its remedy.
     fn missing(&self, cell: &Cell) -> Option<(String, &'static str)> {
         let missing = |what: &str, remedy| Some((what.to_owned(), remedy));
-        let has_clients = matches!(cell.guest, Guest::Running(workload) if workload.has_clients());
+        let has_clients = cell.guest.has_clients();
         if !self.shared_memory {
             return missing("/dev/shm", "mount -t tmpfs tmpfs /dev/shm");
         }
@@ -83,11 +83,10 @@ impl Found {
             let remedy = "cargo build --release -p vamoose-demo";
             return missing("vamoose-demo beside this program", remedy);
         }
-        let is_real = matches!(cell.guest, Guest::Still(content) if content.real().is_some());
-        if is_real && !Real::is_there() {
+        if cell.guest.real().is_some() && !Real::is_there() {
             return missing("the guests' programs", WORKLOADS);
         }
-        if let Guest::Running(_) = cell.guest {
+        if cell.guest.runs() {
             match self.guest {
                 Some(Part::Kernel) => return missing("a kernel for guests", KERNEL),
                 Some(Part::Busybox) => return missing("a static busybox for guests", BUSYBOX),

@@ -45,37 +45,29 @@ pub(crate) struct Scenario {
     pub(crate) contenders: Vec<Contender>,
 }
 
-/// A guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+/// A guest: its content, if it does not run, or its load.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ValueEnum,
+)]
 #[serde(into = "String", try_from = "String")]
 pub(crate) enum Guest {
-    /// A guest that does not run, with this content in its memory.
-    Still(Content),
-    /// Linux with this workload.
-    Running(Workload),
-}
-
-/// Content of the memory of a guest that does not run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ValueEnum)]
-pub(crate) enum Content {
-    /// Files: the Silesia corpus, or others; a tenth of the pages is zero.
+    /// Does not run; files: the Silesia corpus, or others; a tenth of the pages is zero.
     Silesia,
-    /// The same, with half of the pages zero.
+    /// Does not run; the same, with half of the pages zero.
     HalfZero,
-    /// Zeros that were written.
+    /// Does not run; zeros that were written.
     Zero,
+    /// Does not run; random bytes.
     Random,
-    /// What real programs have left in the memory of a Linux guest: see [`Real`].
+    /// Does not run; what real programs have left in the memory of a Linux guest: see [`Real`].
     Base,
+    /// The same.
     Postgres,
+    /// The same.
     Jvm,
+    /// The same.
     Web,
-}
-
-/// Load of a running guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ValueEnum)]
-pub(crate) enum Workload {
-    /// Only ticks; part of the memory is filled.
+    /// Linux that only ticks; part of the memory is filled.
     Idle,
     /// A program that writes this many pages a second.
     #[value(skip)]
@@ -212,14 +204,12 @@ impl Scenario {
                         link: *link,
                         channels: *channels,
                         contender: contender.clone(),
-                        ram: match guest {
+                        ram: match guest.real() {
                             // Its programs have worked with this memory.
-                            Guest::Still(content) if content.real().is_some() => {
-                                self.ram.0.min(ram).max(real::LEAST)
-                            }
-                            Guest::Still(_) => self.ram.0.min(ram).min(link.carries(seconds)),
+                            Some(_) => self.ram.0.min(ram).max(real::LEAST),
                             // The guest's programs need this memory.
-                            Guest::Running(_) => self.ram.0,
+                            None if guest.runs() => self.ram.0,
+                            None => self.ram.0.min(ram).min(link.carries(seconds)),
                         },
                         downtime_limit: self.downtime_limit,
                         timeout: self.timeout,
@@ -231,7 +221,11 @@ impl Scenario {
     }
 }
 
-impl Content {
+impl Guest {
+    pub(crate) fn runs(self) -> bool {
+        self >= Self::Idle
+    }
+
     /// The guest in whose memory real programs have left this content.
     pub(crate) fn real(self) -> Option<Real> {
         match self {
@@ -290,12 +284,10 @@ impl FromStr for Rate {
 
 impl fmt::Display for Guest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = match self {
-            Self::Still(content) => name(content),
-            Self::Running(Workload::Dirty(pages)) => format!("dirty-{pages}"),
-            Self::Running(workload) => name(workload),
-        };
-        f.write_str(&name)
+        match self {
+            Self::Dirty(pages) => write!(f, "dirty-{pages}"),
+            guest => f.write_str(&name(guest)),
+        }
     }
 }
 
@@ -306,14 +298,10 @@ impl FromStr for Guest {
         if let Some(pages) = text.strip_prefix("dirty-") {
             let pages = pages.parse().ok().filter(|pages| *pages > 0);
             let pages = pages.with_context(|| format!("`{text}`: how many pages a second?"))?;
-            return Ok(Self::Running(Workload::Dirty(pages)));
+            return Ok(Self::Dirty(pages));
         }
-        let content = Content::from_str(text, false).map(Self::Still);
-        let guest = content.or_else(|_| Workload::from_str(text, false).map(Self::Running));
-        guest.map_err(|_| {
-            let known = [names::<Content>(), names::<Workload>()]
-                .concat()
-                .join(", ");
+        ValueEnum::from_str(text, false).map_err(|_| {
+            let known = names::<Self>().join(", ");
             anyhow!("there is no guest `{text}`: {known}, dirty-N")
         })
     }

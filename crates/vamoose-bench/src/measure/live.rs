@@ -12,15 +12,14 @@ use tempfile::TempDir;
 use super::Host;
 use super::still::SEED;
 use crate::record::{Cell, Cpu, Figures, Outcome, Record};
-use crate::scenario::Content;
 
 /// Time limit, including the time for filling and comparing the memory.
 const MOST: Duration = Duration::from_secs(300);
 
-pub(super) fn measure(host: &Host, content: Content, cell: &Cell, round: u32) -> Result<Record> {
+pub(super) fn measure(host: &Host, cell: &Cell, round: u32) -> Result<Record> {
     let folder = TempDir::new_in("/dev/shm").context("a folder for the memory image")?;
     let image = folder.path().join("ram");
-    let fill = match host.corpus.fill(content, &host.qemu, cell.ram)? {
+    let fill = match host.corpus.fill(cell.guest, &host.qemu, cell.ram)? {
         Some(fill) => {
             ram::write(&image, cell.ram, &fill, SEED)?;
             image.as_os_str()

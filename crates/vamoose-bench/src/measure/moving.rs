@@ -10,7 +10,6 @@ use serde_json::Value;
 use super::begin::Ends;
 use super::{MOMENTS, watch};
 use crate::record::{Cell, Cpu, Figures, Outcome, Record, Sample};
-use crate::scenario::Guest;
 
 /// A completed or cancelled migration.
 pub(crate) struct Moved {
@@ -87,7 +86,7 @@ pub(crate) fn migrate(
         moved.figures.seconds = seen.seconds;
         let is_running = ends.source.qmp.query_status()? == "running";
         ensure!(
-            is_running || matches!(cell.guest, Guest::Still(_)),
+            is_running || !cell.guest.runs(),
             "the guest does not run after a cancelled migration"
         );
     }
@@ -99,7 +98,7 @@ pub(crate) fn migrate(
 /// Waits until the guest has arrived; returns when a running guest stopped and resumed, by this host's clock.
 fn arrival(ends: &mut Ends<'_>, cell: &Cell) -> Result<Option<[Duration; 2]>> {
     let (source, destination) = (&mut ends.source.qmp, &mut ends.destination.qmp);
-    if matches!(cell.guest, Guest::Still(_)) {
+    if !cell.guest.runs() {
         destination.wait_migration(&["completed"], MOMENTS)?;
         return Ok(None);
     }

@@ -25,12 +25,12 @@ use super::{Host, MOMENTS};
 use crate::clients::Sample;
 use crate::clients::redis::{Mix, Redis};
 use crate::record::{Cell, Outcome, Record, Service, Services};
-use crate::scenario::{Rate, Workload};
+use crate::scenario::{Guest as Kind, Rate};
 
 /// A running guest, its clients and networks.
 pub(crate) struct Running<'a> {
     host: &'a Host,
-    workload: Workload,
+    kind: Kind,
     clients: Option<Redis>,
     // Dropped before the networks in which the guest runs.
     guest: Option<Guest>,
@@ -61,22 +61,20 @@ const DIRTY_TIME: Duration = Duration::from_secs(1);
 const BOOT: Duration = Duration::from_secs(180);
 
 impl<'a> Running<'a> {
-    pub(crate) fn start(host: &'a Host, workload: Workload, cell: &Cell) -> Result<Self> {
+    pub(crate) fn start(host: &'a Host, cell: &Cell) -> Result<Self> {
+        let kind = cell.guest;
         let link = host.link(cell.link)?;
-        let lan = workload
-            .has_clients()
-            .then(|| Lan::new(&link))
-            .transpose()?;
-        let (image, machine) = workload.machine(&host.qemu, cell.link, cell.ram)?;
+        let lan = kind.has_clients().then(|| Lan::new(&link)).transpose()?;
+        let (image, machine) = kind.machine(&host.qemu, cell.link, cell.ram)?;
         let guest = Guest::start(&machine.clone().namespace(link.source.name()))?;
         guest.wait_ready(BOOT)?;
-        let mix = lan.as_ref().zip(workload.mix());
+        let mix = lan.as_ref().zip(kind.mix());
         let start = |(lan, mix): (&Lan, Mix)| Redis::start(&lan.clients, mix);
         let clients = mix.map(start).transpose()?;
         thread::sleep(WARM_UP);
         Ok(Self {
             host,
-            workload,
+            kind,
             clients,
             guest: Some(guest),
             machine,
@@ -92,7 +90,7 @@ impl<'a> Running<'a> {
     /// Moves the guest to the other host, and adds the record.
     pub(super) fn migrate(&mut self, cell: &Cell, round: u32) -> Result<()> {
         let moved = self.go(cell, None, |_| Ok(()))?;
-        let outcome = match (moved.is_there, self.workload.has_clients()) {
+        let outcome = match (moved.is_there, self.kind.has_clients()) {
             (false, _) => Outcome::Cancelled,
             (true, true) => Outcome::Served,
             (true, false) => Outcome::Checked,
@@ -142,7 +140,7 @@ impl<'a> Running<'a> {
         }
         // `destination` is now the QEMU that the guest has left, or has not reached.
         self.logs.push(destination.finish()?);
-        if moved.is_there && !self.workload.has_clients() {
+        if moved.is_there && !self.kind.has_clients() {
             // All of its memory: the first round may have begun at the source.
             source.wait_rounds(2, MOMENTS)?;
         }
@@ -195,7 +193,7 @@ impl<'a> Running<'a> {
     }
 }
 
-impl Workload {
+impl Kind {
     /// Whether clients use a program in the guest, instead of a load that checks its own memory.
     pub(crate) fn has_clients(self) -> bool {
         self.mix().is_some()
@@ -237,7 +235,7 @@ impl Workload {
             Self::RedisRandom => Some(Mix::RANDOM),
             Self::RedisA => Some(Mix::A),
             Self::RedisB => Some(Mix::B),
-            Self::Idle | Self::Dirty(_) | Self::Updates | Self::Counters => None,
+            _ => None,
         }
     }
 }

@@ -10,17 +10,16 @@ use lab::ram;
 use super::begin::Ends;
 use super::{Host, moving};
 use crate::record::{Cell, Outcome, Record};
-use crate::scenario::Content;
 
 /// The same content in all cells.
 pub(super) const SEED: u64 = 1;
 
-pub(super) fn measure(host: &Host, content: Content, cell: &Cell, round: u32) -> Result<Record> {
+pub(super) fn measure(host: &Host, cell: &Cell, round: u32) -> Result<Record> {
     let link = host.link(cell.link)?;
     let (here, there) = (&link.source, &link.destination);
     let mut bare = Builder::bare(&host.qemu, cell.ram).preallocate();
     // May take minutes, and much memory: so it comes first.
-    let fill = host.corpus.fill(content, &host.qemu, cell.ram)?;
+    let fill = host.corpus.fill(cell.guest, &host.qemu, cell.ram)?;
     let mut destination = bare.clone().incoming().namespace(there.name()).start()?;
     if let Some(fill) = fill {
         bare = bare.content(fill, SEED);

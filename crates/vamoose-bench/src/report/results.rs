@@ -108,9 +108,9 @@ impl Group {
                 .replace("Mbit", " Mbit"),
             Rate::Open => "an open link".to_owned(),
         };
-        let limit = match cell.guest {
-            Guest::Running(_) => format!(", downtime limit {} ms", cell.downtime_limit),
-            Guest::Still(_) => String::new(),
+        let limit = match cell.guest.runs() {
+            true => format!(", downtime limit {} ms", cell.downtime_limit),
+            false => String::new(),
         };
         let size = cell.ram.div_ceil(1 << 20);
         format!("{}, {size} MiB, over {link}{limit}", cell.guest)
