@@ -1,8 +1,9 @@
 //! A guest, from its first write to its proof.
 
 use std::{
+    mem,
     os::fd::BorrowedFd,
-    sync::{Arc, Mutex, atomic::Ordering},
+    sync::{Arc, Mutex, MutexGuard, atomic::Ordering},
     thread::{self, JoinHandle},
 };
 
@@ -27,10 +28,16 @@ pub struct Guest {
     vm: Option<Vm>,
     vcpus: Vec<Shared>,
     control: Arc<Control>,
-    threads: Vec<JoinHandle<()>>,
-    /// Whether this is an [`incoming`](Guest::incoming) guest that has not loaded its state. Locked during a change of state, one
-    /// at a time.
-    waiting: Mutex<bool>,
+    /// Locked during a change of phase, one at a time.
+    phase: Mutex<Phase>,
+}
+
+enum Phase {
+    /// An [`incoming`](Guest::incoming) guest that has not loaded its state.
+    Waiting,
+    Paused,
+    /// With the threads of its vCPUs.
+    Running(Vec<JoinHandle<()>>),
 }
 
 /// Proof that the memory is what the vCPUs wrote. It is equal for a saved guest and the guest that loaded it, until one resumes.
@@ -48,7 +55,7 @@ impl Guest {
     /// # Errors
     /// If the configuration is not valid, or the host lacks something that the guest needs.
     pub fn new(config: &Config) -> Result<Self> {
-        Self::build(config, false)
+        Self::build(config, Phase::Paused)
     }
 
     /// Creates a guest that waits for the memory and the state of another guest. From now on its memory may be written.
@@ -56,7 +63,7 @@ impl Guest {
     /// # Errors
     /// As [`Guest::new`].
     pub fn incoming(config: &Config) -> Result<Self> {
-        Self::build(config, true)
+        Self::build(config, Phase::Waiting)
     }
 
     /// Lets the vCPUs write, for the first time or again.
@@ -64,22 +71,28 @@ impl Guest {
     /// # Errors
     /// If the guest waits for its state, or a vCPU has failed.
     pub fn resume(&self) -> Result<()> {
-        let waiting = lock(&self.waiting);
-        self.check_whole(*waiting)?;
-        self.control.resume();
+        let mut phase = lock(&self.phase);
+        ensure!(!matches!(*phase, Phase::Waiting), WAITING);
+        self.failure().map_or(Ok(()), Err)?;
+        if matches!(*phase, Phase::Paused) {
+            *phase = Phase::Running(self.start()?);
+        }
         Ok(())
     }
 
     /// Returns when all vCPUs have left guest mode and nothing writes any more: within milliseconds, or at once if the guest is
     /// already paused.
     pub fn pause(&self) {
-        let _waiting = lock(&self.waiting);
-        self.control.pause();
+        let mut phase = lock(&self.phase);
+        if let Phase::Running(threads) = &mut *phase {
+            self.stop(mem::take(threads));
+            *phase = Phase::Paused;
+        }
     }
 
     /// Whether the guest may write: from [`resume`](Self::resume) to [`pause`](Self::pause).
     pub fn is_running(&self) -> bool {
-        self.control.is_running()
+        matches!(*lock(&self.phase), Phase::Running(_))
     }
 
     /// Keeps the vCPUs from running for `percent` of the time, at most 99, in slices of milliseconds. 0 is full speed. The throttle
@@ -104,8 +117,7 @@ impl Guest {
     /// # Errors
     /// If the guest is running, waits for its state itself, or a vCPU has failed.
     pub fn save(&self) -> Result<Vec<u8>> {
-        let waiting = lock(&self.waiting);
-        self.check_at_rest(*waiting)?;
+        let _phase = self.at_rest()?;
         let states: Result<Vec<_>, _> = self.vcpus.iter().map(|vcpu| lock(vcpu).save()).collect();
         Ok(state::encode(state::describe(&self.config), states?))
     }
@@ -117,8 +129,9 @@ impl Guest {
     /// If this guest does not wait for a state, `state` is from a guest with another configuration (rate and backing may differ),
     /// or the memory is not that guest's.
     pub fn load(&self, state: &[u8]) -> Result<()> {
-        let mut waiting = lock(&self.waiting);
-        ensure!(*waiting, "this guest does not wait for a state");
+        let mut phase = lock(&self.phase);
+        let is_waiting = matches!(*phase, Phase::Waiting);
+        ensure!(is_waiting, "this guest does not wait for a state");
         let states = state::decode(state, &state::describe(&self.config))?;
         ensure!(
             states.len() == self.vcpus.len(),
@@ -138,7 +151,7 @@ impl Guest {
             writes = writes.wrapping_add(vcpu.progress().writes);
         }
         self.control.written.store(writes, Ordering::Relaxed);
-        *waiting = false;
+        *phase = Phase::Paused;
         Ok(())
     }
 
@@ -147,8 +160,7 @@ impl Guest {
     /// # Errors
     /// If they differ, the guest is running or waits for its state, or a vCPU has failed.
     pub fn verify(&self) -> Result<Proof> {
-        let waiting = lock(&self.waiting);
-        self.check_at_rest(*waiting)?;
+        let _phase = self.at_rest()?;
         let sums = stamp::sums(&self.config);
         let mut writes = 0_u64;
         for (index, (vcpu, memory)) in self.vcpus.iter().zip(&sums).enumerate() {
@@ -171,7 +183,7 @@ impl Guest {
 
     /// Why a vCPU has ended, if one has. The others run until they are paused.
     pub fn failure(&self) -> Option<Error> {
-        self.control.failure().map(Error::msg)
+        lock(&self.control.failure).clone().map(Error::msg)
     }
 
     /// The guest's memory, whose blocks are to be migrated.
@@ -189,15 +201,15 @@ impl Guest {
         self.vm.as_ref().map_or(&[], Vm::slots)
     }
 
-    fn build(config: &Config, waiting: bool) -> Result<Self> {
+    fn build(config: &Config, phase: Phase) -> Result<Self> {
         config.check()?;
         let vm = match config.kind {
             Kind::Kvm => Some(Vm::new(&config.memory)?),
             Kind::Threads => None,
         };
-        let sums = match waiting {
-            true => vec![0; config.vcpus.into()],
-            false => stamp::sums(config),
+        let sums = match phase {
+            Phase::Waiting => vec![0; config.vcpus.into()],
+            _ => stamp::sums(config),
         };
         let vcpus = (0..)
             .zip(sums)
@@ -215,50 +227,63 @@ impl Guest {
                 Ok(Arc::new(Mutex::new(vcpu)))
             })
             .collect::<Result<Vec<Shared>>>()?;
-        let mut guest = Self {
+        Ok(Self {
             config: config.clone(),
-            control: Arc::new(Control::new(config.vcpus)),
+            control: Arc::default(),
             vm,
             vcpus,
-            threads: Vec::new(),
-            waiting: Mutex::new(waiting),
-        };
-        guest.spawn()?;
-        Ok(guest)
+            phase: Mutex::new(phase),
+        })
     }
 
-    fn spawn(&mut self) -> Result<()> {
+    /// Starts the threads of the vCPUs.
+    fn start(&self) -> Result<Vec<JoinHandle<()>>> {
         let Config { rate, vcpus, .. } = self.config;
         let share = rate.map(|rate| rate.get() as f64 / f64::from(vcpus));
+        self.control.stop.store(false, Ordering::Release);
+        let mut threads = Vec::new();
         for (index, vcpu) in (0..).zip(&self.vcpus) {
             let (vcpu, control) = (Arc::clone(vcpu), Arc::clone(&self.control));
             let thread = thread::Builder::new()
                 .name(format!("vcpu {index}"))
-                .spawn(move || vcpu::run(index, &vcpu, &control, Pacer::new(share)))
-                .context("cannot start the thread of a vCPU")?;
-            self.threads.push(thread);
+                .spawn(move || vcpu::run(index, &vcpu, &control, Pacer::new(share)));
+            match thread {
+                Ok(thread) => threads.push(thread),
+                Err(error) => {
+                    self.stop(threads);
+                    return Err(error).context("cannot start the thread of a vCPU");
+                }
+            }
         }
-        Ok(())
+        Ok(threads)
     }
 
-    fn check_at_rest(&self, is_waiting: bool) -> Result<()> {
-        ensure!(!self.is_running(), "the guest is running: pause it first");
-        self.check_whole(is_waiting)
-    }
-
-    fn check_whole(&self, is_waiting: bool) -> Result<()> {
-        ensure!(!is_waiting, "the guest waits for its state: load it first");
-        self.failure().map_or(Ok(()), Err)
-    }
-}
-
-impl Drop for Guest {
-    fn drop(&mut self) {
-        self.control.end();
-        for thread in self.threads.drain(..) {
+    /// Returns when the threads have ended.
+    fn stop(&self, threads: Vec<JoinHandle<()>>) {
+        self.control.stop.store(true, Ordering::Release);
+        threads.iter().for_each(|it| it.thread().unpark());
+        for thread in threads {
             // A thread that panicked has printed the cause.
             let _ = thread.join();
         }
+    }
+
+    /// Checks that the guest is paused, and keeps it so.
+    fn at_rest(&self) -> Result<MutexGuard<'_, Phase>> {
+        let phase = lock(&self.phase);
+        match *phase {
+            Phase::Running(_) => bail!("the guest is running: pause it first"),
+            Phase::Waiting => bail!(WAITING),
+            Phase::Paused => self.failure().map_or(Ok(phase), Err),
+        }
+    }
+}
+
+const WAITING: &str = "the guest waits for its state: load it first";
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.pause();
     }
 }
 

@@ -1,10 +1,11 @@
-//! The threads of vCPUs, which the guest's owner starts, pauses and ends.
+//! The threads of vCPUs, which run while the guest does.
 
 use std::{
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU8, AtomicU64, Ordering},
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering},
     },
+    thread,
     time::Instant,
 };
 
@@ -40,115 +41,30 @@ pub(crate) struct Writer {
     pub(crate) progress: Progress,
 }
 
-/// State shared by the threads and the guest's owner.
-#[derive(Debug)]
+/// What the threads and the guest's owner share.
+#[derive(Debug, Default)]
 pub(crate) struct Control {
-    vcpus: u8,
-    state: Mutex<State>,
-    changed: Condvar,
+    /// The threads have to end.
+    pub(crate) stop: AtomicBool,
     /// Percent, 0 to 99.
     pub(crate) throttle: AtomicU8,
     /// Writes of pages.
     pub(crate) written: AtomicU64,
-}
-
-#[derive(Debug)]
-struct State {
-    wanted: Wanted,
-    /// Number of threads that do not write: paused or ended.
-    parked: u8,
     /// Why a vCPU has ended.
-    failure: Option<String>,
+    pub(crate) failure: Mutex<Option<String>>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Wanted {
-    Pause,
-    Run,
-    End,
-}
-
-impl Control {
-    /// Creates the state for `vcpus` threads, paused.
-    pub(crate) fn new(vcpus: u8) -> Self {
-        Self {
-            vcpus,
-            state: Mutex::new(State {
-                wanted: Wanted::Pause,
-                parked: vcpus,
-                failure: None,
-            }),
-            changed: Condvar::new(),
-            throttle: AtomicU8::new(0),
-            written: AtomicU64::new(0),
-        }
-    }
-
-    pub(crate) fn resume(&self) {
-        self.want(Wanted::Run);
-    }
-
-    /// Returns when no vCPU writes any more.
-    pub(crate) fn pause(&self) {
-        self.want(Wanted::Pause);
-        let state = lock(&self.state);
-        let _state = self
-            .changed
-            .wait_while(state, |state| state.parked < self.vcpus);
-    }
-
-    /// Makes the threads end.
-    pub(crate) fn end(&self) {
-        self.want(Wanted::End);
-    }
-
-    pub(crate) fn is_running(&self) -> bool {
-        lock(&self.state).wanted == Wanted::Run
-    }
-
-    pub(crate) fn failure(&self) -> Option<String> {
-        lock(&self.state).failure.clone()
-    }
-
-    fn want(&self, wanted: Wanted) {
-        lock(&self.state).wanted = wanted;
-        self.changed.notify_all();
-    }
-}
-
-/// The thread of vCPU `index`: runs batches until the owner ends it or a batch fails.
+/// The thread of vCPU `index` from a resume to a pause: runs batches until it has to stop or a batch fails.
 pub(crate) fn run(index: u8, vcpu: &Mutex<Box<dyn Vcpu>>, control: &Control, mut pacer: Pacer) {
-    let mut state = lock(&control.state);
-    // `Control::new` has counted this thread as parked.
-    loop {
-        let waited = control
-            .changed
-            .wait_while(state, |state| state.wanted == Wanted::Pause);
-        state = waited.unwrap_or_else(PoisonError::into_inner);
-        if state.wanted == Wanted::End {
+    while !control.stop.load(Ordering::Acquire) {
+        if let Some(delay) = pacer.delay(Instant::now()) {
+            // A pause unparks the thread.
+            thread::park_timeout(delay);
+        } else if let Err(error) = batch(vcpu, control, &mut pacer) {
+            let failure = || format!("vCPU {index} has failed: {error:#}");
+            lock(&control.failure).get_or_insert_with(failure);
             return;
         }
-        state.parked -= 1;
-        while state.wanted == Wanted::Run {
-            if let Some(delay) = pacer.delay(Instant::now()) {
-                state = control
-                    .changed
-                    .wait_timeout(state, delay)
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .0;
-                continue;
-            }
-            drop(state);
-            let done = batch(vcpu, control, &mut pacer);
-            state = lock(&control.state);
-            if let Err(error) = done {
-                let failure = || format!("vCPU {index} has failed: {error:#}");
-                state.failure.get_or_insert_with(failure);
-                park(&mut state, control);
-                return;
-            }
-        }
-        park(&mut state, control);
     }
 }
 
@@ -162,11 +78,6 @@ fn batch(vcpu: &Mutex<Box<dyn Vcpu>>, control: &Control, pacer: &mut Pacer) -> R
     let throttle = control.throttle.load(Ordering::Relaxed);
     pacer.ran(started, Instant::now(), throttle);
     Ok(())
-}
-
-fn park(state: &mut State, control: &Control) {
-    state.parked += 1;
-    control.changed.notify_all();
 }
 
 /// Locks a mutex. A thread that panicked left nothing incomplete.
