@@ -72,7 +72,7 @@ mod memory;
 pub mod selftest;
 mod validate;
 
-use std::{sync::Arc, time::Duration};
+use std::{hash::Hasher as _, sync::Arc, time::Duration};
 
 pub use config::{Config, DeviceConfig, Speeds, Work};
 pub use devices::devices;
@@ -219,7 +219,7 @@ impl Model {
     /// A hash of all events in their order: the same for the same configuration and the same calls, if the model is
     /// [`deterministic`](Self::deterministic).
     pub fn trace(&self) -> u64 {
-        self.driver.lock().trace.0
+        self.driver.lock().trace.finish()
     }
 
     /// The time of the queues' [`Submit::now`].

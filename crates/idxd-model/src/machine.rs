@@ -17,6 +17,7 @@ mod executor;
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
+    hash::{DefaultHasher, Hash as _},
     sync::Arc,
 };
 
@@ -48,7 +49,8 @@ pub(super) struct Machine {
     pub(super) faults: Faults,
     pub(super) scripted: Vec<Scripted>,
     pub(super) statistics: Statistics,
-    pub(super) trace: Trace,
+    /// A hash of all events in their order, without addresses, which differ from run to run.
+    pub(super) trace: DefaultHasher,
     batches: BTreeMap<u64, Batch>,
     /// DRAIN descriptors, which wait for all earlier ones.
     drains: Vec<Unit>,
@@ -134,7 +136,7 @@ impl Machine {
             faults: config.faults.clone(),
             scripted: Vec::new(),
             statistics: Statistics::default(),
-            trace: Trace::default(),
+            trace: DefaultHasher::new(),
             batches: BTreeMap::new(),
             drains: Vec::new(),
             stuck: Vec::new(),
@@ -208,7 +210,7 @@ impl Machine {
         let Some(mut unit) = fetched else {
             return;
         };
-        self.trace.note([2, self.clock, unit.sequence]);
+        [2, self.clock, unit.sequence].hash(&mut self.trace);
         unit.fault = self.fault(&unit);
         let limits = &self.devices[device].queues[unit.queue].limits;
         let valid = validate(&unit.descriptor, limits, unit.member.is_some());
@@ -252,7 +254,7 @@ impl Machine {
         let Some(Running { unit, .. }) = self.devices[device].engines[engine].take() else {
             return;
         };
-        self.trace.note([3, self.clock, unit.sequence]);
+        [3, self.clock, unit.sequence].hash(&mut self.trace);
         let image = self.work(&unit);
         self.conclude(unit, image);
     }
@@ -328,7 +330,7 @@ impl Machine {
         }
         self.devices[device].pipe = 0;
         self.revoke(device);
-        self.trace.note([4, self.clock, device as u64]);
+        [4, self.clock, device as u64].hash(&mut self.trace);
     }
 
     /// Removes the descriptors that `which` selects. Returns how many of them clients had submitted.
@@ -485,26 +487,6 @@ impl Device {
             queues: queues.collect(),
             engines: (0..config.engines).map(|_| None).collect(),
             pipe: 0,
-        }
-    }
-}
-
-/// A hash of all events in their order (after FNV), without addresses, which differ from run to run.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Trace(pub(super) u64);
-
-impl Default for Trace {
-    fn default() -> Self {
-        Self(0xcbf2_9ce4_8422_2325)
-    }
-}
-
-impl Trace {
-    fn note(&mut self, event: [u64; 3]) {
-        for word in event {
-            self.0 = (self.0 ^ word)
-                .wrapping_mul(0x100_0000_01b3)
-                .rotate_left(29);
         }
     }
 }

@@ -109,22 +109,6 @@ pub fn run(submit: Arc<dyn Submit>, timeout: Duration) -> Vec<Finding> {
 }
 
 impl Check {
-    const fn new(
-        name: &'static str,
-        what: &'static str,
-        section: Option<&'static str>,
-        needs: &'static [u8],
-        run: fn(&Rig) -> Result<(), Verdict>,
-    ) -> Self {
-        Self {
-            name,
-            what,
-            section,
-            needs,
-            run,
-        }
-    }
-
     /// Whether no document promises the expected answer.
     pub fn is_open(&self) -> bool {
         self.section.is_none()

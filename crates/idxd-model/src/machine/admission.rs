@@ -1,6 +1,6 @@
 //! Admits descriptors to a work queue, by the rules of the instructions and of the kernel's `write`.
 
-use std::io;
+use std::{hash::Hash as _, io};
 
 use super::{Client, Machine, Unit, is_due};
 use crate::PortalKind;
@@ -90,7 +90,7 @@ impl Machine {
         here.outstanding.insert(sequence, client);
         self.clients[client].in_flight += 1;
         self.statistics.accepted += 1;
-        self.trace.note([1, self.clock, sequence]);
+        [1, self.clock, sequence].hash(&mut self.trace);
         Ok(())
     }
 

@@ -1,5 +1,7 @@
 //! Completes descriptors: writes their records, which may be late or lost, and updates the counters.
 
+use std::hash::Hash as _;
+
 use super::{Machine, NEVER, Unit};
 use crate::{dsa::Outcome, faults::InjectedFault, memory::PAGE, nanoseconds, validate::status};
 use idxd::{Flags, Kind, Mode, RecordImage, opcode};
@@ -40,14 +42,13 @@ impl Machine {
 
     pub(super) fn deliver(&mut self, index: usize) {
         let Delivery { unit, image, .. } = self.deliveries.swap_remove(index);
-        self.trace.note([5, self.clock, unit.sequence]);
+        [5, self.clock, unit.sequence].hash(&mut self.trace);
         let image = image.unwrap_or_else(|| self.work(&unit));
         self.complete(unit, image);
     }
 
     fn complete(&mut self, unit: Unit, image: RecordImage) {
-        self.trace
-            .note([6, u64::from(image.status()), u64::from(image.completed())]);
+        [6, u64::from(image.status()), u64::from(image.completed())].hash(&mut self.trace);
         let lost = !self.write(&unit, image);
         if unit.member.is_none() {
             let counter = match lost {

@@ -14,86 +14,86 @@ const BATCH: &[u8] = &[opcode::BATCH, opcode::NOOP];
 const COMPARE_BATCH: &[u8] = &[opcode::BATCH, opcode::COMPARE_PATTERN];
 
 pub(super) const CHECKS: &[Check] = &[
-    Check::new(
-        "compare-pattern-zero",
-        "zeros are equal to a pattern of zero, at any offset and of any length",
-        Some("DSA 3.0, 8.3.7"),
-        COMPARE,
-        zeros,
-    ),
-    Check::new(
-        "compare-pattern-differs",
-        "a single bit is found, wherever it is, and what lies around the area is not",
-        Some("DSA 3.0, 8.3.7"),
-        COMPARE,
-        single_bits,
-    ),
-    Check::new(
-        "memmove",
-        "copies are right at any offset and of any length, and nothing else is written",
-        Some("DSA 3.0, 8.3.4"),
-        MOVE,
-        memmove,
-    ),
-    Check::new(
-        "fault-on-read",
-        "a page that may not be read is status 0x03, with no more bytes than lie before it",
-        Some("DSA 3.0, 5.8.1 and 8.2.4"),
-        COMPARE,
-        fault_on_read,
-    ),
-    Check::new(
-        "fault-on-write",
-        "a page that may not be written is status 0x83, and the bytes that are completed have been written",
-        Some("DSA 3.0, 3.13, 8.2.4 and 8.3.4"),
-        MOVE,
-        fault_on_write,
-    ),
-    Check::new(
-        "untouched-page",
-        "a page that was never touched is zero, and not missing",
-        None,
-        COMPARE,
-        untouched,
-    ),
-    Check::new(
-        "batch-of-most",
-        "the largest batch is done",
-        Some("DSA 3.0, 3.8"),
-        BATCH,
-        |rig| {
+    Check {
+        name: "compare-pattern-zero",
+        what: "zeros are equal to a pattern of zero, at any offset and of any length",
+        section: Some("DSA 3.0, 8.3.7"),
+        needs: COMPARE,
+        run: zeros,
+    },
+    Check {
+        name: "compare-pattern-differs",
+        what: "a single bit is found, wherever it is, and what lies around the area is not",
+        section: Some("DSA 3.0, 8.3.7"),
+        needs: COMPARE,
+        run: single_bits,
+    },
+    Check {
+        name: "memmove",
+        what: "copies are right at any offset and of any length, and nothing else is written",
+        section: Some("DSA 3.0, 8.3.4"),
+        needs: MOVE,
+        run: memmove,
+    },
+    Check {
+        name: "fault-on-read",
+        what: "a page that may not be read is status 0x03, with no more bytes than lie before it",
+        section: Some("DSA 3.0, 5.8.1 and 8.2.4"),
+        needs: COMPARE,
+        run: fault_on_read,
+    },
+    Check {
+        name: "fault-on-write",
+        what: "a page that may not be written is status 0x83, and the bytes that are completed have been written",
+        section: Some("DSA 3.0, 3.13, 8.2.4 and 8.3.4"),
+        needs: MOVE,
+        run: fault_on_write,
+    },
+    Check {
+        name: "untouched-page",
+        what: "a page that was never touched is zero, and not missing",
+        section: None,
+        needs: COMPARE,
+        run: untouched,
+    },
+    Check {
+        name: "batch-of-most",
+        what: "the largest batch is done",
+        section: Some("DSA 3.0, 3.8"),
+        needs: BATCH,
+        run: |rig| {
             let most = largest(rig)?;
             all_done(&rig.ask_batch(vec![noop(); most], None)?, most)
         },
-    ),
-    Check::new(
-        "batch-member-fails",
-        "a member that fails makes its batch 0x05, and the others are done",
-        Some("DSA 3.0, 5.8.1 and 8.3.2"),
-        BATCH,
-        member_fails,
-    ),
-    Check::new(
-        "batch-last",
-        "the record of a batch is there only when those of all its members are",
-        Some("DSA 3.0, 3.8"),
-        COMPARE_BATCH,
-        last,
-    ),
-    Check::new(
-        "batch-list-read-late",
-        "the list is read as engines become free: a change after submission is seen",
-        None,
-        COMPARE_BATCH,
-        read_late,
-    ),
-    Check::new(
-        "batch-list-fault",
-        "a page missing under the list is status 0x06, and counts the members that were processed",
-        Some("DSA 3.0, 5.8.1 and 8.3.2"),
-        BATCH,
-        list_fault,
-    ),
+    },
+    Check {
+        name: "batch-member-fails",
+        what: "a member that fails makes its batch 0x05, and the others are done",
+        section: Some("DSA 3.0, 5.8.1 and 8.3.2"),
+        needs: BATCH,
+        run: member_fails,
+    },
+    Check {
+        name: "batch-last",
+        what: "the record of a batch is there only when those of all its members are",
+        section: Some("DSA 3.0, 3.8"),
+        needs: COMPARE_BATCH,
+        run: last,
+    },
+    Check {
+        name: "batch-list-read-late",
+        what: "the list is read as engines become free: a change after submission is seen",
+        section: None,
+        needs: COMPARE_BATCH,
+        run: read_late,
+    },
+    Check {
+        name: "batch-list-fault",
+        what: "a page missing under the list is status 0x06, and counts the members that were processed",
+        section: Some("DSA 3.0, 5.8.1 and 8.3.2"),
+        needs: BATCH,
+        run: list_fault,
+    },
 ];
 
 /// Offsets and lengths that are none of a cache line's, a word's or a page's.

@@ -16,62 +16,62 @@ const BOTH: &[u8] = &[opcode::COMPRESS, opcode::DECOMPRESS];
 const DECOMPRESS: &[u8] = &[opcode::DECOMPRESS];
 
 pub(super) const CHECKS: &[Check] = &[
-    Check::new(
-        "fixed-codes",
-        "a page compressed with fixed codes is decompressed the same again, and one of zeros is smaller",
-        Some("IAA 2.1, 3.3, 3.4 and 6.4.2"),
-        BOTH,
-        fixed,
-    ),
-    Check::new(
-        "dynamic-codes",
-        "a page compressed with codes from its own statistics is decompressed the same again",
-        Some("IAA 2.1, 3.4 and 3.4.1"),
-        BOTH,
-        dynamic,
-    ),
-    Check::new(
-        "compress-overflow",
-        "compressed data that does not fit is status 0x0a with error 25",
-        Some("IAA 2.1, 3.4.2 and 4.4.2"),
-        &[opcode::COMPRESS],
-        compress_overflow,
-    ),
-    Check::new(
-        "decompress-overflow",
-        "decompressed data that does not fit is status 0x0b",
-        Some("IAA 2.1, 4.4.1"),
-        DECOMPRESS,
-        decompress_overflow,
-    ),
-    Check::new(
-        "window",
-        "a match that reaches back 4096 bytes is right, and one further is an error",
-        Some("IAA 2.1, 3.3 and 4.4.2"),
-        DECOMPRESS,
-        window,
-    ),
-    Check::new(
-        "malformed",
-        "a stream that ends too early, and a block of an undefined type, are errors",
-        Some("IAA 2.1, 4.4.2 and 6.3.2.1"),
-        DECOMPRESS,
-        malformed,
-    ),
-    Check::new(
-        "iaa-fault-on-read",
-        "a page that may not be read is status 0x03",
-        Some("IAA 2.1, 4.4.1"),
-        DECOMPRESS,
-        fault_on_read,
-    ),
-    Check::new(
-        "iaa-fault-on-write",
-        "a page that may not be written is status 0x03, with or without the bit for a write",
-        Some("IAA 2.1, 4.4.1 and 6.2.1"),
-        DECOMPRESS,
-        fault_on_write,
-    ),
+    Check {
+        name: "fixed-codes",
+        what: "a page compressed with fixed codes is decompressed the same again, and one of zeros is smaller",
+        section: Some("IAA 2.1, 3.3, 3.4 and 6.4.2"),
+        needs: BOTH,
+        run: fixed,
+    },
+    Check {
+        name: "dynamic-codes",
+        what: "a page compressed with codes from its own statistics is decompressed the same again",
+        section: Some("IAA 2.1, 3.4 and 3.4.1"),
+        needs: BOTH,
+        run: dynamic,
+    },
+    Check {
+        name: "compress-overflow",
+        what: "compressed data that does not fit is status 0x0a with error 25",
+        section: Some("IAA 2.1, 3.4.2 and 4.4.2"),
+        needs: &[opcode::COMPRESS],
+        run: compress_overflow,
+    },
+    Check {
+        name: "decompress-overflow",
+        what: "decompressed data that does not fit is status 0x0b",
+        section: Some("IAA 2.1, 4.4.1"),
+        needs: DECOMPRESS,
+        run: decompress_overflow,
+    },
+    Check {
+        name: "window",
+        what: "a match that reaches back 4096 bytes is right, and one further is an error",
+        section: Some("IAA 2.1, 3.3 and 4.4.2"),
+        needs: DECOMPRESS,
+        run: window,
+    },
+    Check {
+        name: "malformed",
+        what: "a stream that ends too early, and a block of an undefined type, are errors",
+        section: Some("IAA 2.1, 4.4.2 and 6.3.2.1"),
+        needs: DECOMPRESS,
+        run: malformed,
+    },
+    Check {
+        name: "iaa-fault-on-read",
+        what: "a page that may not be read is status 0x03",
+        section: Some("IAA 2.1, 4.4.1"),
+        needs: DECOMPRESS,
+        run: fault_on_read,
+    },
+    Check {
+        name: "iaa-fault-on-write",
+        what: "a page that may not be written is status 0x03, with or without the bit for a write",
+        section: Some("IAA 2.1, 4.4.1 and 6.2.1"),
+        needs: DECOMPRESS,
+        run: fault_on_write,
+    },
 ];
 
 /// Pages of different kinds, all of which can be compressed.
