@@ -4,13 +4,13 @@
 //!  0  kind     u8    Data, Acknowledge, End, Abort
 //!  1  flags    u8    bit 0: `check` is present, bit 1: `pages` is present
 //!  2  waited   u8    share of its time that the sender's reader waits for the network: 1 none, 255 all, 0 unknown
-//!  3  0        u8
+//!  3  urgency  u8    of the guest whose bytes the sender sends: 0 filling, 1 finishing, 2 paused
 //!  4  length   u32   length of the payload: 1 to 1 MiB for Data, 0 for the others
 //!  8  offset   u64   offset of the payload in the stream; for End, the stream's length
 //! 16  received u64   bytes that the sender of the frame has received in the other direction
 //! 24  pages    u32   CRC-32C of the guest's pages that the payload encodes
 //! 28  check    u32   CRC-32C of the payload
-//! 32  0        u32
+//! 32  share    u32   KiB per second at most that the sender wants to receive on all streams of the session; 0 for any
 //! 36  header   u32   CRC-32C of the preceding 36 bytes
 //! ```
 //!
@@ -41,12 +41,35 @@ pub struct Header {
     pub offset: u64,
     /// Offset up to which the sender has received the other direction.
     pub received: u64,
-    /// Share of its time that the sender's reader waits for the network: 1 none, 255 all, 0 unknown.
-    pub waited: u8,
+    /// What the sender reports.
+    pub report: Report,
     /// CRC-32C of the payload, if payloads are checked.
     pub check: Option<u32>,
     /// CRC-32C of the pages that the payload encodes, if it encodes pages.
     pub pages: Option<u32>,
+}
+
+/// What an end of a stream reports about itself, in every frame.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Share of its time that its reader waits for the network: 1 none, 255 all, 0 unknown.
+    pub waited: u8,
+    /// Urgency of the guest whose bytes it sends.
+    pub urgency: Urgency,
+    /// KiB per second at most that it wants to receive on all streams of the session; 0 for any.
+    pub share: u32,
+}
+
+/// How far the migration of a guest is. The higher ones go first where guests share a bandwidth limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Urgency {
+    /// Much of its memory is to be sent.
+    #[default]
+    Filling,
+    /// It sends few bytes in a round.
+    Finishing,
+    /// It is paused for the switchover.
+    Paused,
 }
 
 /// Kind of a frame.
@@ -74,6 +97,8 @@ pub enum FrameError {
     Kind(u8),
     #[error("a frame has unknown flags: {0:#04x}")]
     Flags(u8),
+    #[error("no guest has urgency {0}")]
+    Urgency(u8),
     #[error("bytes of a frame's header that must be 0 are not")]
     Reserved,
     #[error("a frame has a payload of {0} bytes")]
@@ -90,7 +115,7 @@ impl Header {
             len: 0,
             offset,
             received,
-            waited: 0,
+            report: Report::default(),
             check: None,
             pages: None,
         }
@@ -108,7 +133,8 @@ impl Header {
         let mut bytes = [0; HEADER_LEN];
         bytes[0] = kind;
         bytes[1] = flag(self.check.is_some(), CHECK) | flag(self.pages.is_some(), PAGES);
-        bytes[2] = self.waited;
+        bytes[2] = self.report.waited;
+        bytes[3] = self.report.urgency as u8;
         // At most MAX_LEN.
         put(
             &mut bytes,
@@ -119,6 +145,7 @@ impl Header {
         put(&mut bytes, RECEIVED, self.received.to_be_bytes());
         put(&mut bytes, PAGES_CRC, self.pages.unwrap_or(0).to_be_bytes());
         put(&mut bytes, BYTES_CRC, self.check.unwrap_or(0).to_be_bytes());
+        put(&mut bytes, SHARE, self.report.share.to_be_bytes());
         let crc = crc32c::crc32c(&bytes[..HEADER_CRC.start]);
         put(&mut bytes, HEADER_CRC, crc.to_be_bytes());
         bytes
@@ -145,9 +172,12 @@ impl Header {
         if flags & !(CHECK | PAGES) != 0 {
             return Err(FrameError::Flags(flags));
         }
-        if bytes[3] != 0 || take(bytes, RESERVED) != [0; 4] {
-            return Err(FrameError::Reserved);
-        }
+        let urgency = match bytes[3] {
+            0 => Urgency::Filling,
+            1 => Urgency::Finishing,
+            2 => Urgency::Paused,
+            other => return Err(FrameError::Urgency(other)),
+        };
         let sum = |field, flag| {
             let value = u32::from_be_bytes(take(bytes, field));
             match (flags & flag != 0, value) {
@@ -171,7 +201,11 @@ impl Header {
             len,
             offset,
             received: u64::from_be_bytes(take(bytes, RECEIVED)),
-            waited: bytes[2],
+            report: Report {
+                waited: bytes[2],
+                urgency,
+                share: u32::from_be_bytes(take(bytes, SHARE)),
+            },
             check: sum(BYTES_CRC, CHECK)?,
             pages: sum(PAGES_CRC, PAGES)?,
         };
@@ -204,7 +238,7 @@ const OFFSET: Range<usize> = 8..16;
 const RECEIVED: Range<usize> = 16..24;
 const PAGES_CRC: Range<usize> = 24..28;
 const BYTES_CRC: Range<usize> = 28..32;
-const RESERVED: Range<usize> = 32..36;
+const SHARE: Range<usize> = 32..36;
 const HEADER_CRC: Range<usize> = 36..40;
 
 #[cfg(test)]
@@ -213,29 +247,42 @@ mod tests {
 
     use super::*;
 
+    fn reports() -> impl Strategy<Value = Report> {
+        let urgency = prop_oneof![
+            Just(Urgency::Filling),
+            Just(Urgency::Finishing),
+            Just(Urgency::Paused)
+        ];
+        (any::<u8>(), urgency, any::<u32>()).prop_map(|(waited, urgency, share)| Report {
+            waited,
+            urgency,
+            share,
+        })
+    }
+
     fn headers() -> impl Strategy<Value = Header> {
         let data = (
             1..=MAX_LEN,
             0..u64::MAX - (MAX_LEN as u64),
             any::<u64>(),
-            any::<u8>(),
+            reports(),
             any::<[Option<u32>; 2]>(),
         );
-        let data = data.prop_map(|(len, offset, received, waited, [check, pages])| Header {
+        let data = data.prop_map(|(len, offset, received, report, [check, pages])| Header {
             kind: Kind::Data,
             len,
             offset,
             received,
-            waited,
+            report,
             check,
             pages,
         });
         let kinds = prop_oneof![Just(Kind::Acknowledge), Just(Kind::End), Just(Kind::Abort)];
-        let empty = (kinds, 0..u64::MAX, any::<u64>(), any::<u8>());
+        let empty = (kinds, 0..u64::MAX, any::<u64>(), reports());
         prop_oneof![
             data,
-            empty.prop_map(|(kind, offset, received, waited)| Header {
-                waited,
+            empty.prop_map(|(kind, offset, received, report)| Header {
+                report,
                 ..Header::empty(kind, offset, received)
             })
         ]
@@ -274,7 +321,7 @@ mod tests {
                 len: 1,
                 offset: 0,
                 received: 0,
-                waited: 0,
+                report: Report::default(),
                 check: None,
                 pages: None,
             }
@@ -288,8 +335,7 @@ mod tests {
         assert_eq!(change(0, 5), Err(FrameError::Kind(5)));
         assert_eq!(change(0, 2), Err(FrameError::Length(1)));
         assert_eq!(change(1, 4), Err(FrameError::Flags(4)));
-        assert_eq!(change(3, 1), Err(FrameError::Reserved));
-        assert_eq!(change(35, 1), Err(FrameError::Reserved));
+        assert_eq!(change(3, 3), Err(FrameError::Urgency(3)));
         assert_eq!(change(31, 1), Err(FrameError::Reserved));
         assert_eq!(change(7, 0), Err(FrameError::Length(0)));
         assert_eq!(change(5, 0x20), Err(FrameError::Length((0x20 << 16) + 1)));
@@ -302,7 +348,7 @@ mod tests {
             len,
             offset: u64::MAX - 8,
             received: u64::MAX,
-            waited: 0,
+            report: Report::default(),
             check: Some(0),
             pages: None,
         };

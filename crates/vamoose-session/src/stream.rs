@@ -35,7 +35,7 @@ use std::{
 use thiserror::Error;
 
 use crate::{
-    frame::{FrameError, HEADER_LEN, Header, Kind},
+    frame::{FrameError, HEADER_LEN, Header, Kind, Report, Urgency},
     handshake::Refusal,
     window::{AcknowledgeError, Buffer, Frame, Loan, PushError, Sums, Window},
 };
@@ -81,9 +81,9 @@ pub struct StreamState {
     /// What identifies the last corrupt frame: the offset received here and, for a corrupt header, the offset that the peer has
     /// acknowledged.
     corrupt_at: Option<(u64, u64)>,
-    /// Share of its time that the reader at this end waits for the network, as in [`Header::waited`]; then the same of the peer's reader.
-    waited: u8,
-    peer_waited: u8,
+    /// Reported to the peer, and by the peer.
+    report: Report,
+    peer_report: Report,
     was_up: bool,
     /// Number of running attempts to attach a connection.
     attaching: usize,
@@ -155,7 +155,7 @@ pub enum FrameEvent {
 pub struct Transmit {
     loan: Loan,
     received: u64,
-    waited: u8,
+    report: Report,
     offset: u64,
 }
 
@@ -244,8 +244,8 @@ impl StreamState {
             last_connection: ConnectionId(0),
             troubled: Some(now),
             corrupt_at: None,
-            waited: 0,
-            peer_waited: 0,
+            report: Report::default(),
+            peer_report: Report::default(),
             was_up: false,
             attaching: 0,
             is_abandoned: false,
@@ -501,7 +501,7 @@ impl StreamState {
             Kind::Data | Kind::End | Kind::Acknowledge => {}
         }
         self.troubled = None;
-        self.peer_waited = header.waited;
+        self.peer_report = header.report;
         if let Err(error) = self.acknowledge(header.received) {
             self.close(StreamError::Acknowledge(error));
             return FrameEvent::Nothing;
@@ -597,13 +597,28 @@ impl StreamState {
             reason = "1 to 255"
         )]
         let waited = (1.0 + 254.0 * share.clamp(0.0, 1.0)) as u8;
-        self.waited = waited;
+        self.report.waited = waited;
     }
 
     /// The share of its time that the peer's reader waits for the network, if the peer reports it.
     pub fn peer_wait(&self) -> Option<f64> {
-        let share = self.peer_waited.checked_sub(1)?;
+        let share = self.peer_report.waited.checked_sub(1)?;
         Some(f64::from(share) / 254.0)
+    }
+
+    /// Reports to the peer the urgency of what is sent, and what is to be received at most: see [`Report`].
+    pub fn report_pace(&mut self, urgency: Urgency, share: u32) {
+        (self.report.urgency, self.report.share) = (urgency, share);
+    }
+
+    /// What the peer has reported last.
+    pub fn peer_report(&self) -> Report {
+        self.peer_report
+    }
+
+    /// Sends an acknowledgement as soon as possible: it has news.
+    pub fn hurry(&mut self) {
+        self.incoming.acknowledgement_due = true;
     }
 
     /// Number of unacknowledged bytes.
@@ -729,7 +744,7 @@ impl StreamState {
         Transmit {
             loan,
             received: self.incoming.received,
-            waited: self.waited,
+            report: self.report,
             offset: self.window.unsent(),
         }
     }
@@ -754,13 +769,13 @@ impl Transmit {
         let frames = self.loan.frames();
         let with_bytes = frames.map(|frame: &Frame| {
             let mut header = frame.header;
-            (header.received, header.waited) = (self.received, self.waited);
+            (header.received, header.report) = (self.received, self.report);
             (header.encode(), frame.bytes())
         });
         let is_alone = self.loan.frames().next().is_none();
         let alone = is_alone.then(|| {
             let header = Header {
-                waited: self.waited,
+                report: self.report,
                 ..Header::empty(Kind::Acknowledge, self.offset, self.received)
             };
             (header.encode(), [].as_slice())
