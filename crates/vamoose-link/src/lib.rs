@@ -68,7 +68,7 @@ pub use downtime::{DowntimeParts, millis};
 pub use hangup::{Hangup, HangupGuard};
 pub use memory::populate;
 pub use method::{MethodChoice, PacketEncoder};
-pub use pace::Pacer;
+pub use pace::{Limit, Pacer};
 pub use packet::Packet;
 pub use pages::CopyPages;
 pub use peer::{Peer, Peers, all_has_come, peer_inode, peer_of};

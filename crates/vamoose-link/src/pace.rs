@@ -1,130 +1,297 @@
-//! Pacing: a limit in bytes per second shared by all channels of a migration.
+//! Pacing: limits in bytes per second, of one migration and of all migrations of a host.
+//!
+//! ```text
+//!  sender:    a packet ──> Pacer: limit of the migration, or what its receiver reports ──> Limit of the host ──> stream
+//!  receiver:  a frame's header ──> Limit of the host ──> its payload is read; frames to the sender report the share
+//! ```
+//!
+//! A [`Limit`] is shared by many migrations: [`shares`] has the rules. The receiver tells each sender its share, so that the sender
+//! waits before it encodes further, and no queue builds up in windows and sockets: a paused guest would wait for it. A sender that
+//! ignores its share is held up all the same, as the receiver reads no faster.
+
+mod shares;
 
 use std::{
     num::NonZeroU64,
-    sync::{Condvar, Mutex, PoisonError},
+    sync::{
+        Arc, Condvar, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering},
+    },
     time::{Duration, Instant},
 };
 
-use crate::{left, lock};
+use vamoose_session::frame::Urgency;
 
-/// Limits the bytes per second of all callers together.
-///
-/// Each caller reserves its bytes and then waits until they are due. Unused time is kept for a few
-/// milliseconds, so that a short pause of the source costs nothing.
-pub struct Pacer {
-    bytes_per_second: NonZeroU64,
-    state: Mutex<State>,
+use self::shares::Shares;
+use crate::{Session, lock};
+
+/// A limit in bytes per second of many migrations together, which can be changed at any time. A clone is the same limit.
+#[derive(Clone, Debug, Default)]
+pub struct Limit(Arc<State>);
+
+#[derive(Debug)]
+struct State {
+    /// Read for every packet, so that nothing is locked without a limit.
+    is_set: AtomicBool,
+    shares: Mutex<Shares>,
     changed: Condvar,
 }
 
-/// Unused time that is kept.
-const BURST: Duration = Duration::from_millis(20);
-
-struct State {
-    /// When everything reserved so far will have gone out.
-    due: Instant,
-    closed: bool,
-}
-
-impl Pacer {
-    /// A pacer for `bytes_per_second`.
-    pub fn new(bytes_per_second: NonZeroU64) -> Self {
+impl Default for State {
+    fn default() -> Self {
         Self {
-            bytes_per_second,
-            state: Mutex::new(State {
-                due: Instant::now(),
-                closed: false,
-            }),
+            is_set: AtomicBool::new(false),
+            shares: Mutex::new(Shares::new(Instant::now())),
             changed: Condvar::new(),
         }
+    }
+}
+
+impl Limit {
+    /// A limit of `rate` bytes per second, or none.
+    pub fn new(rate: Option<NonZeroU64>) -> Self {
+        let limit = Self::default();
+        limit.set(rate);
+        limit
+    }
+
+    /// Changes the limit, also for migrations under way.
+    pub fn set(&self, rate: Option<NonZeroU64>) {
+        let mut shares = lock(&self.0.shares);
+        shares.set_rate(rate, Instant::now());
+        self.0.is_set.store(rate.is_some(), Ordering::Relaxed);
+        self.0.changed.notify_all();
+    }
+
+    /// The limit, in bytes per second.
+    pub fn rate(&self) -> Option<NonZeroU64> {
+        lock(&self.0.shares).rate()
+    }
+
+    /// Another migration under this limit.
+    pub(crate) fn join(&self) -> Member {
+        Member {
+            limit: self.clone(),
+            id: lock(&self.0.shares).join(),
+            urgency: AtomicU8::new(Urgency::default() as u8),
+        }
+    }
+}
+
+/// A migration under a limit.
+#[derive(Debug)]
+pub(crate) struct Member {
+    limit: Limit,
+    id: u64,
+    /// An [`Urgency`].
+    urgency: AtomicU8,
+}
+
+impl Member {
+    /// Whether there is a limit at present.
+    pub(crate) fn is_limited(&self) -> bool {
+        self.limit.0.is_set.load(Ordering::Relaxed)
+    }
+
+    /// Reserves bytes: see [`wait`](Self::wait).
+    pub(crate) fn reserve(&self, bytes: usize) -> f64 {
+        lock(&self.limit.0.shares).reserve(self.id, bytes, Instant::now())
+    }
+
+    /// How long a reservation has to wait, before this is to be asked again.
+    pub(crate) fn wait(&self, reserved: f64) -> Option<Duration> {
+        lock(&self.limit.0.shares).wait(self.id, reserved, Instant::now())
+    }
+
+    /// Waits until `bytes` may pass, or the migration is over.
+    fn wait_for(&self, bytes: usize, is_over: &AtomicBool) {
+        let state = &*self.limit.0;
+        let mut shares = lock(&state.shares);
+        let reserved = shares.reserve(self.id, bytes, Instant::now());
+        while !is_over.load(Ordering::Acquire)
+            && let Some(wait) = shares.wait(self.id, reserved, Instant::now())
+        {
+            let woken = state.changed.wait_timeout(shares, wait);
+            shares = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Sets how urgent the guest is. Returns whether that is a change.
+    pub(crate) fn set_urgency(&self, urgency: Urgency) -> bool {
+        // Mostly it is the same.
+        let code = urgency as u8;
+        if self.urgency.load(Ordering::Relaxed) == code
+            || self.urgency.swap(code, Ordering::Relaxed) == code
+        {
+            return false;
+        }
+        let mut shares = lock(&self.limit.0.shares);
+        shares.set_urgency(self.id, urgency, Instant::now());
+        self.limit.0.changed.notify_all();
+        true
+    }
+
+    /// What to report to the sender of what is received, in KiB per second, or 0 without a limit. A little less than the share, for
+    /// what the counted bytes do not include (headers of frames, TLS and TCP), and so that a queue becomes shorter.
+    pub(crate) fn reported(&self) -> u32 {
+        if !self.is_limited() {
+            return 0;
+        }
+        let share = lock(&self.limit.0.shares).share(self.id, Instant::now());
+        #[allow(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "saturates"
+        )]
+        share.map_or(0, |share| ((share * 31.0 / 32.0 / 1024.0) as u32).max(1))
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        lock(&self.limit.0.shares).leave(self.id, Instant::now());
+    }
+}
+
+/// Limits what all channels of a migration send together: by a limit of its own, by what its receiver reports, and by a [`Limit`]
+/// that it shares with others.
+pub struct Pacer {
+    most: Option<NonZeroU64>,
+    own: Member,
+    host: Member,
+    /// The session over which the migration goes, and what its receiver has reported last.
+    session: OnceLock<Session>,
+    reported: AtomicU32,
+    /// Bytes sent when the last round ended, and those of the largest round.
+    rounds: Mutex<[u64; 2]>,
+    is_closed: AtomicBool,
+}
+
+/// A guest is finishing when a round has less than this part of the largest one.
+const FEW: u64 = 8;
+
+impl Pacer {
+    /// A pacer for `most` bytes per second, that also keeps to the limit of the host.
+    pub fn new(most: Option<NonZeroU64>, host: &Limit) -> Self {
+        Self {
+            most,
+            own: Limit::new(most).join(),
+            host: host.join(),
+            session: OnceLock::new(),
+            reported: AtomicU32::new(0),
+            rounds: Mutex::default(),
+            is_closed: AtomicBool::new(false),
+        }
+    }
+
+    /// Keeps to what the peer of `session` reports. A further call has no effect.
+    pub fn follow(&self, session: Session) {
+        let _ = self.session.set(session);
     }
 
     /// Waits until `bytes` may go out, or the pacer is closed.
     pub fn wait_for(&self, bytes: usize) {
-        let mut state = lock(&self.state);
-        let start = reserve(&mut state, Instant::now(), self.duration_of(bytes));
-        while !state.closed {
-            let wait = left(start);
-            if wait.is_zero() {
-                return;
-            }
-            state = self
-                .changed
-                .wait_timeout(state, wait)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+        for member in self.limited() {
+            member.wait_for(bytes, &self.is_closed);
         }
     }
 
-    /// Counts `bytes` that are sent without waiting; later callers wait longer for them.
+    /// Counts `bytes` that are sent without waiting, as what somebody waits for is. Later callers wait longer for them.
     pub fn charge(&self, bytes: usize) {
-        let mut state = lock(&self.state);
-        reserve(&mut state, Instant::now(), self.duration_of(bytes));
+        for member in self.limited() {
+            member.reserve(bytes);
+        }
+    }
+
+    /// A round has ended; `sent` bytes have been sent so far.
+    pub(crate) fn end_round(&self, sent: u64) {
+        let [before, largest] = &mut *lock(&self.rounds);
+        let bytes = sent.saturating_sub(*before);
+        *before = sent;
+        *largest = bytes.max(*largest);
+        if let Some(session) = self.session.get() {
+            session.set_finishing(bytes.saturating_mul(FEW) < *largest);
+        }
     }
 
     /// Stops limiting: the migration is over.
     pub fn close(&self) {
-        let mut state = lock(&self.state);
-        state.closed = true;
-        self.changed.notify_all();
+        self.is_closed.store(true, Ordering::Release);
+        for member in [&self.own, &self.host] {
+            // Locked: a thread that has found the pacer open waits already.
+            let _shares = lock(&member.limit.0.shares);
+            member.limit.0.changed.notify_all();
+        }
     }
 
-    fn duration_of(&self, bytes: usize) -> Duration {
-        let nanos = bytes as u128 * 1_000_000_000 / u128::from(self.bytes_per_second.get());
-        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+    /// The limits that are set.
+    fn limited(&self) -> impl Iterator<Item = &Member> {
+        if let Some(session) = self.session.get() {
+            let reported = session.reported_share();
+            if self.reported.load(Ordering::Relaxed) != reported {
+                self.reported.store(reported, Ordering::Relaxed);
+                let reported = NonZeroU64::new(u64::from(reported) << 10);
+                let both = self.most.into_iter().chain(reported);
+                self.own.limit.set(both.min());
+            }
+            if self.host.is_limited() {
+                self.host.set_urgency(session.urgency());
+            }
+        }
+        let members = [&self.own, &self.host].into_iter();
+        members.filter(|member| member.is_limited())
     }
-}
-
-/// Reserves the next `length` of time; returns its beginning.
-fn reserve(state: &mut State, now: Instant, length: Duration) -> Instant {
-    let earliest = now.checked_sub(BURST).unwrap_or(now);
-    let start = state.due.max(earliest);
-    state.due = start.checked_add(length).unwrap_or(start);
-    start
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{sync::Arc, thread};
+    use std::thread;
 
     use super::*;
 
-    #[test]
-    fn reservations_queue_up_behind_each_other() {
-        let now = Instant::now();
-        let mut state = State {
-            due: now,
-            closed: false,
-        };
-        let second = Duration::from_secs(1);
-        assert_eq!(reserve(&mut state, now, second), now);
-        assert_eq!(reserve(&mut state, now, second), now + second);
-        assert_eq!(state.due, now + 2 * second);
-        // After a long pause only the burst is kept.
-        let later = now + 60 * second;
-        assert_eq!(reserve(&mut state, later, second), later - BURST);
-    }
-
-    #[test]
-    fn bytes_take_their_time() {
-        let pacer = Pacer::new(NonZeroU64::new(1000).unwrap());
-        assert_eq!(pacer.duration_of(250), Duration::from_millis(250));
-        assert_eq!(
-            pacer.duration_of(usize::MAX).as_secs(),
-            u64::MAX / 1_000_000_000
-        );
+    fn rate(bytes: u64) -> Option<NonZeroU64> {
+        NonZeroU64::new(bytes)
     }
 
     #[test]
     fn closing_wakes_waiting_callers() {
-        let pacer = Arc::new(Pacer::new(NonZeroU64::MIN));
+        for (own, host) in [(rate(1), None), (None, rate(1))] {
+            let pacer = Arc::new(Pacer::new(own, &Limit::new(host)));
+            pacer.wait_for(1 << 40);
+            let waiter = thread::spawn({
+                let pacer = pacer.clone();
+                move || pacer.wait_for(1)
+            });
+            pacer.close();
+            waiter.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn lifting_the_limit_wakes_waiting_callers() {
+        let limit = Limit::new(rate(1));
+        let pacer = Arc::new(Pacer::new(None, &limit));
         pacer.wait_for(1 << 40);
         let waiter = thread::spawn({
             let pacer = pacer.clone();
             move || pacer.wait_for(1)
         });
-        pacer.close();
+        limit.set(None);
         waiter.join().unwrap();
+        // And nothing waits from here on.
+        pacer.wait_for(1 << 40);
+        pacer.wait_for(1 << 40);
+    }
+
+    #[test]
+    fn a_share_is_reported_only_under_a_limit() {
+        let limit = Limit::new(None);
+        let member = limit.join();
+        assert_eq!(member.reported(), 0);
+        limit.set(rate(64 << 20));
+        assert_eq!(member.reported(), 62 << 10);
+        assert!(member.set_urgency(Urgency::Paused) && !member.set_urgency(Urgency::Paused));
+        limit.set(rate(1));
+        assert_eq!(member.reported(), 1);
     }
 }

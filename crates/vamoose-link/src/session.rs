@@ -33,6 +33,7 @@ use std::{
 };
 
 use vamoose_session::{
+    frame::{Report, Urgency},
     handshake::{Secret, SessionId},
     stream::Bounds,
 };
@@ -47,9 +48,10 @@ pub use self::{
 };
 
 use crate::{
-    Address, AddressError, Cipher, End, PageCaches, Security, Stream, TlsError,
+    Address, AddressError, Cipher, End, Limit, PageCaches, Security, Stream, TlsError,
     delta::Share,
     lock,
+    pace::Member,
     timeouts::{self, LOOK},
 };
 
@@ -72,6 +74,8 @@ pub struct SessionConfig {
     pub page_cache: usize,
     /// Source of that memory, which may grant less.
     pub page_caches: PageCaches,
+    /// Limit of what all sessions of a server receive together.
+    pub limit: Limit,
 }
 
 impl SessionConfig {
@@ -91,6 +95,7 @@ impl SessionConfig {
             window: 64 << 20,
             page_cache: 256 << 20,
             page_caches: PageCaches::default(),
+            limit: Limit::default(),
         }
     }
 
@@ -215,8 +220,13 @@ pub(crate) struct Shared {
     corrupt_frames: AtomicU64,
     /// A finished stream was lost before the peer had all of it.
     is_undelivered: AtomicBool,
-    /// Working streams stay on their paths.
-    holds_paths: AtomicBool,
+    /// How urgent the guest is whose bytes are sent.
+    is_paused: AtomicBool,
+    is_finishing: AtomicBool,
+    /// What the peer wants to receive at most, as in [`Report::share`].
+    reported_share: AtomicU32,
+    /// What is received.
+    arrivals: Member,
     role: Role,
 }
 
@@ -353,10 +363,29 @@ impl Session {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Sets whether working streams stay on their paths, as they should while a guest is paused: a move interrupts a stream.
-    /// Streams whose path fails are moved all the same.
-    pub fn hold_paths(&self, hold: bool) {
-        self.0.holds_paths.store(hold, Ordering::Release);
+    /// Sets whether the guest is paused for its switchover: it goes first where guests share a limit, and working streams stay on
+    /// their paths, as a move interrupts a stream. Streams whose path fails are moved all the same.
+    pub fn set_paused(&self, is_paused: bool) {
+        if self.0.is_paused.swap(is_paused, Ordering::AcqRel) != is_paused {
+            self.0.hurry_report();
+        }
+    }
+
+    /// Sets whether the guest sends few bytes in a round.
+    pub(crate) fn set_finishing(&self, is_finishing: bool) {
+        if self.0.is_finishing.swap(is_finishing, Ordering::AcqRel) != is_finishing {
+            self.0.hurry_report();
+        }
+    }
+
+    /// How urgent the guest is whose bytes are sent.
+    pub(crate) fn urgency(&self) -> Urgency {
+        self.0.urgency()
+    }
+
+    /// What the peer wants to receive at most: KiB per second, or 0 for any.
+    pub(crate) fn reported_share(&self) -> u32 {
+        self.0.reported_share.load(Ordering::Relaxed)
     }
 
     /// Gives up all streams.
@@ -393,6 +422,7 @@ impl Shared {
         cipher: Option<&'static str>,
         (role, offered): (Role, usize),
     ) -> io::Result<Arc<Self>> {
+        let arrivals = config.limit.join();
         let shared = Arc::new(Self {
             secret,
             config,
@@ -407,12 +437,44 @@ impl Shared {
             reconnects: AtomicU64::new(0),
             corrupt_frames: AtomicU64::new(0),
             is_undelivered: AtomicBool::new(false),
-            holds_paths: AtomicBool::new(false),
+            is_paused: AtomicBool::new(false),
+            is_finishing: AtomicBool::new(false),
+            reported_share: AtomicU32::new(0),
+            arrivals,
             role,
         });
         let watched = Arc::downgrade(&shared);
         thread::Builder::new().spawn(move || look_after(&watched))?;
         Ok(shared)
+    }
+
+    fn urgency(&self) -> Urgency {
+        let is = |flag: &AtomicBool| flag.load(Ordering::Acquire);
+        match (is(&self.is_paused), is(&self.is_finishing)) {
+            (true, _) => Urgency::Paused,
+            (false, true) => Urgency::Finishing,
+            (false, false) => Urgency::Filling,
+        }
+    }
+
+    /// What this end reports now: the urgency, to a peer with a limit, and the share.
+    fn report(&self) -> (Urgency, u32) {
+        let has_limit = self.reported_share.load(Ordering::Relaxed) != 0;
+        let urgency = has_limit.then(|| self.urgency());
+        (urgency.unwrap_or_default(), self.arrivals.reported())
+    }
+
+    /// Reports to a peer with a limit at once.
+    fn hurry_report(&self) {
+        if self.reported_share.load(Ordering::Relaxed) != 0 {
+            self.streams().iter().for_each(|stream| stream.report_now());
+        }
+    }
+
+    /// Takes in what the peer has reported. Returns whether it waits for an answer.
+    fn on_report(&self, report: Report) -> bool {
+        self.reported_share.store(report.share, Ordering::Relaxed);
+        self.arrivals.set_urgency(report.urgency)
     }
 
     fn id(&self) -> SessionId {
@@ -504,7 +566,7 @@ fn look_after(session: &Weak<Shared>) {
         for stream in streams.iter().filter(|stream| stream.is_worn()) {
             dialer::replace(stream, paths.order(stream.number));
         }
-        let holds = session.holds_paths.load(Ordering::Acquire);
+        let holds = session.is_paused.load(Ordering::Acquire);
         if let Some((stream, path)) = keeper.watch(&streams, &paths.usable(), holds) {
             dialer::replace(stream, vec![path]);
         }

@@ -268,6 +268,13 @@ impl ChannelWriter {
         self.flush()
     }
 
+    /// Tells the pacer that a round has ended, with the SYNC that was written last.
+    pub fn end_round(&self) {
+        if let Some(pacer) = &self.sender.pacer {
+            pacer.end_round(self.sender.stats.snapshot().wire_bytes);
+        }
+    }
+
     /// Waits until the kernel has released all pages sent without a copy: the peer's kernel has their bytes, or this one
     /// has made a copy after all. Returns at once if no page was sent that way.
     ///

@@ -274,6 +274,9 @@ impl<'a> Attempt<'a> {
         self.guest
             .pause()
             .map_err(|error| guest_error("pause", error))?;
+        if let Some(session) = source.shared.session.get() {
+            session.set_paused(true);
+        }
         paused.lap(|parts| &mut parts.last_round);
         let state = self.guest.save();
         let state = state.map_err(|error| guest_error("save the state of", error))?;

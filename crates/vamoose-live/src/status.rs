@@ -10,7 +10,7 @@ use std::{
 };
 
 use serde::Serialize;
-use vamoose_link::{DowntimeParts, Hangup, Pacer, Session, Snapshot, Stats, lock, millis};
+use vamoose_link::{DowntimeParts, Hangup, Limit, Pacer, Session, Snapshot, Stats, lock, millis};
 
 use crate::{OffloadCounters, Ram, offload::Account};
 
@@ -133,7 +133,7 @@ impl Handle {
 /// Shared by a migration's threads and handles.
 pub(crate) struct Shared {
     pub(crate) stats: Arc<Stats>,
-    pub(crate) pacer: Option<Arc<Pacer>>,
+    pub(crate) pacer: Arc<Pacer>,
     pub(crate) zero_page_detection: Option<Account>,
     pub(crate) hangup: Hangup,
     /// The session of the first control connection and the channels.
@@ -186,10 +186,8 @@ impl Shared {
         status.ram.remaining = ram.total_bytes();
         status.ram.page_size = ram.page_size() as u64;
         let hangup = Hangup::new()?;
-        let pacer = max_bandwidth.map(|rate| Arc::new(Pacer::new(rate)));
-        if let Some(pacer) = &pacer {
-            hangup.set_pacer(pacer.clone());
-        }
+        let pacer = Arc::new(Pacer::new(max_bandwidth, &Limit::default()));
+        hangup.set_pacer(pacer.clone());
         Ok(Self {
             stats: Arc::default(),
             pacer,

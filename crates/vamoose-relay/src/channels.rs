@@ -161,6 +161,7 @@ fn send_sync(
     // Each SYNC is sent on all channels, and counted once.
     if out.channel == 0 {
         out.stats.add_sync();
+        writer.end_round();
     }
     Ok(())
 }

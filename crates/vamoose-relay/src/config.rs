@@ -9,7 +9,7 @@ use std::{
 
 use multifd::Layout;
 use vamoose_link::{
-    Address, MethodChoice, Opening, Remote, Session, Socket, SocketError, Stream, dial, lock,
+    Address, Limit, MethodChoice, Opening, Remote, Session, Socket, SocketError, Stream, dial, lock,
 };
 
 use crate::RelayError;
@@ -29,6 +29,8 @@ pub struct Config {
     pub outgoing_channels: Option<usize>,
     /// Bandwidth limit towards the destination, in bytes per second.
     pub max_bandwidth: Option<NonZeroU64>,
+    /// Limit that this migration shares with others towards their destinations.
+    pub limit: Limit,
     /// Abort after this long without progress from a peer.
     pub stall_timeout: Duration,
     /// What happens to zero pages.
@@ -56,6 +58,7 @@ impl Config {
             incoming_channels: None,
             outgoing_channels: None,
             max_bandwidth: None,
+            limit: Limit::default(),
             stall_timeout: Duration::from_secs(15),
             zero_pages: ZeroPages::Pass,
             encoders: NonZeroUsize::MIN,

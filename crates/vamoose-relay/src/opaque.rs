@@ -81,8 +81,7 @@ pub(crate) fn pass(
     let (mut open, mut loaded, mut failed) = (0, false, None);
     let mut arrivals = Arrivals::new(relay.accept, relay.hangup, others);
     let mut setup_time = None;
-    let max_bandwidth = relay.config.max_bandwidth;
-    let pacer = max_bandwidth.map(|rate| Arc::new(Pacer::new(rate)));
+    let pacer = relay.pacer();
     let outcome = thread::scope(|scope| {
         let begin = |stream, first: Vec<u8>, is_main| {
             let connection = Connection {
@@ -157,9 +156,7 @@ pub(crate) fn pass(
         };
         let outcome = run();
         relay.hangup.hang_up();
-        if let Some(pacer) = &pacer {
-            pacer.close();
-        }
+        pacer.close();
         outcome
     })?;
     Ok(Summary {
@@ -237,7 +234,7 @@ fn near_end(stream: Arc<Stream>, first: &[u8], kind: Opaque, is_main: bool) -> B
 struct Connection<'a> {
     relay: &'a Relay<'a>,
     /// Shared by all connections.
-    pacer: Option<Arc<Pacer>>,
+    pacer: Arc<Pacer>,
     near: ByteEnd,
     /// What has been read from the source: bytes of the program, unless the source's end is in blocks.
     first: Vec<u8>,
@@ -257,8 +254,12 @@ impl Connection<'_> {
             (false, true) => &MAIN_MAGIC.to_be_bytes(),
             (false, false) => self.first_bytes(),
         };
+        let stream = self.relay.dial_one(first)?;
+        if let Some(session) = self.relay.dialer.with() {
+            self.pacer.follow(session);
+        }
         Ok(ByteEnd {
-            stream: self.relay.dial_one(first)?,
+            stream,
             in_blocks,
             before: Vec::new(),
         })
@@ -299,7 +300,7 @@ impl Connection<'_> {
 
     fn pass(&self, far: &ByteEnd) -> Result<(), RelayError> {
         let (config, stats) = (self.relay.config, self.relay.stats);
-        let settings = (&config.method, stats, self.pacer.as_ref());
+        let settings = (&config.method, stats, Some(&self.pacer));
         // Otherwise the connection was opened with these.
         let first = match far.in_blocks {
             true => self.first_bytes(),

@@ -187,6 +187,15 @@ impl Relay<'_> {
         Ok(Connections { main, channels })
     }
 
+    /// Paces what is sent, once a connection to the destination has been dialled.
+    pub(crate) fn pacer(&self) -> Arc<Pacer> {
+        let pacer = Pacer::new(self.config.max_bandwidth, &self.config.limit);
+        if let Some(session) = self.dialer.with() {
+            pacer.follow(session);
+        }
+        Arc::new(pacer)
+    }
+
     /// Encoders of each outgoing channel.
     fn encoders(&self) -> usize {
         // The source QEMU's method may be one whose packets depend on each other.
@@ -217,14 +226,14 @@ impl Relay<'_> {
         &self,
         channels: Vec<Arc<Stream>>,
         encoders: usize,
-        pacer: Option<&Arc<Pacer>>,
+        pacer: &Arc<Pacer>,
     ) -> Result<Vec<ChannelWriter>, RelayError> {
         let layout = self.config.layout;
         let encoder = || self.config.method.encoder(layout, self.stats.health());
         let mut writers = Vec::with_capacity(channels.len() * encoders);
         for stream in channels {
             let stats = self.stats.clone();
-            let first = ChannelWriter::new(stream, layout, encoder()?, pacer.cloned(), stats);
+            let first = ChannelWriter::new(stream, layout, encoder()?, Some(pacer.clone()), stats);
             for _ in 1..encoders {
                 writers.push(first.sibling(encoder()?));
             }
@@ -261,7 +270,6 @@ impl Relay<'_> {
         let Config {
             method,
             layout,
-            max_bandwidth,
             stall_timeout,
             ..
         } = self.config;
@@ -272,10 +280,10 @@ impl Relay<'_> {
             engine = method.engine(),
             "relaying a multifd migration"
         );
-        let pacer = max_bandwidth.map(|rate| Arc::new(Pacer::new(rate)));
+        let pacer = self.pacer();
         let encoders = self.encoders();
         let is_one_to_one = incoming == outgoing && encoders == 1;
-        let writers = self.writers(destination.channels, encoders, pacer.as_ref())?;
+        let writers = self.writers(destination.channels, encoders, &pacer)?;
         let first = source.channels.first();
         let kept = first.and_then(|stream| DeltaReceiver::of(stream, *layout));
         let kept = kept.map(Arc::new);
@@ -320,7 +328,7 @@ impl Relay<'_> {
                 }
             }
             let (near, far) = (&source.main, &destination.main);
-            threads.forward_main(near, far, pacer.as_deref(), &main_state);
+            threads.forward_main(near, far, &pacer, &main_state);
             threads.return_main(far, near, &main_state);
             // From here on, only the threads can report, so the supervisor notices when all of them have ended.
             drop(threads);
@@ -338,9 +346,7 @@ impl Relay<'_> {
             if let Some(kept) = &kept {
                 kept.give_up();
             }
-            if let Some(pacer) = &pacer {
-                pacer.close();
-            }
+            pacer.close();
             // The threads that read the source's channels end with these.
             match outcome {
                 Ok(_) => source_channels.shut_down(),

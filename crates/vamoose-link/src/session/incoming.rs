@@ -9,7 +9,7 @@ use std::{io, sync::Arc, time::Duration};
 use vamoose_session::frame::{HEADER_LEN, Header};
 
 use super::connection::{Connection, Receiver};
-use crate::memory::Left;
+use crate::{memory::Left, pace::Member};
 
 /// The receiving half of a stream.
 #[derive(Default)]
@@ -23,6 +23,8 @@ pub(crate) struct Incoming {
     at: usize,
     /// Checksum of pages from the last data frame.
     pages: Option<u32>,
+    /// Reservation of the next payload, under a limit.
+    reserved: Option<f64>,
 }
 
 /// Destination of received bytes.
@@ -48,6 +50,8 @@ pub(crate) enum Failure {
     Absent,
     /// Nothing was received for a while.
     Stalled,
+    /// The bandwidth limit allows the next payload after this time.
+    HeldUp(Duration),
 }
 
 impl Incoming {
@@ -117,6 +121,24 @@ impl Incoming {
         bytes.copy_from_slice(&self.header);
         self.header.clear();
         Ok(bytes)
+    }
+
+    /// Keeps to the limit of what is received, with the payload of `header`. Requests and answers are counted, and do not wait.
+    pub(crate) fn keep_to(&mut self, arrivals: &Member, header: &Header) -> Result<(), Failure> {
+        if !arrivals.is_limited() {
+            self.reserved = None;
+            return Ok(());
+        }
+        let reserved = *self
+            .reserved
+            .get_or_insert_with(|| arrivals.reserve(header.len));
+        match arrivals.wait(reserved).filter(|_| header.len > SHORT) {
+            Some(wait) => Err(Failure::HeldUp(wait)),
+            None => {
+                self.reserved = None;
+                Ok(())
+            }
+        }
     }
 
     /// Reads the payload of `header`, directly into the target if it fits. The caller must accept or discard the payload.
@@ -194,6 +216,9 @@ impl Incoming {
         self.at = 0;
     }
 }
+
+/// Longest payload that does not wait for a limit.
+const SHORT: usize = 8 << 10;
 
 /// Step by which the buffer grows.
 const GROW: usize = 128 << 10;

@@ -204,12 +204,12 @@ mod tests {
         let stream = session.0.find(1).unwrap();
         assert_eq!(stream.path(), Some(1));
 
-        session.hold_paths(true);
+        session.set_paused(true);
         assert!(dialer::move_to(&stream, 0));
         thread::sleep(3 * LOOK);
         assert_eq!(stream.path(), Some(0));
 
-        session.hold_paths(false);
+        session.set_paused(false);
         let end = Instant::now() + LIMIT;
         while stream.path() != Some(1) {
             assert!(

@@ -192,6 +192,13 @@ impl ResumableStream {
             match (result, connection) {
                 (Ok(read), _) => return Ok(read),
                 (Err(Failure::Stalled), _) => return Err(io::ErrorKind::WouldBlock.into()),
+                (Err(Failure::HeldUp(wait)), _) => {
+                    if patience.has_ended() {
+                        return Err(io::ErrorKind::WouldBlock.into());
+                    }
+                    let wait = wait.min(patience.left());
+                    drop(self.changed.wait_timeout(lock(&self.core), wait));
+                }
                 (Err(Failure::Connection(error)), Some(connection)) => {
                     self.lost(connection.id, &error)
                 }
@@ -247,6 +254,7 @@ impl ResumableStream {
                 continue;
             }
             if let Some(header) = announced {
+                incoming.keep_to(&self.session.arrivals, &header)?;
                 let unverified = incoming.read_data(&header, target, &mut stalled)?;
                 if self.on_data(&connection, unverified.sum) {
                     return Ok(incoming.accept(&header, &unverified, target));
@@ -273,6 +281,9 @@ impl ResumableStream {
         let (id, name) = (connection.id, &connection.name);
         let came = core.state.on_header(id, header, name, Instant::now());
         let delivered = core.state.acknowledged().saturating_sub(before);
+        if came != FrameEvent::Nothing && self.session.on_report(core.state.peer_report()) {
+            core.state.hurry();
+        }
         let is_due = core.state.wants_to_acknowledge();
         self.carry_out(core);
         if delivered > 0 {
@@ -368,7 +379,9 @@ impl ResumableStream {
             };
             match result {
                 Ok(true) => {}
-                Ok(false) | Err(Failure::Stalled | Failure::Absent) => return true,
+                Ok(false) | Err(Failure::Stalled | Failure::Absent | Failure::HeldUp(_)) => {
+                    return true;
+                }
                 Err(Failure::Connection(error)) => {
                     self.lost(connection.id, &error);
                     return true;
@@ -462,8 +475,9 @@ impl ResumableStream {
     /// The state, once there is room for `len` bytes.
     fn room(self: &Arc<Self>, len: usize) -> io::Result<MutexGuard<'_, Core>> {
         let bounds = self.session.bounds();
-        // Buffers should come back while they are in a cache.
-        if lock(&self.core).state.unacknowledged() >= COLLECT {
+        // Buffers should come back while they are in a cache, and a peer's limit may have changed.
+        let is_limited = self.session.reported_share.load(Ordering::Relaxed) != 0;
+        if is_limited || lock(&self.core).state.unacknowledged() >= COLLECT {
             self.collect(Duration::ZERO);
         }
         let (mut progress, mut seen_turn) = (None, None);
@@ -519,7 +533,7 @@ impl ResumableStream {
     fn send_on(self: &Arc<Self>, outgoing: &mut Option<Sender>) {
         while let Some(sender) = outgoing {
             let id = sender.connection().id;
-            let Some(transmit) = lock(&self.core).state.poll_transmit(id) else {
+            let Some(transmit) = self.reporting().state.poll_transmit(id) else {
                 return;
             };
             let (connection, mut progress) = (sender.connection().clone(), None);
@@ -564,7 +578,7 @@ impl ResumableStream {
                 return;
             };
             let id = sender.connection().id;
-            let Some(transmit) = lock(&self.core).state.poll_acknowledgement(id) else {
+            let Some(transmit) = self.reporting().state.poll_acknowledgement(id) else {
                 return;
             };
             let result = sender.send(&transmit, &mut |_| Err(io::ErrorKind::TimedOut.into()));
@@ -577,6 +591,20 @@ impl ResumableStream {
                 return;
             }
         }
+    }
+
+    /// The state, with what its next frames report.
+    fn reporting(&self) -> MutexGuard<'_, Core> {
+        let (urgency, share) = self.session.report();
+        let mut core = lock(&self.core);
+        core.state.report_pace(urgency, share);
+        core
+    }
+
+    /// Sends a frame for what it reports.
+    pub(crate) fn report_now(self: &Arc<Self>) {
+        lock(&self.core).state.hurry();
+        self.acknowledge();
     }
 
     // What becomes of the stream.

@@ -132,7 +132,7 @@ fn describe(failure: Failure) -> String {
     match failure {
         Failure::Connection(error) => error.to_string(),
         Failure::Absent => "no connection".to_owned(),
-        Failure::Stalled => "nothing came".to_owned(),
+        Failure::Stalled | Failure::HeldUp(_) => "nothing came".to_owned(),
     }
 }
 

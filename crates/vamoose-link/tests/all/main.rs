@@ -12,6 +12,7 @@ mod channel;
 mod delta;
 mod flips;
 mod hostile;
+mod limit;
 mod log;
 mod memory;
 mod session;

@@ -96,6 +96,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         if let Redialer::Session(session, _) = &redialer {
             // Set only here.
             let _ = source.shared.session.set(session.clone());
+            source.shared.pacer.follow(session.clone());
         }
         let control = register(source, control)?;
         control
@@ -380,7 +381,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
             stream,
             source.layout,
             config.method.encoder(source.layout, stats.health())?,
-            source.shared.pacer.clone(),
+            Some(source.shared.pacer.clone()),
             stats.clone(),
         );
         if config.zero_copy {

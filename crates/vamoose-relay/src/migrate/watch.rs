@@ -75,7 +75,7 @@ impl Migration<'_> {
             }
             let is_news = source.take_events(EVENT_WAIT)?;
             hand_over.note_wish(source.is_wanted)?;
-            relay.session.hold_paths(source.stopped.is_some());
+            relay.session.set_paused(source.stopped.is_some());
             if !is_news && asked.is_some_and(|asked: Instant| asked.elapsed() < ASK_EVERY) {
                 continue;
             }

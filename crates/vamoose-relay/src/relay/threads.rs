@@ -71,11 +71,11 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         &self,
         from: &Arc<Stream>,
         to: &Arc<Stream>,
-        pacer: Option<&'env Pacer>,
+        pacer: &'env Pacer,
         state: &'env MainState,
     ) {
         let mut behind = BehindSyncs::new(state, self.syncs, self.stats, self.config);
-        let pump = Pump::new(Direction::Forward, from, to, self.stats, pacer);
+        let pump = Pump::new(Direction::Forward, from, to, self.stats, Some(pacer));
         self.spawn(move |report| report(main_ended(pump, &mut behind)));
     }
 
