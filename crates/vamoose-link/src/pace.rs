@@ -72,7 +72,7 @@ impl Limit {
     pub(crate) fn join(&self) -> Member {
         Member {
             limit: self.clone(),
-            id: lock(&self.0.shares).join(),
+            id: lock(&self.0.shares).join(Instant::now()),
             urgency: AtomicU8::new(Urgency::default() as u8),
         }
     }
@@ -103,17 +103,11 @@ impl Member {
         lock(&self.limit.0.shares).wait(self.id, reserved, Instant::now())
     }
 
-    /// Waits until `bytes` may pass, or the migration is over.
-    fn wait_for(&self, bytes: usize, is_over: &AtomicBool) {
+    /// Sleeps for this time, or until the limit or an urgency changes.
+    fn sleep(&self, time: Duration) {
         let state = &*self.limit.0;
-        let mut shares = lock(&state.shares);
-        let reserved = shares.reserve(self.id, bytes, Instant::now());
-        while !is_over.load(Ordering::Acquire)
-            && let Some(wait) = shares.wait(self.id, reserved, Instant::now())
-        {
-            let woken = state.changed.wait_timeout(shares, wait);
-            shares = woken.unwrap_or_else(PoisonError::into_inner).0;
-        }
+        let woken = state.changed.wait_timeout(lock(&state.shares), time);
+        drop(woken.unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Sets how urgent the guest is. Returns whether that is a change.
@@ -192,7 +186,13 @@ impl Pacer {
     /// Waits until `bytes` may go out, or the pacer is closed.
     pub fn wait_for(&self, bytes: usize) {
         for member in self.limited() {
-            member.wait_for(bytes, &self.is_closed);
+            let reserved = member.reserve(bytes);
+            while !self.is_closed.load(Ordering::Acquire)
+                && let Some(wait) = member.wait(reserved)
+            {
+                member.sleep(wait);
+                self.listen();
+            }
         }
     }
 
@@ -218,28 +218,32 @@ impl Pacer {
     pub fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
         for member in [&self.own, &self.host] {
-            // Locked: a thread that has found the pacer open waits already.
-            let _shares = lock(&member.limit.0.shares);
             member.limit.0.changed.notify_all();
         }
     }
 
     /// The limits that are set.
     fn limited(&self) -> impl Iterator<Item = &Member> {
-        if let Some(session) = self.session.get() {
-            let reported = session.reported_share();
-            if self.reported.load(Ordering::Relaxed) != reported {
-                self.reported.store(reported, Ordering::Relaxed);
-                let reported = NonZeroU64::new(u64::from(reported) << 10);
-                let both = self.most.into_iter().chain(reported);
-                self.own.limit.set(both.min());
-            }
-            if self.host.is_limited() {
-                self.host.set_urgency(session.urgency());
-            }
-        }
+        self.listen();
         let members = [&self.own, &self.host].into_iter();
         members.filter(|member| member.is_limited())
+    }
+
+    /// Takes in what the session has heard from the receiver, and knows of the guest.
+    fn listen(&self) {
+        let Some(session) = self.session.get() else {
+            return;
+        };
+        let reported = session.reported_share();
+        if self.reported.load(Ordering::Relaxed) != reported {
+            self.reported.store(reported, Ordering::Relaxed);
+            let reported = NonZeroU64::new(u64::from(reported) << 10);
+            let both = self.most.into_iter().chain(reported);
+            self.own.limit.set(both.min());
+        }
+        if self.host.is_limited() {
+            self.host.set_urgency(session.urgency());
+        }
     }
 }
 

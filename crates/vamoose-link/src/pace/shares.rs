@@ -79,9 +79,11 @@ impl Shares {
         self.divide(now);
     }
 
-    pub(super) fn join(&mut self) -> u64 {
+    pub(super) fn join(&mut self, now: Instant) -> u64 {
+        self.accrue(now);
         self.next += 1;
         self.flows.insert(self.next, Flow::default());
+        self.divide(now);
         self.next
     }
 
@@ -318,7 +320,7 @@ mod tests {
             let now = Instant::now();
             let mut shares = Shares::new(now);
             shares.set_rate(NonZeroU64::new(rate), now);
-            let ids: Vec<_> = sources.iter().map(|_| shares.join()).collect();
+            let ids: Vec<_> = sources.iter().map(|_| shares.join(now)).collect();
             for (id, source) in ids.iter().zip(sources) {
                 shares.set_urgency(*id, source.urgency, now);
             }
@@ -450,6 +452,20 @@ mod tests {
         let next = simulation.shares.reserve(flow, 1000, now);
         assert!(simulation.shares.wait(flow, next, now).is_some());
         assert_eq!(simulation.shares.wait(flow, next, now + 5 * second), None);
+    }
+
+    /// It is reported before the first byte comes.
+    #[test]
+    fn idle_guest_has_the_share_that_it_would_get() {
+        let now = Instant::now();
+        let mut shares = Shares::new(now);
+        shares.set_rate(NonZeroU64::new(RATE), now);
+        let first = shares.join(now);
+        assert_eq!(shares.share(first, now), Some(RATE as f64));
+        shares.reserve(first, 1, now);
+        let second = shares.join(now);
+        assert_eq!(shares.share(second, now), Some(RATE as f64 / 2.0));
+        assert_eq!(shares.share(first, now), Some(RATE as f64));
     }
 
     #[test]
