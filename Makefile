@@ -40,6 +40,7 @@ flips: setup   # Flip 10,000 bits on the link between two Vamooses (some minutes
 # LOAD_MIGRATIONS and LOAD_STRANGERS set how many: 64 and 10000. As root, for strangers of another user.
 load: setup    # Many migrations at once through two gateways, among as many strangers as can come (3 GiB of memory)
 	cargo test --release -p vamoose --test all gateway::load -- --ignored --nocapture
+	cargo test --release -p vamoose --test all limit:: -- --ignored --nocapture
 
 # DATABASE_GUESTS and DATABASE_SEED set how many and which.
 databases: setup # Move guests with PostgreSQL on a disk, three times each, with faults in between (a quarter of an hour)

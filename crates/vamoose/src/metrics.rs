@@ -26,7 +26,7 @@ use prometheus_client::{
     registry::{Registry, Unit},
 };
 use tracing::info;
-use vamoose_link::{Address, LinkFaults, Snapshot, lock};
+use vamoose_link::{Address, Limit, LinkFaults, Snapshot, lock};
 use vamoose_relay::{End, EndKind, Observed, Observer, Role};
 
 pub use responder::Responder;
@@ -56,11 +56,19 @@ struct Count {
     switchover: Histogram,
 }
 
+/// The bandwidth limits of this process, by direction of migrations.
+#[derive(Debug)]
+struct Limits(Vec<(Role, Limit)>);
+
 /// Serves metrics at `address` until the responder is dropped.
 ///
 /// # Errors
 /// If the address is in use, or is not an address of this host.
-pub fn serve(address: &Address, counts: &Arc<Counts>) -> Result<Responder> {
+pub fn serve(
+    address: &Address,
+    counts: &Arc<Counts>,
+    limits: Vec<(Role, Limit)>,
+) -> Result<Responder> {
     let mut registry = Registry::default();
     registry.register(
         "vamoose_build",
@@ -68,6 +76,7 @@ pub fn serve(address: &Address, counts: &Arc<Counts>) -> Result<Responder> {
         Info::new([("version", env!("CARGO_PKG_VERSION"))]),
     );
     registry.register_collector(Box::new(counts.clone()));
+    registry.register_collector(Box::new(Limits(limits)));
     let responder = Responder::start(address, move || {
         let mut text = String::new();
         encode(&mut text, &registry)?;
@@ -310,12 +319,28 @@ impl Collector for Counts {
     }
 }
 
-fn labels((role, peer): &Host, more: Option<Label>) -> Vec<(&'static str, String)> {
+impl Collector for Limits {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let rates = self.0.iter().filter_map(|(role, limit)| {
+            let rate = limit.rate()?.get() as f64;
+            Some((vec![direction(*role)], ConstGauge::new(rate)))
+        });
+        let name = "vamoose_bandwidth_limit_bytes_per_second";
+        let help = "What all migrations may send or receive together; absent without a limit";
+        family(&mut encoder, name, help, None, MetricType::Gauge, rates)
+    }
+}
+
+fn direction(role: Role) -> (&'static str, String) {
     let direction = match role {
         Role::Source => "outgoing",
         Role::Destination => "incoming",
     };
-    let mut labels = vec![("direction", direction.to_owned()), ("peer", peer.clone())];
+    ("direction", direction.to_owned())
+}
+
+fn labels((role, peer): &Host, more: Option<Label>) -> Vec<(&'static str, String)> {
+    let mut labels = vec![direction(*role), ("peer", peer.clone())];
     labels.extend(more.map(|(name, value)| (name, value.to_owned())));
     labels
 }

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use vamoose_link::{Address, PageCaches, Peers, Remote, SessionConfig};
+use vamoose_link::{Address, Limit, PageCaches, Peers, Remote, SessionConfig};
 
 use super::endpoint::{Endpoint, Target};
 use crate::Config;
@@ -72,9 +72,11 @@ pub struct GatewayStream {
 }
 
 impl GatewayConfig {
-    /// Lets all sessions take the memory of their page caches from `caches`.
+    /// Lets all sessions take the memory of their page caches from `caches`, and all migrations of a direction keep to its limit.
     #[must_use]
-    pub fn sharing(mut self, caches: &PageCaches) -> Self {
+    pub fn sharing(mut self, caches: &PageCaches, outgoing: &Limit, incoming: &Limit) -> Self {
+        self.outgoing.limit = outgoing.clone();
+        self.sessions.limit = incoming.clone();
         self.sessions.page_caches = caches.clone();
         for peer in &mut self.peers {
             Arc::make_mut(peer).remote.config.page_caches = caches.clone();

@@ -18,8 +18,8 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::{error, info, warn};
-use vamoose_link::{Address, End, PageCaches, SessionConfig};
-use vamoose_relay::{Gateway, GatewayConfig};
+use vamoose_link::{Address, End, Limit, PageCaches, SessionConfig};
+use vamoose_relay::{Gateway, GatewayConfig, Role};
 
 use self::config::{File, GatewaySettings};
 use vamoose::{
@@ -132,7 +132,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let settings = options.read()?;
     let at_start = AtStart::of(&settings);
     let caches = PageCaches::new(settings.page_caches);
-    let config = settings.config.sharing(&caches);
+    let [outgoing, incoming] = [(); 2].map(|()| Limit::new(settings.max_bandwidth));
+    let config = settings.config.sharing(&caches, &outgoing, &incoming);
     let passed = systemd::passed_listeners(config.sessions.stall_timeout)?;
     let peers = names(&config);
     let counts = Arc::<Counts>::default();
@@ -141,7 +142,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let watchable = state_dir.and_then(watchable::bind);
     let gateway = Gateway::bind(config, passed)?.observed_by(counts.clone());
     let metrics = settings.metrics.as_ref();
-    let _metrics = metrics.map(|at| metrics::serve(at, &counts)).transpose()?;
+    let limits = [
+        (Role::Source, outgoing.clone()),
+        (Role::Destination, incoming.clone()),
+    ];
+    let _metrics = metrics
+        .map(|at| metrics::serve(at, &counts, limits.into()))
+        .transpose()?;
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot catch signals")?;
     let handle = signals.handle();
     for address in gateway.addresses() {
@@ -154,8 +161,10 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         let settings = options.read()?;
         let now = AtStart::of(&settings);
         let peers = names(&settings.config);
-        gateway.reload(settings.config.sharing(&caches))?;
+        gateway.reload(settings.config.sharing(&caches, &outgoing, &incoming))?;
         caches.set_limit(settings.page_caches);
+        outgoing.set(settings.max_bandwidth);
+        incoming.set(settings.max_bandwidth);
         counts.expect(peers.iter().map(String::as_str));
         Ok(at_start.changes(&now))
     };

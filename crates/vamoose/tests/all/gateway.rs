@@ -3,6 +3,7 @@
 //! The hosts are this machine. Each test has addresses of its own in 127.0.0.0/8, so that its ports are free.
 
 mod cloud_hypervisor;
+mod limit;
 mod load;
 mod log;
 pub(crate) mod metrics;

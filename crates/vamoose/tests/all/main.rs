@@ -21,6 +21,7 @@ mod host;
 mod hostile;
 mod keys;
 mod libvirt;
+mod limit;
 mod link;
 mod methods;
 mod migrate;

@@ -35,6 +35,8 @@ pub(super) struct GatewaySettings {
     pub(super) metrics: Option<Address>,
     /// Memory for the page caches of all migrations.
     pub(super) page_caches: usize,
+    /// Limit of all migrations together, in each direction.
+    pub(super) max_bandwidth: Option<NonZeroU64>,
 }
 
 /// The keys of the file; docs/gateway.md explains them.
@@ -54,6 +56,7 @@ pub(super) struct File {
     level: Option<i32>,
     page_cache: Option<Text<Size>>,
     page_caches: Option<Text<Size>>,
+    max_bandwidth: Option<Text<Rate>>,
     /// In seconds, like `stall_timeout`.
     reconnect_timeout: Option<u64>,
     stall_timeout: Option<NonZeroU64>,
@@ -179,6 +182,7 @@ impl File {
             config,
             metrics: self.metrics.as_ref().map(address),
             page_caches: page_caches(self.page_caches.as_ref().map(|size| size.0)),
+            max_bandwidth: self.max_bandwidth.as_ref().map(|Text(rate)| rate.0),
         })
     }
 

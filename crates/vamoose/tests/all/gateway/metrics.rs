@@ -55,7 +55,7 @@ pub(crate) fn wait_for(at: &str, sample: &str, expected: f64) -> Result<()> {
     wait_until(at, sample, |found| found == expected)
 }
 
-fn wait_until(at: &str, sample: &str, is_it: impl Fn(f64) -> bool) -> Result<()> {
+pub(crate) fn wait_until(at: &str, sample: &str, is_it: impl Fn(f64) -> bool) -> Result<()> {
     let deadline = Instant::now() + LIMIT;
     loop {
         let metrics = get(at, "/metrics")?;
