@@ -58,6 +58,8 @@ methods! {
     /// A table, and pages, some of which are differences to versions that the receiver has, encoded by another
     /// method. Vamoose's own.
     Delta "delta" own(3),
+    /// Pages encoded by another method, without those that the receiver has in its page store, and a table. Vamoose's own.
+    Shared "shared" own(4),
 }
 
 /// The bits of a method of Vamoose's own.

@@ -107,7 +107,7 @@ mod tests {
             Err(PacketError::MixedDeviceState { flags: 0x41 })
         );
         // Methods of our own: without QEMU's bits, with a number that is not in use.
-        for flags in [0x100, 0x102, 0x3e, 0x43e, 0xf3e] {
+        for flags in [0x100, 0x102, 0x3e, 0x53e, 0xf3e] {
             assert_eq!(
                 parse(MAGIC, 1, flags),
                 Err(PacketError::AmbiguousMethod { flags })
@@ -117,6 +117,7 @@ mod tests {
             (0x13e, Method::Lz4),
             (0x23e, Method::ZstdFrames),
             (0x33e, Method::Delta),
+            (0x43e, Method::Shared),
         ] {
             assert_eq!(parse(MAGIC, 1, flags).map(|p| p.method), Ok(method));
         }

@@ -210,6 +210,14 @@ impl RamHeader {
         self.normal = kept;
     }
 
+    /// Removes the normal pages whose index is in `gone`, which ascends.
+    pub fn remove_normal_pages(&mut self, gone: &[usize]) {
+        for index in gone.iter().rev().filter(|index| **index < self.normal) {
+            self.offsets.remove(*index);
+        }
+        self.normal -= gone.iter().filter(|index| **index < self.normal).count();
+    }
+
     /// Offsets of the pages in the payload, in its order.
     pub fn normal_offsets(&self) -> &[u64] {
         &self.offsets[..self.normal]

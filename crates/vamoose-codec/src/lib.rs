@@ -54,6 +54,7 @@ mod qatzip;
 mod qpl;
 mod registry;
 mod settings;
+pub mod shared;
 #[cfg(feature = "fault-injection")]
 mod testing;
 mod words;

@@ -100,8 +100,8 @@ pub fn info(method: Method) -> Option<MethodInfo> {
             framing: Framing::Packet,
             unpacker: Some(|layout| Ok(Box::new(qpl::Unpacker::new(layout)?))),
         },
-        // There is no engine for UADK; delta wraps another method, see `delta`.
-        Method::Uadk | Method::Delta => return None,
+        // There is no engine for UADK; delta and shared wrap another method, see the modules of their names.
+        Method::Uadk | Method::Delta | Method::Shared => return None,
         Method::Qatzip => MethodInfo {
             packets: "gzip members of 64 KiB, as Intel's QAT does it",
             decoded_by: DecodedBy::SomeQemu,

@@ -3,6 +3,7 @@
 use std::{
     fmt,
     io::{self, Read as _},
+    mem,
     sync::Arc,
 };
 
@@ -15,10 +16,11 @@ use vamoose_codec::{DecodeError, Decoder, Framing, checks_itself};
 use vm_memory::VolatileSlice;
 
 use crate::{
-    DeltaError, DeltaReceiver, Packet, Stats, Stream,
+    DeltaError, DeltaReceiver, Packet, Stats, StoreLister, Stream,
     adaptive::meter::{Activity, WaitMeter},
     delta::{Failure, Incoming},
     is_stall, memory,
+    page_store::StoreReader,
     pages::{CopyPages, PageSink, copy_to_guest},
     stats::cpu_timed,
 };
@@ -35,6 +37,9 @@ pub struct ChannelReader {
     layout: Layout,
     decoder: Decoder,
     delta: Option<Incoming>,
+    store: Option<StoreReader>,
+    /// The encoded pages of a packet with references.
+    rest: Vec<u8>,
     header: Vec<u8>,
     payload: Box<[u8]>,
     /// Measures waits, to be reported to the sender over a session.
@@ -82,6 +87,9 @@ pub enum ReadError {
         #[source]
         error: DeltaError,
     },
+    /// References to a page store that this end does not have.
+    #[error("{packet} refers to a page store, and this end has offered none")]
+    NoStore { packet: PacketName },
     /// The link changed the bytes, more than once.
     #[error("cannot read the payload of {packet}")]
     Corrupt {
@@ -150,6 +158,8 @@ impl ChannelReader {
             layout,
             decoder,
             delta: None,
+            store: None,
+            rest: Vec::new(),
             header: vec![0; layout.ram_header_len().max(DEVICE_STATE_HEADER_LEN)],
             payload: vec![0; layout.max_payload()].into(),
             meter,
@@ -159,6 +169,11 @@ impl ChannelReader {
     /// Accepts differences to pages in `slots`, which all channels of a migration share.
     pub fn take_differences(&mut self, slots: Arc<DeltaReceiver>) {
         self.delta = Some(Incoming::from_slots(slots, self.layout));
+    }
+
+    /// Keeps pages in the store of `lister`, and accepts references to it.
+    pub fn share_pages(&mut self, lister: &StoreLister) {
+        self.store = lister.reader(&self.stream, self.layout);
     }
 
     /// Accepts differences to the pages in guest memory, where their pages go
@@ -206,6 +221,9 @@ impl ChannelReader {
     /// # Errors
     /// As [`ChannelReader::read`].
     pub fn read_rest(&mut self, packet: &mut Packet) -> Result<(), ReadError> {
+        if packet.ram().method == Method::Shared {
+            return self.read_shared(packet, false).map(drop);
+        }
         let (header, pages) = packet.ram_parts();
         self.read_payload(header, PageSink::Own(pages))
     }
@@ -217,6 +235,9 @@ impl ChannelReader {
     /// # Errors
     /// As [`ChannelReader::read`].
     pub fn read_frame(&mut self, packet: &mut Packet) -> Result<bool, ReadError> {
+        if packet.ram().method == Method::Shared {
+            return self.read_shared(packet, true);
+        }
         let (header, pages) = packet.ram_parts();
         let pages_len = pages.len();
         let mut sink = PageSink::Own(pages);
@@ -230,6 +251,56 @@ impl ChannelReader {
             return Ok(true);
         }
         self.finish_payload(header, sink, received)?;
+        Ok(false)
+    }
+
+    /// Reads the pages of a packet of method shared: those that are encoded in it, and those of the store. Pages that the store does
+    /// not have are removed from the packet; the source sends them again. A packet without references can stay encoded, as in
+    /// [`read_frame`](Self::read_frame).
+    fn read_shared(&mut self, packet: &mut Packet, may_stay: bool) -> Result<bool, ReadError> {
+        let (header, pages) = packet.ram_parts();
+        let name = PacketName::of(header);
+        let (page_size, count) = (self.layout.page_size(), header.normal_offsets().len());
+        let received = self.receive_timed(header, &mut PageSink::Own(pages));
+        let len = received.map_err(|error| corrupt(header, error))?;
+        let payload = &self.payload[..len.unwrap_or_default()];
+        let Some(store) = &mut self.store else {
+            return Err(ReadError::NoStore { packet: name });
+        };
+        let parts = store.open(payload, count);
+        let parts = parts.map_err(|error| ReadError::Decode {
+            packet: name.clone(),
+            error,
+        })?;
+        header.method = parts.method;
+        let shortened = header.set_payload_len(parts.len, self.layout);
+        shortened?;
+        let whole = (parts.method, parts.references) == (Method::ZstdFrames, 0);
+        if may_stay && whole && checks_itself(&self.payload[..parts.len], pages.len()) {
+            store.keep(parts.method, &self.payload[..parts.len]);
+            packet.exchange(&mut self.payload);
+            self.turn_to(Activity::Output);
+            return Ok(true);
+        }
+        let encoded = (count - parts.references) * page_size;
+        let mut rest = mem::take(&mut self.rest);
+        rest.resize(self.layout.packet_bytes(), 0);
+        let to = match parts.references {
+            0 => &mut *pages,
+            _ => &mut rest[..encoded],
+        };
+        if encoded > 0 {
+            self.finish_payload(header, PageSink::Own(to), Ok(Some(parts.len)))?;
+        }
+        if let Some(store) = &mut self.store {
+            store.keep(parts.method, &self.payload[..parts.len]);
+            if parts.references > 0 {
+                let missing = store.join(&rest[..encoded], pages);
+                header.remove_normal_pages(missing.map_err(ReadError::Io)?);
+            }
+        }
+        self.rest = rest;
+        self.turn_to(Activity::Output);
         Ok(false)
     }
 

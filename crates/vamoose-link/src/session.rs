@@ -48,7 +48,7 @@ pub use self::{
 };
 
 use crate::{
-    Address, AddressError, Cipher, End, Limit, PageCaches, Security, Stream, TlsError,
+    Address, AddressError, Cipher, End, Limit, PageCaches, PageStore, Security, Stream, TlsError,
     delta::Share,
     lock,
     pace::Member,
@@ -76,6 +76,10 @@ pub struct SessionConfig {
     pub page_caches: PageCaches,
     /// Limit of what all sessions of a server receive together.
     pub limit: Limit,
+    /// Pages of the guests that come and go. A server tells its clients what is in it.
+    pub page_store: Option<PageStore>,
+    /// Whether a client uses its server's page store: each channel must then [listen](crate::StoreListener).
+    pub takes_store: bool,
 }
 
 impl SessionConfig {
@@ -96,6 +100,8 @@ impl SessionConfig {
             page_cache: 256 << 20,
             page_caches: PageCaches::default(),
             limit: Limit::default(),
+            page_store: None,
+            takes_store: false,
         }
     }
 
@@ -207,8 +213,7 @@ pub(crate) struct Shared {
     /// Authenticated identity of the peer.
     identity: Option<String>,
     cipher: Option<&'static str>,
-    /// The server's memory for versions of pages, at the client.
-    offered: usize,
+    offer: Offer,
     streams: Mutex<HashMap<u32, Arc<ResumableStream>>>,
     /// Number of streams: writers need it for every packet.
     count: AtomicUsize,
@@ -237,6 +242,14 @@ pub struct LinkFaults {
     pub reconnects: u64,
     /// Frames with a wrong checksum.
     pub corrupt_frames: u64,
+}
+
+/// What a server has for the pages of its client, as it was told.
+#[derive(Clone, Copy, Debug, Default)]
+struct Offer {
+    /// Memory for versions of pages, in bytes; 0 at the server.
+    page_cache: usize,
+    has_store: bool,
 }
 
 enum Role {
@@ -296,8 +309,13 @@ impl Session {
     /// checksums.
     pub fn page_cache(&self) -> Option<usize> {
         let is_sender = matches!(self.0.role, Role::Client(_));
-        let both = self.0.config.page_cache.min(self.0.offered);
+        let both = self.0.config.page_cache.min(self.0.offer.page_cache);
         (is_sender && self.0.config.check).then_some(both)
+    }
+
+    /// Whether the server has a page store, and the client uses it.
+    pub fn has_store(&self) -> bool {
+        self.0.offer.has_store
     }
 
     /// Memory for versions of received pages.
@@ -420,7 +438,7 @@ impl Shared {
         config: SessionConfig,
         (peer, identity): (String, Option<String>),
         cipher: Option<&'static str>,
-        (role, offered): (Role, usize),
+        (role, offer): (Role, Offer),
     ) -> io::Result<Arc<Self>> {
         let arrivals = config.limit.join();
         let shared = Arc::new(Self {
@@ -429,7 +447,7 @@ impl Shared {
             peer,
             identity,
             cipher,
-            offered,
+            offer,
             streams: Mutex::default(),
             count: AtomicUsize::new(0),
             next: AtomicU32::new(0),

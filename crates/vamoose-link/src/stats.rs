@@ -29,6 +29,8 @@ pub struct Stats {
     delta_page_bytes: AtomicU64,
     delta_wire_bytes: AtomicU64,
     delta_cache_bytes: AtomicU64,
+    shared_pages: AtomicU64,
+    missed_pages: AtomicU64,
     zero_copy_sends: AtomicU64,
     copied_sends: AtomicU64,
     missed_zero_copy: AtomicU64,
@@ -65,6 +67,10 @@ pub struct Snapshot {
     pub delta_wire_bytes: u64,
     /// Bytes of pages in the cache for differences.
     pub delta_cache_bytes: u64,
+    /// Pages that the destination had in its page store.
+    pub shared_pages: u64,
+    /// Pages that the destination should have had there, and had not: they were sent.
+    pub missed_pages: u64,
     /// Zero-copy sends. A packet is one send, or several if the socket took it in parts.
     pub zero_copy_sends: u64,
     /// Zero-copy sends that the kernel copied after all: at once, because it could lock no more memory, or
@@ -99,6 +105,8 @@ impl Stats {
             delta_page_bytes: read(&self.delta_page_bytes),
             delta_wire_bytes: read(&self.delta_wire_bytes),
             delta_cache_bytes: read(&self.delta_cache_bytes),
+            shared_pages: read(&self.shared_pages),
+            missed_pages: read(&self.missed_pages),
             zero_copy_sends: read(&self.zero_copy_sends),
             copied_sends: read(&self.copied_sends),
             missed_zero_copy: read(&self.missed_zero_copy),
@@ -163,6 +171,12 @@ impl Stats {
 
     pub(crate) fn set_kept(&self, bytes: u64) {
         self.delta_cache_bytes.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Counts references to the destination's page store.
+    pub(crate) fn add_shared(&self, found: usize, missed: usize) {
+        add(&self.shared_pages, found);
+        add(&self.missed_pages, missed);
     }
 
     pub(crate) fn add_zero_copy_send(&self) {

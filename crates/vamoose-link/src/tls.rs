@@ -31,6 +31,7 @@ use std::path::PathBuf;
 
 pub use error::{End, FileFault, Objection, Refusal, TlsError};
 pub use keys::{OneTimeKey, PublicKey, PublicKeyError};
+pub(crate) use names::matches;
 pub(crate) use {
     handshake::Secured,
     opener::Opener,

@@ -6,7 +6,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use multifd::{Layout, Method, PacketError, RamHeader};
@@ -15,10 +15,12 @@ use vamoose_codec::{EncodeError, Engines, RAW_FRAME_LEN, Settings, raw_frame};
 use vm_memory::VolatileSlice;
 
 use crate::{
-    DeltaSender, Pacer, Packet, PacketEncoder, Stats, Stream, ZeroCopyError,
+    DeltaSender, Pacer, Packet, PacketEncoder, Stats, StoreListener, StoreSender, Stream,
+    ZeroCopyError,
     backlog::Backlog,
     delta::Outgoing,
     is_stall, lock, memory,
+    page_store::StoreWriter,
     pages::{PageSource, copy_from_guest},
     stats::cpu_timed,
     zero_copy::{self, ZeroCopy},
@@ -34,6 +36,7 @@ pub struct ChannelWriter {
     sender: Sender,
     encoder: PacketEncoder,
     delta: Option<Outgoing>,
+    store: Option<StoreWriter>,
     /// The first pages decide the encoder, see [`ChannelWriter::restore`].
     restores: bool,
     /// What makes a page a zstd frame, for a receiver that decodes nothing else: see [`ChannelWriter::send_frames`].
@@ -122,6 +125,7 @@ impl ChannelWriter {
             sender,
             encoder,
             delta: None,
+            store: None,
             restores: false,
             frame: None,
             has_checksums: false,
@@ -158,6 +162,18 @@ impl ChannelWriter {
     pub fn send_differences(&mut self, cache: Arc<DeltaSender>) -> Result<(), EncodeError> {
         self.delta = Some(Outgoing::new(cache, self.sender.layout)?);
         Ok(())
+    }
+
+    /// Sends references to pages that the destination's store has. The writer must be its channel's only one, on a stream of a
+    /// session. Returns what reads the destination's messages on the channel, which must run.
+    pub fn share_pages(&mut self, sender: Arc<StoreSender>) -> StoreListener {
+        let (stream, page_size) = (
+            self.sender.channel.stream.clone(),
+            self.sender.layout.page_size(),
+        );
+        let (store, listener) = StoreWriter::new(sender, stream, page_size);
+        self.store = Some(store);
+        listener
     }
 
     /// Sends pages by the method that the source's QEMU used, if the first packet tells it (over a session), instead of the
@@ -258,6 +274,7 @@ impl ChannelWriter {
     /// # Errors
     /// As [`ChannelWriter::write`] and [`ChannelWriter::flush`].
     pub fn write_sync(&mut self, packet_num: u64) -> Result<(), WriteError> {
+        self.send_missing(true)?;
         self.sync.packet_num = packet_num;
         self.header.clear();
         self.sync.write(self.sender.layout, &mut self.header);
@@ -303,6 +320,7 @@ impl ChannelWriter {
         header: &mut RamHeader,
         mut pages: PageSource<'_>,
     ) -> Result<(), WriteError> {
+        self.send_missing(false)?;
         // A packet received with pages and a SYNC is sent as two.
         header.sync = false;
         if !header.is_empty() {
@@ -320,6 +338,7 @@ impl ChannelWriter {
             None => None,
         };
         let is_raw = is_raw && delta.is_none();
+        let mut encoded_bytes = page_bytes;
         let payload = if is_raw {
             header.method = match self.frame {
                 Some(_) => Method::Zstd,
@@ -350,10 +369,21 @@ impl ChannelWriter {
                 stats.set_kept(delta.kept_bytes());
             }
             self.encoder.begin_encode();
-            let (encoded, time) =
-                cpu_timed(|| encode(&mut self.encoder, delta, &mut pages, checks, buffers));
+            let versions = (delta, self.store.as_mut());
+            let encode = || {
+                encode(
+                    &mut self.encoder,
+                    versions,
+                    header,
+                    &mut pages,
+                    checks,
+                    buffers,
+                )
+            };
+            let (encoded, time) = cpu_timed(encode);
             stats.add_encode(time);
             let encoded = encoded?;
+            encoded_bytes -= encoded.references * self.sender.layout.page_size();
             if encoded.method == Method::Delta {
                 let payload_len = encoded.len.unwrap_or(page_bytes);
                 stats.add_differences(encoded.differences, page_bytes, payload_len);
@@ -376,7 +406,7 @@ impl ChannelWriter {
         self.sender.send(&self.header, payload)?;
         self.sender.count(header);
         if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
-            adaptive.end_send(page_bytes, wire_bytes, || {
+            adaptive.end_send(encoded_bytes, wire_bytes, || {
                 self.sender.channel.stream.peer_wait()
             });
         }
@@ -385,6 +415,28 @@ impl ChannelWriter {
 }
 
 impl ChannelWriter {
+    /// Sends the pages that the destination has not found in its store. If it `waits`, then until each reference has its verdict.
+    fn send_missing(&mut self, waits: bool) -> Result<(), WriteError> {
+        let Some(mut store) = self.store.take() else {
+            return Ok(());
+        };
+        let stream = self.sender.channel.stream.clone();
+        let reconnect = stream.session().map(|it| it.config().reconnect_timeout);
+        let patience = stream.stall_timeout() + reconnect.unwrap_or_default();
+        let deadline = waits.then(|| Instant::now() + patience);
+        let failed = |error| WriteError::of(error, patience);
+        while let Some(missing) = store.next_missing(deadline).map_err(failed)? {
+            let layout = self.sender.layout;
+            let mut packet = Packet::new(layout);
+            packet.ram_mut().block = missing.block;
+            packet.ram_mut().set_pages(&missing.offsets, &[], layout)?;
+            packet.pages_mut().copy_from_slice(&missing.pages);
+            self.write(&mut packet)?;
+        }
+        self.store = Some(store);
+        Ok(())
+    }
+
     /// Over a session, keeps the method of the source's QEMU in the header. With [`restore`](Self::restore), the first packet's
     /// method replaces the encoder, if software can encode it.
     fn follow_origin(&mut self, header: &mut RamHeader) -> Result<(), WriteError> {
@@ -417,6 +469,8 @@ struct Encoded {
     sum: Option<u32>,
     /// Number of pages sent as differences.
     differences: usize,
+    /// Number of pages sent as references to the receiver's store.
+    references: usize,
 }
 
 /// Where checksums of pages go.
@@ -428,17 +482,19 @@ struct Checks {
     frames: bool,
 }
 
-/// Encodes `pages` into the second buffer, as differences where `delta` has planned some. Guest memory is copied first: to the
-/// encoder's own input buffer, or else to the first buffer.
+/// Encodes `pages` into the second buffer, as differences where `delta` has planned some, or without those that the receiver's store
+/// has. Guest memory is copied first: to the encoder's own input buffer, or else to the first buffer.
 fn encode(
     encoder: &mut PacketEncoder,
-    delta: Option<&mut Outgoing>,
+    (delta, store): (Option<&mut Outgoing>, Option<&mut StoreWriter>),
+    header: &RamHeader,
     pages: &mut PageSource<'_>,
     checks: Checks,
     (copy, out): (&mut Vec<u8>, &mut [u8]),
 ) -> Result<Encoded, EncodeError> {
     let sum_of = |pages: &[u8]| checks.pages.then(|| crc32c::crc32c(pages));
     if delta.is_none()
+        && store.is_none()
         && let (PageSource::Guest(slices), PacketEncoder::Fixed(encoder)) = (&*pages, &mut *encoder)
         && let Some(buffer) = encoder.input_buffer()
     {
@@ -450,6 +506,7 @@ fn encode(
             len: Some(encoded.payload.len()),
             sum,
             differences: 0,
+            references: 0,
         });
     }
     let pages = pages.gather(copy);
@@ -461,17 +518,77 @@ fn encode(
             len: Some(made.len),
             sum: Some(crc32c::crc32c(pages)),
             differences: made.differences,
+            references: 0,
         });
     }
+    if let Some(store) = store
+        && store.plan(pages)
+    {
+        return encode_shared(encoder, store, header, pages, checks, out);
+    }
+    encode_all(encoder, pages, checks, out)
+}
+
+fn encode_all(
+    encoder: &mut PacketEncoder,
+    pages: &[u8],
+    checks: Checks,
+    out: &mut [u8],
+) -> Result<Encoded, EncodeError> {
     let encoded = encoder.encode(pages, out)?;
     let is_encoded = !ptr::eq(encoded.payload.as_ptr(), pages.as_ptr());
-    let is_summed = !(checks.frames && encoded.method == Method::ZstdFrames);
+    let is_summed = checks.pages && !(checks.frames && encoded.method == Method::ZstdFrames);
     Ok(Encoded {
         method: encoded.method,
         len: is_encoded.then_some(encoded.payload.len()),
-        sum: is_summed.then(|| sum_of(pages)).flatten(),
+        sum: is_summed.then(|| crc32c::crc32c(pages)),
         differences: 0,
+        references: 0,
     })
+}
+
+/// Encodes the pages that are no references, and adds the table of the planned packet. Packets that do not shrink go as they are.
+fn encode_shared(
+    encoder: &mut PacketEncoder,
+    store: &mut StoreWriter,
+    header: &RamHeader,
+    pages: &[u8],
+    checks: Checks,
+    out: &mut [u8],
+) -> Result<Encoded, EncodeError> {
+    let rest = store.rest(pages);
+    let to_encode = rest.as_deref().unwrap_or(pages);
+    let mut encoded = match to_encode {
+        [] => Encoded {
+            method: Method::None,
+            len: Some(0),
+            sum: None,
+            differences: 0,
+            references: 0,
+        },
+        _ => encode_all(encoder, to_encode, checks, out)?,
+    };
+    let len = match encoded.len {
+        Some(len) => len,
+        None if rest.is_none() => return Ok(encoded),
+        None => {
+            out[..to_encode.len()].copy_from_slice(to_encode);
+            to_encode.len()
+        }
+    };
+    let (payload, room) = out.split_at_mut(len);
+    let table = store.table();
+    if len + table.len() >= pages.len() || !table.write(encoded.method, room) {
+        return match rest {
+            None => Ok(encoded),
+            // No method of a packet with references is unknown to its table, and each is shorter than its page.
+            Some(_) => encode_all(encoder, pages, checks, out),
+        };
+    }
+    (encoded.len, encoded.references) = (Some(len + table.len()), table.references.len());
+    store.note(header, pages, rest, (encoded.method, payload));
+    encoded.method = Method::Shared;
+    Ok(encoded)
 }
 
 /// The payload of a packet.

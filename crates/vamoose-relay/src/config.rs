@@ -21,6 +21,8 @@ pub struct Config {
     pub method: MethodChoice,
     /// Re-encodes with the source QEMU's method, if the relay before this one reports it: libvirt configures both QEMUs alike.
     pub restore: bool,
+    /// Name of the guest, if it is known: which group of guests it shares pages with.
+    pub guest: Option<String>,
     /// Page size of the guest.
     pub layout: Layout,
     /// Number of channels that the source opens, where the caller knows it.
@@ -54,6 +56,7 @@ impl Config {
             delta: matches!(method, MethodChoice::Adaptive(_)),
             method,
             restore: false,
+            guest: None,
             layout: Layout::X86,
             incoming_channels: None,
             outgoing_channels: None,
@@ -64,6 +67,11 @@ impl Config {
             encoders: NonZeroUsize::MIN,
             is_decoded_by_qemu: false,
         }
+    }
+
+    /// Whether its packets can have references to a destination's page store: its sessions are to take one then.
+    pub fn takes_store(&self) -> bool {
+        self.method.takes_differences() && self.encoders == NonZeroUsize::MIN && !self.restore
     }
 }
 

@@ -25,7 +25,8 @@ use multifd::{Initial, MAIN_MAGIC};
 use tracing::{Span, error_span, info, warn};
 use vamoose_codec::Framing;
 use vamoose_link::{
-    ChannelReader, ChannelWriter, DeltaReceiver, DeltaSender, Hangup, Pacer, Stats, Stream,
+    ChannelReader, ChannelWriter, DeltaReceiver, DeltaSender, GuestPages, Hangup, Pacer, Session,
+    Stats, StoreListener, StoreLister, StoreSender, Stream,
 };
 
 use crate::{
@@ -256,6 +257,24 @@ impl Relay<'_> {
         Ok(writers)
     }
 
+    /// Lets the writers send references to pages that the destination's store has, if there is one. Returns what reads its messages.
+    fn share_pages(&self, writers: &mut [ChannelWriter]) -> Vec<StoreListener> {
+        let session = self.dialer.with().filter(Session::has_store);
+        let Some(session) = session.filter(|_| self.config.takes_store()) else {
+            return Vec::new();
+        };
+        let own = self.guest_pages(&session);
+        let sender = Arc::new(StoreSender::new(own, self.stats.clone()));
+        let share = |writer: &mut ChannelWriter| writer.share_pages(sender.clone());
+        writers.iter_mut().map(share).collect()
+    }
+
+    /// What this end of a session has of pages like the guest's.
+    fn guest_pages(&self, session: &Session) -> Option<GuestPages> {
+        let store = session.config().page_store.as_ref();
+        store.map(|store| store.of_guest(self.config.guest.as_deref()))
+    }
+
     fn relay_pages(
         &self,
         start: Instant,
@@ -283,8 +302,13 @@ impl Relay<'_> {
         let pacer = self.pacer();
         let encoders = self.encoders();
         let is_one_to_one = incoming == outgoing && encoders == 1;
-        let writers = self.writers(destination.channels, encoders, &pacer)?;
+        let mut writers = self.writers(destination.channels, encoders, &pacer)?;
+        let listeners = self.share_pages(&mut writers);
         let first = source.channels.first();
+        let session = first.and_then(|stream| stream.session());
+        let session = session.filter(Session::has_store);
+        let stored = session.and_then(|session| self.guest_pages(&session));
+        let lister = stored.map(|pages| StoreLister::new(pages, &source.channels));
         let kept = first.and_then(|stream| DeltaReceiver::of(stream, *layout));
         let kept = kept.map(Arc::new);
         let readers = source.channels.into_iter().map(|stream| {
@@ -292,6 +316,9 @@ impl Relay<'_> {
             let mut reader = ChannelReader::new(stream, *layout, decoder, self.stats.clone());
             if let Some(kept) = &kept {
                 reader.take_differences(kept.clone());
+            }
+            if let Some(lister) = &lister {
+                reader.share_pages(lister);
             }
             reader
         });
@@ -334,6 +361,13 @@ impl Relay<'_> {
             drop(threads);
             let span = Span::current();
             scope.spawn(move || span.in_scope(|| late::attend(self, silent)));
+            // These end when the connections are shut down.
+            for listener in &listeners {
+                scope.spawn(|| listener.run());
+            }
+            if let Some(lister) = &lister {
+                scope.spawn(|| lister.run());
+            }
             let ends = incoming + outgoing * encoders;
             let supervisor = Supervisor::new(&main_state, &syncs, *stall_timeout, ends, &on_loaded);
             let outcome = supervisor.run(&reports, self.hangup);
@@ -345,6 +379,9 @@ impl Relay<'_> {
             }
             if let Some(kept) = &kept {
                 kept.give_up();
+            }
+            if let Some(lister) = &lister {
+                lister.give_up();
             }
             pacer.close();
             // The threads that read the source's channels end with these.

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! client                                              server
-//!   Hello:   lowest and highest version, nonce ──────>
-//!            <────── Answer: version or refusal, nonce, memory for versions of pages
+//!   Hello:   lowest and highest version, nonce, whether references to a page store may be sent ──>
+//!            <────── Answer: version or refusal, nonce, memory for versions of pages, whether there is a page store
 //!   Attach:  session, stream, bytes received, proof ─>
 //!            <────── Welcome: bytes received, proof; or refusal
 //! ```
@@ -45,6 +45,7 @@ pub type SessionId = [u8; 16];
 pub struct Hello {
     lowest: u16,
     highest: u16,
+    takes_store: bool,
     nonce: Nonce,
 }
 
@@ -54,6 +55,7 @@ pub struct Answer {
     outcome: Result<u16, Refusal>,
     nonce: Nonce,
     page_cache: u16,
+    has_store: bool,
 }
 
 /// The client's request to attach the connection to a stream.
@@ -143,7 +145,17 @@ impl Hello {
         Self {
             lowest: VERSION,
             highest: VERSION,
+            takes_store: false,
             nonce,
+        }
+    }
+
+    /// Adds whether the client listens to a server with a page store.
+    #[must_use]
+    pub fn taking_store(self, takes_store: bool) -> Self {
+        Self {
+            takes_store,
+            ..self
         }
     }
 
@@ -153,6 +165,7 @@ impl Hello {
         bytes[..8].copy_from_slice(MAGIC);
         put(&mut bytes, 8..10, self.lowest.to_be_bytes());
         put(&mut bytes, 10..12, self.highest.to_be_bytes());
+        bytes[12] = self.takes_store.into();
         put(&mut bytes, 16..48, self.nonce);
         bytes
     }
@@ -165,12 +178,16 @@ impl Hello {
         if bytes[..8] != *MAGIC {
             return Err(HandshakeError::Magic);
         }
-        zero(&bytes[12..16])?;
+        zero(&bytes[13..16])?;
         let hello = Self {
             lowest: u16::from_be_bytes(take(bytes, 8..10)),
             highest: u16::from_be_bytes(take(bytes, 10..12)),
+            takes_store: bytes[12] == 1,
             nonce: take(bytes, 16..48),
         };
+        if bytes[12] > 1 {
+            return Err(HandshakeError::Malformed("what it takes"));
+        }
         if hello.lowest > hello.highest || hello.lowest == 0 {
             return Err(HandshakeError::Malformed("its versions"));
         }
@@ -186,6 +203,7 @@ impl Answer {
                 outcome: Ok(VERSION),
                 nonce,
                 page_cache: 0,
+                has_store: false,
             },
             false => Self::refuse(Refusal::Version),
         }
@@ -199,19 +217,27 @@ impl Answer {
         }
     }
 
+    /// Adds whether the server has a page store for a client that takes one, unless the answer is a refusal.
+    #[must_use]
+    pub fn with_store(self, hello: &Hello, has_store: bool) -> Self {
+        let has_store = has_store && hello.takes_store && self.outcome.is_ok();
+        Self { has_store, ..self }
+    }
+
     /// An answer that refuses the connection.
     pub fn refuse(refusal: Refusal) -> Self {
         Self {
             outcome: Err(refusal),
             nonce: [0; 32],
             page_cache: 0,
+            has_store: false,
         }
     }
 
     /// Encodes the message.
     pub fn encode(&self) -> [u8; HELLO_LEN] {
         let (version, status) = match self.outcome {
-            Ok(version) => (version, 0),
+            Ok(version) => (version, self.has_store.into()),
             Err(refusal) => (0, refusal.code()),
         };
         let mut bytes = [0; HELLO_LEN];
@@ -234,8 +260,9 @@ impl Answer {
         let version = u16::from_be_bytes(take(bytes, 8..10));
         let page_cache = u16::from_be_bytes(take(bytes, 10..12));
         let nonce = take(bytes, 16..48);
-        let outcome = match (version, u32::from_be_bytes(take(bytes, 12..16))) {
-            (VERSION, 0) => Ok(version),
+        let status = u32::from_be_bytes(take(bytes, 12..16));
+        let outcome = match (version, status) {
+            (VERSION, 0 | 1) => Ok(version),
             (0, code @ 1..) => {
                 zero(&bytes[10..12])?;
                 zero(&nonce)?;
@@ -244,10 +271,16 @@ impl Answer {
             _ => return Err(HandshakeError::Malformed("its version")),
         };
         Ok(Self {
+            has_store: outcome.is_ok() && status == 1,
             outcome,
             nonce,
             page_cache,
         })
+    }
+
+    /// Whether the server has a page store.
+    pub fn has_store(&self) -> bool {
+        self.has_store
     }
 
     /// The server's memory for versions of pages, in MiB.
@@ -488,7 +521,9 @@ mod tests {
         assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
         for answer in [
             Answer::to(&hello, [2; 32]),
-            Answer::to(&hello, [2; 32]).with_page_cache(256),
+            Answer::to(&hello, [2; 32])
+                .with_page_cache(256)
+                .with_store(&hello.taking_store(true), true),
             Answer::refuse(Refusal::Busy),
         ] {
             assert_eq!(Answer::decode(&answer.encode()), Ok(answer));

@@ -4,7 +4,7 @@ use std::{fs, net::IpAddr, time::Duration};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use vamoose_link::{Address, Path, Remote, SessionConfig};
+use vamoose_link::{Address, PageStore, Path, Remote, SessionConfig};
 
 use crate::{
     options::{CONNECTIONS, ENCODING, Switch},
@@ -41,6 +41,43 @@ pub struct LinkOptions {
         hide_short_help = true
     )]
     page_cache: Size,
+}
+
+/// The page store of a process that takes migrations.
+#[derive(Args, Clone, Debug)]
+pub struct PageStoreOptions {
+    /// Keep pages of guests that came, in this much memory: guests that are alike move their common pages once
+    #[arg(
+        help_heading = ENCODING,
+        long,
+        value_name = "SIZE"
+    )]
+    page_store: Option<Size>,
+    /// Share pages only among guests whose names match the same PATTERN (repeatable)
+    ///
+    /// The first pattern counts that a name matches; `*` stands for any characters. A guest that matches none shares with no other
+    /// guest. Without this option, all guests share pages.
+    #[arg(
+        help_heading = ENCODING,
+        long = "page-store-group",
+        value_name = "PATTERN",
+        requires = "page_store",
+        hide_short_help = true
+    )]
+    page_store_groups: Vec<String>,
+}
+
+impl PageStoreOptions {
+    /// The store, if one is wanted.
+    ///
+    /// # Errors
+    /// When the system has no random numbers.
+    pub fn open(&self) -> Result<Option<PageStore>> {
+        let store = self.page_store.filter(|size| size.0 > 0);
+        let groups = self.page_store_groups.clone();
+        let store = store.map(|size| PageStore::new(size.in_memory(), groups));
+        store.transpose().context("--page-store")
+    }
 }
 
 /// Memory for the page caches of all migrations of this process: `size`, or a quarter of the host's memory, at most 4 GiB.

@@ -168,7 +168,7 @@ type Values = [[f64; MOST]; METRICS.len()];
 /// Most counters of a metric.
 const MOST: usize = 3;
 
-const METRICS: [Metric; 9] = [
+const METRICS: [Metric; 10] = [
     Metric {
         name: "vamoose_migration_guest",
         help: "Bytes between this process and QEMUs, before encoding and after decoding",
@@ -205,6 +205,19 @@ const METRICS: [Metric; 9] = [
         help: "Normal pages sent as the difference to an earlier version",
         unit: None,
         counters: &[(None, |_, moved, _| moved.delta_pages as f64)],
+    },
+    Metric {
+        name: "vamoose_migration_shared_pages",
+        help: "Pages that the destination's page store was expected to have",
+        unit: None,
+        counters: &[
+            (Some(("result", "found")), |_, moved, _| {
+                moved.shared_pages as f64
+            }),
+            (Some(("result", "missed")), |_, moved, _| {
+                moved.missed_pages as f64
+            }),
+        ],
     },
     Metric {
         name: "vamoose_migration_syncs",

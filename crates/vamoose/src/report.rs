@@ -47,6 +47,8 @@ pub struct Report {
     pub zero_pages: u64,
     /// Pages sent as differences.
     pub delta: Delta,
+    /// What the destination's page store had.
+    pub shared: Shared,
     /// Packets that software encoded or decoded instead of a device.
     pub fallbacks: u64,
     /// Packets of a device that software has verified.
@@ -78,6 +80,16 @@ pub struct Delta {
     pub wire_bytes: u64,
     /// Bytes of the page cache.
     pub cache_bytes: u64,
+}
+
+/// Pages of the destination's page store.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Shared {
+    /// Pages that were there, and were not sent.
+    pub pages: u64,
+    /// Pages that should have been there, and had to be sent.
+    pub missed: u64,
 }
 
 /// The link to another Vamoose.
@@ -168,6 +180,10 @@ impl Report {
                 page_bytes: moved.delta_page_bytes,
                 wire_bytes: moved.delta_wire_bytes,
                 cache_bytes: moved.delta_cache_bytes,
+            },
+            shared: Shared {
+                pages: moved.shared_pages,
+                missed: moved.missed_pages,
             },
             fallbacks: moved.engines.fallbacks,
             verified: moved.engines.checked,

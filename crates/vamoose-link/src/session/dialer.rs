@@ -23,7 +23,7 @@ use vamoose_session::{
 };
 
 use super::{
-    Path, PathStatus, Role, Session, SessionConfig, Shared,
+    Offer, Path, PathStatus, Role, Session, SessionConfig, Shared,
     connection::NewConnection,
     keeper,
     resumable::{OldConnection, Resumable, ResumableStream},
@@ -165,6 +165,7 @@ pub(crate) struct Paths {
     destinations: Vec<Destination>,
     /// `None` without TLS.
     terms: Option<ClientTerms>,
+    takes_store: bool,
     shunned: Mutex<Vec<Option<Shunned>>>,
     counters: Vec<Counters>,
     /// Connections of streams that are to be opened, in their handshake or after its first two messages.
@@ -204,6 +205,7 @@ impl Paths {
             destinations: destinations.collect(),
             list,
             terms,
+            takes_store: config.takes_store,
             shunned,
             ahead: Mutex::default(),
         })
@@ -562,8 +564,8 @@ struct Greeted {
     transcript: Transcript,
     address: Address,
     path: usize,
-    /// The server's memory for versions of pages.
-    page_cache: usize,
+    /// What the server has for pages.
+    offer: Offer,
 }
 
 /// A connection before its first message.
@@ -597,7 +599,7 @@ impl Dialled {
             address: address.clone(),
             source,
         };
-        let hello = Hello::new(nonce().map_err(failed)?);
+        let hello = Hello::new(nonce().map_err(failed)?).taking_store(paths.takes_store);
         let secured = paths.terms.as_ref().map(|terms| {
             let host = match &address {
                 Address::Tcp { host, .. } => host,
@@ -627,7 +629,10 @@ impl Dialled {
             transcript,
             address,
             path,
-            page_cache: usize::from(answer.page_cache()) << 20,
+            offer: Offer {
+                page_cache: usize::from(answer.page_cache()) << 20,
+                has_store: answer.has_store(),
+            },
         })
     }
 }
@@ -654,7 +659,7 @@ impl Greeted {
             config,
             (peer, identity),
             self.connection.cipher(),
-            (Role::Client(paths), self.page_cache),
+            (Role::Client(paths), self.offer),
         );
         let session = session.map_err(DialError::System)?;
         let stream = session.add(0);

@@ -34,7 +34,7 @@ use vamoose_session::{
 };
 
 use super::{
-    Role, Session, SessionConfig, Shared,
+    Offer, Role, Session, SessionConfig, Shared,
     admission::{Admission, State, network},
     connection::NewConnection,
     dialer::nonce,
@@ -292,6 +292,7 @@ impl Server {
         // Returned at the end unless this connection begins a session.
         let share = self.config.page_caches.take(self.config.page_cache);
         let answer = Answer::to(&hello, nonce()?).with_page_cache(mebibytes(&share));
+        let answer = answer.with_store(&hello, self.config.page_store.is_some());
         connection.send(&answer.encode())?;
         answer.accepted()?;
         let transcript = Transcript::new(&hello, &answer, connection.binding());
@@ -300,7 +301,8 @@ impl Server {
         let attach = Attach::decode(&bytes)?;
         let peer = (connection.peer()).map_or_else(|| shown(address), str::to_owned);
         let peer = (&*peer, connection.cipher());
-        let found = self.find(&attach, &bytes, &transcript, peer, share);
+        let offer = (share, answer.has_store());
+        let found = self.find(&attach, &bytes, &transcript, peer, offer);
         let stream = match found {
             Ok(found) => found,
             Err(refusal) => return Err(refuse(connection, &transcript, &bytes, refusal)),
@@ -335,10 +337,10 @@ impl Server {
         bytes: &[u8; ATTACH_LEN],
         transcript: &Transcript,
         peer: (&str, Option<&'static str>),
-        share: Share,
+        offer: (Share, bool),
     ) -> Result<Arc<ResumableStream>, Refusal> {
         let session = match attach.target {
-            Target::New => self.begin(transcript, peer, share)?,
+            Target::New => self.begin(transcript, peer, offer)?,
             Target::Known(id) => {
                 let known = lock(&self.sessions).get(&id).and_then(Weak::upgrade);
                 known.ok_or(Refusal::UnknownSession)?
@@ -391,7 +393,7 @@ impl Server {
         &self,
         transcript: &Transcript,
         (peer, cipher): (&str, Option<&'static str>),
-        share: Share,
+        (share, has_store): (Share, bool),
     ) -> Result<Arc<Shared>, Refusal> {
         let mut sessions = lock(&self.sessions);
         sessions.retain(|_, known| known.strong_count() > 0);
@@ -412,7 +414,13 @@ impl Server {
             config,
             (peer.to_owned(), identity),
             cipher,
-            (Role::Server(share), 0),
+            (
+                Role::Server(share),
+                Offer {
+                    page_cache: 0,
+                    has_store,
+                },
+            ),
         );
         // The system has no thread for the session.
         let session = session.map_err(|_| Refusal::Busy)?;

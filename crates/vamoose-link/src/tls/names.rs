@@ -26,7 +26,7 @@ pub(super) fn of(certificate: &CertificateDer<'_>) -> Vec<String> {
 }
 
 /// Whether all of `name` matches `pattern`: `*` stands for any characters, `?` for one; case does not matter, as in host names.
-pub(super) fn matches(pattern: &str, name: &str) -> bool {
+pub(crate) fn matches(pattern: &str, name: &str) -> bool {
     let pattern: Vec<char> = pattern.to_lowercase().chars().collect();
     let name: Vec<char> = name.to_lowercase().chars().collect();
     let (mut at, mut in_pattern) = (0, 0);

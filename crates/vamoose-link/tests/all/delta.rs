@@ -19,23 +19,23 @@ use vamoose_link::{
 
 use crate::channel::LAYOUT;
 
-const CHANNELS: usize = 3;
+pub(crate) const CHANNELS: usize = 3;
 const PAGES: usize = 1200;
 const ROUNDS: usize = 6;
 const PAGE: usize = 4096;
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// A client and a server, with a middlebox between them, and `CHANNELS` streams at each.
-struct Ends {
-    session: Session,
-    near: Vec<Arc<Stream>>,
-    far: Vec<Arc<Stream>>,
-    middlebox: Middlebox,
+pub(crate) struct Ends {
+    pub(crate) session: Session,
+    pub(crate) near: Vec<Arc<Stream>>,
+    pub(crate) far: Vec<Arc<Stream>>,
+    pub(crate) middlebox: Middlebox,
     _sessions: Sessions,
 }
 
 impl Ends {
-    fn new(near: SessionConfig, far: SessionConfig) -> Self {
+    pub(crate) fn new(near: SessionConfig, far: SessionConfig) -> Self {
         let any = "tcp:127.0.0.1:0".parse().unwrap();
         let listener = Listener::bind(&any, far.stall_timeout).unwrap();
         let address = listener.address().to_string();
@@ -168,7 +168,7 @@ fn run(
     stats.snapshot()
 }
 
-fn fixed(method: Method) -> PacketEncoder {
+pub(crate) fn fixed(method: Method) -> PacketEncoder {
     let settings = Settings::new(method, None).unwrap();
     encoder(&settings, LAYOUT).unwrap().into()
 }

@@ -15,5 +15,6 @@ mod hostile;
 mod limit;
 mod log;
 mod memory;
+mod page_store;
 mod session;
 mod sockets;

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use vamoose_link::{Address, Limit, PageCaches, Peers, Remote, SessionConfig};
+use vamoose_link::{Address, Limit, PageCaches, PageStore, Peers, Remote, SessionConfig};
 
 use super::endpoint::{Endpoint, Target};
 use crate::Config;
@@ -72,14 +72,24 @@ pub struct GatewayStream {
 }
 
 impl GatewayConfig {
-    /// Lets all sessions take the memory of their page caches from `caches`, and all migrations of a direction keep to its limit.
+    /// Lets all sessions take the memory of their page caches from `caches` and share the pages in `store`, and all migrations of a
+    /// direction, outgoing and incoming, keep to its limit.
     #[must_use]
-    pub fn sharing(mut self, caches: &PageCaches, outgoing: &Limit, incoming: &Limit) -> Self {
+    pub fn sharing(
+        mut self,
+        caches: &PageCaches,
+        store: Option<&PageStore>,
+        [outgoing, incoming]: [&Limit; 2],
+    ) -> Self {
         self.outgoing.limit = outgoing.clone();
         self.sessions.limit = incoming.clone();
-        self.sessions.page_caches = caches.clone();
+        let share = |config: &mut SessionConfig| {
+            config.page_caches = caches.clone();
+            config.page_store = store.cloned();
+        };
+        share(&mut self.sessions);
         for peer in &mut self.peers {
-            Arc::make_mut(peer).remote.config.page_caches = caches.clone();
+            share(&mut Arc::make_mut(peer).remote.config);
         }
         self
     }

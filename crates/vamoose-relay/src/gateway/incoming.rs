@@ -121,7 +121,13 @@ impl IncomingMigration {
             }
         };
         match self.admit(announced, config, slots, draining) {
-            Ok(admitted) => self.receive(conversation, admitted, &config.incoming),
+            Ok(admitted) => {
+                let config = Config {
+                    guest: admitted.guest.clone(),
+                    ..config.incoming.clone()
+                };
+                self.receive(conversation, admitted, &config);
+            }
             Err(reason) => {
                 let peer = config.identify(self.session.identity(), self.session.peer());
                 let peer = peer.map_or("", |peer| &peer.name);

@@ -283,10 +283,14 @@ impl OutgoingMigration {
     fn pass(self: &Arc<Self>, kind: u8) -> MigrationEnd {
         let migration = self.clone();
         let dialer = Dialer::session(move |_| Ok((migration.announce()?, Vec::new())), &[kind]);
+        let config = Config {
+            guest: lock(&self.guest).clone(),
+            ..self.config.clone()
+        };
         let relay = Relay {
             accept: &**self,
             dialer: &dialer,
-            config: &self.config,
+            config: &config,
             hangup: &self.hangup,
             stats: &self.stats,
             on_loaded: &|| (),

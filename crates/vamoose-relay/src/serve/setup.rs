@@ -139,6 +139,7 @@ impl Server {
         }
         let mut config = Config::new(self.config.engines.clone());
         config.layout = Layout::new(request.page_size)?;
+        config.guest = Some(request.name.clone());
         config.incoming_channels = Some(request.channels.into());
         config.stall_timeout = self.config.sessions.stall_timeout;
         Ok(config)

@@ -18,7 +18,7 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::{error, info, warn};
-use vamoose_link::{Address, End, Limit, PageCaches, SessionConfig};
+use vamoose_link::{Address, End, Limit, PageCaches, PageStore, SessionConfig};
 use vamoose_relay::{Gateway, GatewayConfig, Role};
 
 use self::config::{File, GatewaySettings};
@@ -88,6 +88,8 @@ struct AtStart {
     listen: Vec<Address>,
     metrics: Option<Address>,
     sessions: SessionConfig,
+    has_store: bool,
+    store_groups: Vec<String>,
 }
 
 impl AtStart {
@@ -96,6 +98,8 @@ impl AtStart {
             listen: settings.config.listen.clone(),
             metrics: settings.metrics.clone(),
             sessions: settings.config.sessions.clone(),
+            has_store: settings.page_store > 0,
+            store_groups: settings.page_store_groups.clone(),
         }
     }
 
@@ -117,6 +121,8 @@ impl AtStart {
                 "page-cache (of migrations from peers)",
                 was.page_cache == is.page_cache,
             ),
+            ("page-store (on or off)", self.has_store == now.has_store),
+            ("page-store-groups", self.store_groups == now.store_groups),
         ];
         let changed = keys.into_iter().filter(|(_, is_same)| !is_same);
         changed.map(|(key, _)| key).collect()
@@ -133,7 +139,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let at_start = AtStart::of(&settings);
     let caches = PageCaches::new(settings.page_caches);
     let [outgoing, incoming] = [(); 2].map(|()| Limit::new(settings.max_bandwidth));
-    let config = settings.config.sharing(&caches, &outgoing, &incoming);
+    let limits = [&outgoing, &incoming];
+    let store = match settings.page_store {
+        0 => None,
+        size => Some(PageStore::new(size, settings.page_store_groups.clone())?),
+    };
+    let config = settings.config.sharing(&caches, store.as_ref(), limits);
     let passed = systemd::passed_listeners(config.sessions.stall_timeout)?;
     let peers = names(&config);
     let counts = Arc::<Counts>::default();
@@ -142,12 +153,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let watchable = state_dir.and_then(watchable::bind);
     let gateway = Gateway::bind(config, passed)?.observed_by(counts.clone());
     let metrics = settings.metrics.as_ref();
-    let limits = [
+    let shown = [
         (Role::Source, outgoing.clone()),
         (Role::Destination, incoming.clone()),
     ];
     let _metrics = metrics
-        .map(|at| metrics::serve(at, &counts, limits.into()))
+        .map(|at| metrics::serve(at, &counts, shown.into()))
         .transpose()?;
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot catch signals")?;
     let handle = signals.handle();
@@ -161,10 +172,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         let settings = options.read()?;
         let now = AtStart::of(&settings);
         let peers = names(&settings.config);
-        gateway.reload(settings.config.sharing(&caches, &outgoing, &incoming))?;
+        gateway.reload(settings.config.sharing(&caches, store.as_ref(), limits))?;
         caches.set_limit(settings.page_caches);
         outgoing.set(settings.max_bandwidth);
         incoming.set(settings.max_bandwidth);
+        if let Some(store) = &store {
+            store.set_limit(settings.page_store);
+        }
         counts.expect(peers.iter().map(String::as_str));
         Ok(at_start.changes(&now))
     };

@@ -153,7 +153,8 @@ impl ZeroPageDetection {
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     let config = options.encoding.config(MethodName::Auto).or_usage()?;
-    let to = options.remote(config.stall_timeout).or_usage()?;
+    let mut to = options.remote(config.stall_timeout).or_usage()?;
+    to.config.takes_store = config.takes_store();
     let (name, qmp) = options.names().or_usage()?;
     let method = config.method.clone();
     let cancel = Arc::new(AtomicBool::new(false));

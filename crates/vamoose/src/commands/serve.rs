@@ -14,7 +14,7 @@ use vamoose_link::{Address, Hangup, Limit, PageCaches, SessionConfig};
 use vamoose_relay::{Role, Server, ServerConfig};
 
 use vamoose::exit::OrUsage as _;
-use vamoose::link::{LinkOptions, page_caches};
+use vamoose::link::{LinkOptions, PageStoreOptions, page_caches};
 use vamoose::metrics::{self, Counts, MetricsOption};
 use vamoose::options::{Access, Hardware, QmpDir, StallTimeout, StateDir};
 use vamoose::values::{Rate, Size, positive_seconds, seconds};
@@ -65,6 +65,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "RATE|FILE")]
     max_bandwidth: Option<String>,
     #[command(flatten)]
+    page_store: PageStoreOptions,
+    #[command(flatten)]
     metrics: MetricsOption,
     #[command(flatten)]
     access: Access,
@@ -94,6 +96,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let sessions = SessionConfig {
         limit: limit.clone(),
         page_caches: PageCaches::new(page_caches(options.page_caches)),
+        page_store: options.page_store.open()?,
         ..(options.link.config(&options.listen, stall_timeout)).or_usage()?
     };
     let qmp_dir = &options.qmp_dir.qmp_dir;

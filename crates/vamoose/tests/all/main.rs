@@ -28,6 +28,7 @@ mod migrate;
 mod mistakes;
 mod old_destination;
 mod owner;
+mod page_store;
 mod paths;
 mod paused;
 mod preflight;

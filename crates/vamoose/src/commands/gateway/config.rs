@@ -37,6 +37,10 @@ pub(super) struct GatewaySettings {
     pub(super) page_caches: usize,
     /// Limit of all migrations together, in each direction.
     pub(super) max_bandwidth: Option<NonZeroU64>,
+    /// Memory for the page store; 0 without one.
+    pub(super) page_store: usize,
+    /// Patterns of the names of guests that share pages.
+    pub(super) page_store_groups: Vec<String>,
 }
 
 /// The keys of the file; docs/gateway.md explains them.
@@ -57,6 +61,9 @@ pub(super) struct File {
     page_cache: Option<Text<Size>>,
     page_caches: Option<Text<Size>>,
     max_bandwidth: Option<Text<Rate>>,
+    page_store: Option<Text<Size>>,
+    #[serde(default)]
+    page_store_groups: Vec<String>,
     /// In seconds, like `stall_timeout`.
     reconnect_timeout: Option<u64>,
     stall_timeout: Option<NonZeroU64>,
@@ -156,8 +163,12 @@ impl File {
         incoming.restore = true;
         outgoing.stall_timeout = self.stall_timeout();
         incoming.stall_timeout = self.stall_timeout();
+        let takes_store = outgoing.takes_store();
         let peers = self.peers.iter().map(|(name, peer)| {
-            let peer = self.peer(name, peer);
+            let peer = self.peer(name, peer).map(|mut peer| {
+                peer.remote.config.takes_store = takes_store;
+                peer
+            });
             peer.map(Arc::new).with_context(|| format!("peer {name}"))
         });
         let streams = self.streams.iter().map(|(name, it)| {
@@ -183,6 +194,11 @@ impl File {
             metrics: self.metrics.as_ref().map(address),
             page_caches: page_caches(self.page_caches.as_ref().map(|size| size.0)),
             max_bandwidth: self.max_bandwidth.as_ref().map(|Text(rate)| rate.0),
+            page_store: self
+                .page_store
+                .as_ref()
+                .map_or(0, |size| size.0.in_memory()),
+            page_store_groups: self.page_store_groups.clone(),
         })
     }
 

@@ -1,0 +1,199 @@
+//! The destination's side: lists what the store has, and looks up references.
+
+use std::{
+    io,
+    sync::{Arc, Condvar, Mutex, PoisonError},
+    time::Duration,
+};
+
+use multifd::{Layout, Method};
+use vamoose_codec::{
+    DecodeError, Decoder,
+    shared::{Fingerprint, Table},
+};
+
+use super::{
+    GuestPages,
+    messages::{MOST_LISTED, Message},
+};
+use crate::{Stream, lock};
+
+/// Tells the source of a migration what the store has, for as long as the migration lasts.
+pub struct StoreLister {
+    pages: GuestPages,
+    ways: Vec<WayBack>,
+    has_ended: Mutex<bool>,
+    changed: Condvar,
+}
+
+/// The way back of a channel. The lock is held for a message.
+#[derive(Clone)]
+struct WayBack {
+    stream: Arc<Stream>,
+    turn: Arc<Mutex<()>>,
+}
+
+/// How often pages that came meanwhile are listed.
+const LISTED_EVERY: Duration = Duration::from_millis(250);
+
+impl StoreLister {
+    /// For a migration with these channels.
+    pub fn new(pages: GuestPages, channels: &[Arc<Stream>]) -> Self {
+        let ways = channels.iter().map(|stream| WayBack {
+            stream: stream.clone(),
+            turn: Arc::default(),
+        });
+        Self {
+            ways: ways.collect(),
+            pages,
+            has_ended: Mutex::new(false),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// Sends the list, until [`give_up`](Self::give_up). Ends early if the source cannot be reached: its channels' readers report why.
+    pub fn run(&self) {
+        // The source can do without.
+        let _ = self.list();
+    }
+
+    /// Ends [`run`](Self::run), when no more packets are to come. Streams on which it writes must have been shut down.
+    pub fn give_up(&self) {
+        *lock(&self.has_ended) = true;
+        self.changed.notify_all();
+    }
+
+    /// What a channel's reader needs.
+    pub(crate) fn reader(&self, stream: &Arc<Stream>, layout: Layout) -> Option<StoreReader> {
+        let way = self
+            .ways
+            .iter()
+            .find(|way| Arc::ptr_eq(&way.stream, stream));
+        way.map(|way| StoreReader {
+            pages: self.pages.clone(),
+            way: way.clone(),
+            layout,
+            decoder: Decoder::new(layout),
+            table: Table::default(),
+            kept: Vec::new(),
+            missing: Vec::new(),
+        })
+    }
+
+    fn list(&self) -> io::Result<()> {
+        if let Some(first) = self.ways.first() {
+            first.send(&Message::Keys(*self.pages.keys()))?;
+        }
+        let (mut listed, mut ways) = (0, self.ways.iter().cycle());
+        let mut has_ended = lock(&self.has_ended);
+        while !*has_ended {
+            let (list, next) = self.pages.list(listed, MOST_LISTED);
+            listed = next;
+            if list.is_empty() {
+                let waited = self.changed.wait_timeout(has_ended, LISTED_EVERY);
+                has_ended = waited.unwrap_or_else(PoisonError::into_inner).0;
+                continue;
+            }
+            drop(has_ended);
+            for part in list.chunks(MOST_LISTED) {
+                if let Some(way) = ways.next() {
+                    way.send(&Message::List(part.to_vec()))?;
+                }
+            }
+            has_ended = lock(&self.has_ended);
+        }
+        Ok(())
+    }
+}
+
+impl WayBack {
+    fn send(&self, message: &Message) -> io::Result<()> {
+        let _turn = lock(&self.turn);
+        self.stream.write_both(&message.encode(), &[])
+    }
+}
+
+/// The store, as a channel's reader uses it.
+pub(crate) struct StoreReader {
+    pages: GuestPages,
+    way: WayBack,
+    layout: Layout,
+    decoder: Decoder,
+    table: Table,
+    /// Fingerprints of the packet's encoded pages.
+    kept: Vec<Fingerprint>,
+    /// Indices of pages that were not found.
+    missing: Vec<usize>,
+}
+
+/// What a payload of method shared is.
+pub(crate) struct Parts {
+    /// Of the encoded pages.
+    pub(crate) method: Method,
+    /// Length of their payload.
+    pub(crate) len: usize,
+    /// Number of references.
+    pub(crate) references: usize,
+}
+
+impl StoreReader {
+    /// Reads the table of a packet's payload.
+    pub(crate) fn open(&mut self, payload: &[u8], pages: usize) -> Result<Parts, DecodeError> {
+        let (method, len) = self.table.read(payload, pages)?;
+        let references = self.table.references.len();
+        Ok(Parts {
+            method,
+            len,
+            references,
+        })
+    }
+
+    /// Keeps the encoded pages of the packet that was [opened](Self::open), once they have proved to be right.
+    pub(crate) fn keep(&mut self, method: Method, payload: &[u8]) {
+        let mut references = self.table.references.iter().peekable();
+        let fingerprints = self.table.fingerprints.iter().enumerate();
+        self.kept.clear();
+        self.kept.extend(
+            fingerprints
+                .filter(|(page, _)| references.next_if(|it| it.page == *page).is_none())
+                .map(|(_, fingerprint)| *fingerprint),
+        );
+        self.pages.keep(method, payload, &self.kept);
+    }
+
+    /// Puts the packet's pages together: `rest`, the encoded ones, and those of the store, in `out`. Pages that are not found are left
+    /// out; their indices are returned, and the source is told to send them.
+    ///
+    /// # Errors
+    /// When the source cannot be reached.
+    pub(crate) fn join(&mut self, rest: &[u8], out: &mut [u8]) -> io::Result<&[usize]> {
+        let page_size = self.layout.page_size();
+        self.missing.clear();
+        let (mut rest, mut end, mut verdict) = (rest.chunks_exact(page_size), 0, Vec::new());
+        let mut references = (0..).zip(&self.table.references).peekable();
+        for (index, fingerprint) in self.table.fingerprints.iter().enumerate() {
+            let page = &mut out[end..end + page_size];
+            let is_there = match references.next_if(|(_, it)| it.page == index) {
+                None => rest.next().is_some_and(|it| {
+                    page.copy_from_slice(it);
+                    true
+                }),
+                Some((number, reference)) => {
+                    let decoder = &mut self.decoder;
+                    let hash = reference.hash;
+                    let found = self.pages.find(*fingerprint, hash, decoder, page);
+                    if !found {
+                        verdict.push(number);
+                    }
+                    found
+                }
+            };
+            match is_there {
+                true => end += page_size,
+                false => self.missing.push(index),
+            }
+        }
+        self.way.send(&Message::Verdict(verdict))?;
+        Ok(&self.missing)
+    }
+}

@@ -1,0 +1,340 @@
+//! The source's side: what the destination's store has, and references that have no verdict yet.
+
+use std::{
+    collections::{HashSet, VecDeque},
+    io, mem,
+    sync::{
+        Arc, Condvar, Mutex, PoisonError, RwLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use multifd::{BlockName, Method, RamHeader};
+use tracing::debug;
+use vamoose_codec::shared::{Fingerprint, Reference, Table};
+
+use super::{GuestPages, fingerprint::Keys, messages::Message};
+use crate::{Stats, Stream, chain, left, lock};
+
+/// A migration to a destination with a page store, shared by all its channels.
+pub struct StoreSender {
+    offer: RwLock<Offer>,
+    /// The store of this host, which keeps what leaves.
+    own: Option<GuestPages>,
+    stats: Arc<Stats>,
+    found: AtomicU64,
+    missed: AtomicU64,
+}
+
+#[derive(Default)]
+struct Offer {
+    keys: Option<Keys>,
+    fingerprints: HashSet<Fingerprint>,
+}
+
+/// Fingerprints that are remembered: of 32 GiB in pages of 4 KiB.
+const MOST_OFFERED: usize = 8 << 20;
+
+/// Bytes of pages kept by one channel until their verdict comes.
+const MOST_UNDECIDED: usize = 8 << 20;
+
+/// Fewer missed references than this say nothing yet.
+const FEW: u64 = 256;
+
+impl StoreSender {
+    /// For one migration. Its packets are kept in `own` too, for the day the guest comes back.
+    pub fn new(own: Option<GuestPages>, stats: Arc<Stats>) -> Self {
+        Self {
+            offer: RwLock::default(),
+            own,
+            stats,
+            found: AtomicU64::new(0),
+            missed: AtomicU64::new(0),
+        }
+    }
+
+    /// Number of fingerprints that the destination has listed so far. `None` before its keys have come.
+    pub fn offered(&self) -> Option<usize> {
+        let offer = self.offer.read().unwrap_or_else(PoisonError::into_inner);
+        offer.keys.map(|_| offer.fingerprints.len())
+    }
+
+    /// Reads what the destination says on the stream of a channel, until the stream ends.
+    fn listen(&self, stream: &Stream, verdicts: &Verdicts) {
+        loop {
+            match Message::read(stream) {
+                Ok(Some(message)) => self.take(message, verdicts),
+                Ok(None) => break,
+                Err(error) => {
+                    debug!("the way back of a channel has ended: {}", chain(&error));
+                    break;
+                }
+            }
+        }
+        lock(&verdicts.state).has_ended = true;
+        verdicts.changed.notify_all();
+    }
+
+    fn take(&self, message: Message, verdicts: &Verdicts) {
+        match message {
+            Message::Keys(keys) => {
+                let mut offer = self.offer.write().unwrap_or_else(PoisonError::into_inner);
+                offer.keys.get_or_insert(keys);
+            }
+            Message::List(list) => {
+                let mut offer = self.offer.write().unwrap_or_else(PoisonError::into_inner);
+                let room = MOST_OFFERED.saturating_sub(offer.fingerprints.len());
+                offer.fingerprints.extend(list.into_iter().take(room));
+            }
+            Message::Verdict(missing) => {
+                lock(&verdicts.state).came.push_back(missing);
+                verdicts.changed.notify_all();
+            }
+        }
+    }
+
+    /// Whether references are found often enough to be sent.
+    fn is_of_use(&self) -> bool {
+        let [found, missed] =
+            [&self.found, &self.missed].map(|count| count.load(Ordering::Relaxed));
+        missed < FEW + found
+    }
+}
+
+/// The verdicts on a channel's references.
+#[derive(Default)]
+struct Verdicts {
+    state: Mutex<VerdictState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct VerdictState {
+    came: VecDeque<Vec<u16>>,
+    has_ended: bool,
+}
+
+/// Reads the destination's messages on one channel.
+pub struct StoreListener {
+    sender: Arc<StoreSender>,
+    stream: Arc<Stream>,
+    verdicts: Arc<Verdicts>,
+}
+
+impl StoreListener {
+    /// Reads until the stream ends. Ends no later than the stream is shut down.
+    pub fn run(&self) {
+        self.sender.listen(&self.stream, &self.verdicts);
+    }
+}
+
+/// The references of one writer, which is its channel's only one.
+pub(crate) struct StoreWriter {
+    sender: Arc<StoreSender>,
+    verdicts: Arc<Verdicts>,
+    /// Without a verdict, in the order of their packets.
+    undecided: VecDeque<Undecided>,
+    undecided_bytes: usize,
+    page_size: usize,
+    table: Table,
+    /// The pages that are not references, if there are references.
+    rest: Vec<u8>,
+    own: Vec<Fingerprint>,
+}
+
+/// The references of a packet, and their pages.
+pub(crate) struct Undecided {
+    pub(crate) block: BlockName,
+    pub(crate) offsets: Vec<u64>,
+    pub(crate) pages: Vec<u8>,
+}
+
+impl StoreWriter {
+    pub(crate) fn new(
+        sender: Arc<StoreSender>,
+        stream: Arc<Stream>,
+        page_size: usize,
+    ) -> (Self, StoreListener) {
+        let verdicts = Arc::<Verdicts>::default();
+        let listener = StoreListener {
+            sender: sender.clone(),
+            stream,
+            verdicts: verdicts.clone(),
+        };
+        let writer = Self {
+            sender,
+            verdicts,
+            undecided: VecDeque::new(),
+            undecided_bytes: 0,
+            page_size,
+            table: Table::default(),
+            rest: Vec::new(),
+            own: Vec::new(),
+        };
+        (writer, listener)
+    }
+
+    /// Plans the table of a packet. False before the destination's keys have come.
+    pub(crate) fn plan(&mut self, pages: &[u8]) -> bool {
+        let Self {
+            sender,
+            table,
+            page_size,
+            ..
+        } = self;
+        table.fingerprints.clear();
+        table.references.clear();
+        let offer = sender.offer.read().unwrap_or_else(PoisonError::into_inner);
+        let Some(keys) = offer.keys else {
+            return false;
+        };
+        let has_room = self.undecided_bytes + pages.len() <= MOST_UNDECIDED;
+        let refers = has_room && !offer.fingerprints.is_empty() && sender.is_of_use();
+        for (index, page) in pages.chunks_exact(*page_size).enumerate() {
+            let fingerprint = keys.fingerprint(page);
+            table.fingerprints.push(fingerprint);
+            if refers && offer.fingerprints.contains(&fingerprint) {
+                table.references.push(Reference {
+                    page: index,
+                    hash: keys.hash(page),
+                });
+            }
+        }
+        true
+    }
+
+    pub(crate) fn table(&self) -> &Table {
+        &self.table
+    }
+
+    /// The pages to be encoded, in a buffer to be [given back](Self::note): those of the planned packet that are not references.
+    /// `None` if these are all.
+    pub(crate) fn rest(&mut self, pages: &[u8]) -> Option<Vec<u8>> {
+        if self.table.references.is_empty() {
+            return None;
+        }
+        let mut rest = mem::take(&mut self.rest);
+        rest.clear();
+        let mut references = self.table.references.iter().peekable();
+        for (index, page) in pages.chunks_exact(self.page_size).enumerate() {
+            if references.next_if(|it| it.page == index).is_none() {
+                rest.extend_from_slice(page);
+            }
+        }
+        Some(rest)
+    }
+
+    /// The planned packet is about to be sent with this payload, without its table.
+    pub(crate) fn note(
+        &mut self,
+        header: &RamHeader,
+        pages: &[u8],
+        rest: Option<Vec<u8>>,
+        (method, payload): (Method, &[u8]),
+    ) {
+        if let Some(own) = &self.sender.own {
+            self.own.clear();
+            let rest = rest.as_deref().unwrap_or(pages);
+            let encoded = rest.chunks_exact(self.page_size);
+            self.own
+                .extend(encoded.map(|page| own.keys().fingerprint(page)));
+            own.keep(method, payload, &self.own);
+        }
+        let Some(rest) = rest else {
+            return;
+        };
+        self.rest = rest;
+        let references = &self.table.references;
+        let mut undecided = Undecided {
+            block: header.block,
+            offsets: Vec::with_capacity(references.len()),
+            pages: Vec::with_capacity(references.len() * self.page_size),
+        };
+        for Reference { page, .. } in references {
+            let start = page * self.page_size;
+            undecided.offsets.push(header.normal_offsets()[*page]);
+            let page = &pages[start..start + self.page_size];
+            undecided.pages.extend_from_slice(page);
+        }
+        self.undecided_bytes += undecided.pages.len();
+        self.undecided.push_back(undecided);
+    }
+
+    /// Pages that the destination has not found, to be sent next. Waits until `deadline` for the verdicts on all references; without
+    /// one, returns `None` when no verdict has come.
+    ///
+    /// # Errors
+    /// When the destination gives no verdict any more, or a wrong one.
+    pub(crate) fn next_missing(
+        &mut self,
+        deadline: Option<Instant>,
+    ) -> io::Result<Option<Undecided>> {
+        while !self.undecided.is_empty() {
+            let Some(missing) = self.verdicts.next(deadline)? else {
+                return Ok(None);
+            };
+            let Some(decided) = self.undecided.pop_front() else {
+                return Ok(None);
+            };
+            self.undecided_bytes -= decided.pages.len();
+            let all = decided.offsets.len();
+            let is_right = missing.is_sorted_by(|before, after| before < after)
+                && missing.iter().all(|index| usize::from(*index) < all);
+            if !is_right {
+                return Err(io::Error::other(
+                    "the destination's page store asks for pages that it was not sent",
+                ));
+            }
+            let found = all - missing.len();
+            self.sender.found.fetch_add(found as u64, Ordering::Relaxed);
+            self.sender
+                .missed
+                .fetch_add(missing.len() as u64, Ordering::Relaxed);
+            self.sender.stats.add_shared(found, missing.len());
+            if !missing.is_empty() {
+                return Ok(Some(decided.only(&missing, self.page_size)));
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl Undecided {
+    fn only(&self, missing: &[u16], page_size: usize) -> Self {
+        let (mut offsets, mut pages) = (Vec::new(), Vec::new());
+        for index in missing.iter().map(|index| usize::from(*index)) {
+            offsets.push(self.offsets[index]);
+            pages.extend_from_slice(&self.pages[index * page_size..][..page_size]);
+        }
+        let block = self.block;
+        Self {
+            block,
+            offsets,
+            pages,
+        }
+    }
+}
+
+impl Verdicts {
+    /// The next verdict. `None` without a deadline, if there is none now.
+    fn next(&self, deadline: Option<Instant>) -> io::Result<Option<Vec<u16>>> {
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(verdict) = state.came.pop_front() {
+                return Ok(Some(verdict));
+            }
+            if state.has_ended {
+                return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            let wait = deadline.map_or(Duration::ZERO, left);
+            match (deadline, wait.is_zero()) {
+                (None, _) => return Ok(None),
+                (Some(_), true) => return Err(io::ErrorKind::TimedOut.into()),
+                (Some(_), false) => {}
+            }
+            let waited = self.changed.wait_timeout(state, wait);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
