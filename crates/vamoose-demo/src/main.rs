@@ -126,7 +126,7 @@ struct MigrationOptions {
     /// Bandwidth limit towards the destination, such as 80M (MiB per second), 80MB/s or 500Mbit
     #[arg(long, value_name = "RATE")]
     max_bandwidth: Option<Rate>,
-    /// Target for the guest's downtime; a number alone is in milliseconds
+    /// Longest downtime of the guest to accept; a number alone is in milliseconds
     #[arg(long, default_value = "300ms", value_name = "TIME", value_parser = milliseconds)]
     downtime_limit: Duration,
     /// Abort if the migration has not converged after this time

@@ -161,7 +161,9 @@ pub use idxd::offload::Devices;
 pub use memory::{Ram, RamBlock, RamError, Region};
 pub use multifd::Method;
 pub use offload::{DsaDetection, OffloadCounters, PageCopy};
-pub use source::{AutoConverge, CHANNELS, Source, SourceConfig, Transport, ZeroPageDetection};
+pub use source::{
+    AutoConverge, CHANNELS, OnTimeout, Source, SourceConfig, Transport, ZeroPageDetection,
+};
 pub use status::{Handle, RamStatus, State, Status};
 pub use vamoose_codec::{Accel, Engines, Registry, Settings, Verify};
 pub use vamoose_link::{

@@ -13,9 +13,9 @@
 
 mod channel;
 mod config;
-mod convergence;
 mod hand_over;
 mod link;
+mod rates;
 mod round;
 mod transport;
 
@@ -25,13 +25,15 @@ use std::{
     time::{Duration, Instant},
 };
 
+use convergence::Convergence;
 use handover::{AttemptId, Decision, GuestLocation, SourceDriver, SourceEvent, SourceState};
 use multifd::Layout;
 use tracing::{debug, info, warn};
 use vamoose_link::{Conversation, ZeroCopyError, check_locked_memory, millis, random_id};
 
 use crate::{
-    Bitmap, DirtyLog, GuestError, Handle, Ram, SourceError, SourceGuest, State, Status, chain,
+    Bitmap, DirtyLog, GuestError, Handle, Ram, SourceError, SourceGuest, State, Status, Switchover,
+    chain,
     dirty::{collect, count},
     mapping::backings,
     offload::Account,
@@ -40,10 +42,10 @@ use crate::{
     status::{Shared, Stopwatch},
 };
 pub use config::{CHANNELS, SourceConfig, ZeroPageDetection};
-pub use convergence::AutoConverge;
-use convergence::{Convergence, NextStep, Sent};
+pub use convergence::{AutoConverge, OnTimeout};
 use hand_over::HandOver;
 use link::{Link, RoundEnd};
+use rates::{Rates, Sent};
 use round::{Pages, Round};
 pub use transport::Transport;
 
@@ -128,7 +130,8 @@ impl Source {
                 not_resumed: None,
                 logging: false,
                 round: 0,
-                convergence: Convergence::new(&self.config, self.ram.page_size()),
+                convergence: Convergence::new(self.config.policy()),
+                rates: Rates::default(),
             };
             // Also when the VMM panics: the scope waits for its threads.
             let _hang_up = self.shared.hangup.guard();
@@ -155,6 +158,7 @@ struct Attempt<'a> {
     source: &'a Source,
     guest: &'a mut dyn SourceGuest,
     convergence: Convergence,
+    rates: Rates,
     /// Measures the downtime. `Some` while the guest is paused and has to be resumed on failure.
     paused: Option<Stopwatch>,
     /// The dirty log has been started and has to be stopped.
@@ -224,7 +228,8 @@ impl<'a> Attempt<'a> {
             progress.status.setup_time = millis(progress.start.elapsed());
             progress.start
         };
-        let timeout = source.config.timeout;
+        let gives_up = source.config.on_timeout == OnTimeout::Abort;
+        let timeout = source.config.timeout.filter(|_| gives_up);
         let deadline = timeout.and_then(|timeout| start.checked_add(timeout));
         loop {
             let began = Instant::now();
@@ -236,24 +241,50 @@ impl<'a> Attempt<'a> {
                 source.config.channels.into(),
             )?;
             let left = count(&dirty);
-            self.convergence.guest_dirtied(left, began.elapsed());
+            self.rates.guest_dirtied(left, began.elapsed());
             let status = self.update_status(left);
             let wish = self.guest.switchover(&status);
-            match self.convergence.decide(left, wish, start.elapsed()) {
-                NextStep::SwitchOver => return Ok(dirty),
-                NextStep::GiveUp => return Err(self.timed_out()),
-                NextStep::NextRound => {}
-                NextStep::Wait => link.idle(IDLE_ROUND)?,
-                NextStep::Throttle(percent) => {
-                    info!(
-                        percent,
-                        "the guest writes too fast: its vCPUs are throttled"
-                    );
-                    self.guest.throttle(percent);
-                }
+            if self.is_ready(left, wish, start.elapsed())? {
+                return Ok(dirty);
+            }
+            let sent = self.rates.last_normal;
+            if left == 0 {
+                // Nothing is dirty, and the VMM does not want to switch over.
+                link.idle(IDLE_ROUND)?;
+            } else if let Some(percent) = self.convergence.next_throttle(left as u64, sent) {
+                info!(
+                    percent,
+                    "the guest writes too fast: its vCPUs are throttled"
+                );
+                self.guest.throttle(percent);
             }
             pages = Pages::Written(dirty);
         }
+    }
+
+    /// Whether the guest is to be paused now, `elapsed` after the migration's beginning, with `left` dirty pages and the VMM's wish.
+    fn is_ready(
+        &mut self,
+        left: usize,
+        wish: Switchover,
+        elapsed: Duration,
+    ) -> Result<bool, SourceError> {
+        let rest = self.rates.time_for(self.bytes(left));
+        let convergence = &mut self.convergence;
+        let late = convergence.action(elapsed);
+        let most = convergence.limit().mul_f64(LAST_ROUND_SHARE);
+        convergence.round_begins(rest, most, elapsed);
+        let is_ready = match wish {
+            Switchover::Auto => left == 0 || rest <= convergence.allowed(most),
+            Switchover::Force => true,
+            Switchover::Forbid => false,
+        };
+        match late {
+            Some(OnTimeout::Abort) if !is_ready => return Err(self.timed_out()),
+            Some(action) => warn!(%action, "the guest has not been paused in time"),
+            None => {}
+        }
+        Ok(is_ready)
     }
 
     /// Pauses the guest and sends `rest`, the pages that have become dirty since, and the device state. Returns when
@@ -268,7 +299,8 @@ impl<'a> Attempt<'a> {
         link.idle(Duration::ZERO)?;
         source.shared.progress().status.status = State::Device;
         let mut paused = Stopwatch::start();
-        link.bound_downtime(paused.started.checked_add(source.config.downtime_max));
+        let max = self.convergence.limit().max(source.config.downtime_max);
+        link.bound_downtime(paused.started.checked_add(max));
         // From here on an error resumes the guest.
         self.paused = Some(paused);
         self.guest
@@ -321,7 +353,7 @@ impl<'a> Attempt<'a> {
         let end = link.send_round(round, deadline)?;
         stats.add_sync();
         let (sent, took) = (Sent::between(&before, &stats.snapshot()), began.elapsed());
-        self.convergence.round_sent(sent, took);
+        self.rates.round_sent(sent, took);
         debug!(round = self.round, pages = count, ?took, "round sent");
         Ok(end)
     }
@@ -336,23 +368,28 @@ impl<'a> Attempt<'a> {
 
     fn update_status(&self, dirty: usize) -> Status {
         let shared = &self.source.shared;
-        let (convergence, rates) = (&self.convergence, self.convergence.rates);
+        let rates = self.rates;
         {
             let mut progress = shared.progress();
             progress.count_remaining(dirty, &shared.stats);
             let status = &mut progress.status;
-            status.expected_downtime = convergence.time_for(dirty).map(millis);
+            status.expected_downtime = Some(millis(rates.time_for(self.bytes(dirty))));
             status.ram.dirty_pages_rate = whole(rates.dirty_pages);
             status.ram.mbps = rates.wire_bytes * 8.0 / 1e6;
             status.ram.pages_per_second = whole(rates.pages);
-            status.cpu_throttle_percentage = convergence.throttle;
+            status.cpu_throttle_percentage = self.convergence.throttle();
         }
         shared.status()
     }
 
+    /// Bytes of this many pages.
+    fn bytes(&self, pages: usize) -> u64 {
+        pages as u64 * self.source.ram.page_size() as u64
+    }
+
     fn timed_out(&self) -> SourceError {
         let page_size = self.source.ram.page_size() as u64;
-        let rates = self.convergence.rates;
+        let rates = self.rates;
         SourceError::TimedOut {
             seconds: self.source.config.timeout.unwrap_or_default().as_secs(),
             remaining: self.source.shared.status().ram.remaining,
@@ -440,6 +477,9 @@ impl<'a> Attempt<'a> {
         })
     }
 }
+
+/// Part of the downtime limit that the last round may take: device state, two answers and scheduling need time too.
+const LAST_ROUND_SHARE: f64 = 0.7;
 
 /// Time for the guest to write something before the dirty log is read again.
 const IDLE_ROUND: Duration = Duration::from_millis(50);

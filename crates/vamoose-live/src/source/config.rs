@@ -2,10 +2,11 @@
 
 use std::{num::NonZeroU64, ops::RangeInclusive, time::Duration};
 
+use convergence::Policy;
 use multifd::PACKET_BYTES;
 use vamoose_link::MethodChoice;
 
-use super::AutoConverge;
+use super::{AutoConverge, OnTimeout};
 use crate::{DsaDetection, SourceError};
 
 /// The options of a [`Source`](crate::Source).
@@ -28,14 +29,16 @@ pub struct SourceConfig {
     pub zero_page_detection: ZeroPageDetection,
     /// Bandwidth limit in bytes per second, over all channels.
     pub max_bandwidth: Option<NonZeroU64>,
-    /// The guest is paused when the rest is expected to be sent within this time.
+    /// Longest downtime to accept. The guest is paused for as short as its writing allows.
     pub downtime_limit: Duration,
     /// Longest downtime, at least the limit. After that the migration fails and the guest resumes here, unless it has been
-    /// handed over.
+    /// handed over. Not after [`OnTimeout::Pause`].
     pub downtime_max: Duration,
-    /// When to give up if the guest has not been paused by then.
+    /// When to act if the guest has not been paused by then.
     pub timeout: Option<Duration>,
-    /// Whether and how the vCPUs are throttled if they write too fast.
+    /// What to do then, at the end of the round; [`OnTimeout::Abort`] does not wait for that.
+    pub on_timeout: OnTimeout,
+    /// Whether and how the vCPUs are throttled if they write too fast; with [`OnTimeout::Throttle`] only from then on.
     pub auto_converge: Option<AutoConverge>,
     /// Abort after this time without progress from the destination.
     pub stall_timeout: Duration,
@@ -87,10 +90,20 @@ impl SourceConfig {
             downtime_limit: Duration::from_millis(300),
             downtime_max: Duration::from_secs(10),
             timeout: None,
+            on_timeout: OnTimeout::Abort,
             auto_converge: None,
             stall_timeout: Duration::from_secs(15),
             settle_time: Duration::from_secs(60),
             direct_link: false,
+        }
+    }
+
+    pub(super) fn policy(&self) -> Policy {
+        Policy {
+            downtime_limit: self.downtime_limit,
+            downtime_max: self.downtime_max,
+            timeout: self.timeout.map(|after| (after, self.on_timeout)),
+            auto_converge: self.auto_converge,
         }
     }
 
@@ -119,9 +132,10 @@ impl SourceConfig {
                 "downtime limit: {limit:?} is more than the longest downtime, {max:?}"
             ));
         }
-        if let Some(steps) = self.auto_converge
-            && (steps.max > 99 || steps.initial > steps.max || steps.increment == 0)
-        {
+        if self.on_timeout == OnTimeout::PostCopy {
+            return refuse("on timeout: the migration is not prepared for post-copy".to_owned());
+        }
+        if let Some(steps) = self.auto_converge.filter(|steps| !steps.is_valid()) {
             return refuse(format!(
                 "auto-converge: {steps:?} does not increase to at most 99 %"
             ));

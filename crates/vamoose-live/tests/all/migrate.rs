@@ -23,8 +23,8 @@ use vamoose_codec::{Engines, Settings, Verify};
 use vamoose_link::MethodChoice;
 use vamoose_live::{
     AutoConverge, Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError,
-    GuestLocation, Ram, RamBlock, SharedBitmap, Source, SourceError, SourceGuest, State, Status,
-    Switchover, ZeroPageDetection, chain,
+    GuestLocation, OnTimeout, Ram, RamBlock, SharedBitmap, Source, SourceError, SourceGuest, State,
+    Status, Switchover, ZeroPageDetection, chain,
 };
 use vm_memory::Bytes;
 
@@ -380,6 +380,49 @@ fn the_throttle_is_lifted_when_the_migration_fails() {
     assert!(here.throttles.starts_with(&[20, 30]));
     assert_eq!(here.throttles.last(), Some(&0));
     stage.expect_here();
+}
+
+/// The guest writes faster than the link, and nobody asks it to stop before the timeout.
+#[test]
+fn a_guest_that_is_late_moves_as_its_owner_wants() {
+    if nothing_to_migrate() {
+        return;
+    }
+    for action in [OnTimeout::Pause, OnTimeout::Force, OnTimeout::Throttle] {
+        let _watchdog = Watchdog::new(format!("{action} at the timeout"));
+        let stage = Stage::new(&Shape {
+            blocks: vec![32 * MIB],
+            rate: None,
+            ..Shape::default()
+        });
+        let mut config = source_config(Method::None);
+        config.max_bandwidth = NonZeroU64::new(100 * MIB);
+        // What is left when the guest is paused for no more than that is a few pages.
+        let is_throttle = action == OnTimeout::Throttle;
+        config.downtime_limit = Duration::from_millis(if is_throttle { 150 } else { 1 });
+        config.timeout = Some(Duration::from_millis(300));
+        config.on_timeout = action;
+        config.auto_converge = Some(AutoConverge {
+            initial: 80,
+            ..AutoConverge::default()
+        })
+        .filter(|_| is_throttle);
+        let source = stage.source(config);
+        let mut here = Here::new(&stage).switching(move |status| {
+            match is_throttle && status.cpu_throttle_percentage == 0 {
+                true => Switchover::Forbid,
+                false => Switchover::Auto,
+            }
+        });
+        let mut destination = stage.destination(|_| {});
+        let outcome = migrate(source, &mut here, &mut destination, &mut There::new(&stage));
+        let (status, _) = outcome.expect_done();
+        assert_eq!(here.throttles.is_empty(), !is_throttle);
+        if is_throttle {
+            assert!(status.total_time >= 300, "throttled before the timeout");
+        }
+        stage.expect_there();
+    }
 }
 
 #[test]
