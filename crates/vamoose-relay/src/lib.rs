@@ -50,6 +50,7 @@ pub use accept::{Accept, SortedStreams};
 pub use attempts::{Attempt, Standing, attempts};
 pub use config::{Config, Dialer, ZeroPages};
 pub use control::ControlError;
+pub use convergence::{AutoConverge, OnTimeout};
 pub use downtime::Switchover;
 pub use error::{Direction, RelayError};
 #[cfg(feature = "fuzzing")]

@@ -13,6 +13,7 @@
 mod earlier;
 mod error;
 mod hand_over;
+mod policy;
 mod preflight;
 mod remainder;
 mod socket;
@@ -27,6 +28,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use convergence::{AutoConverge, OnTimeout, Policy};
 use handover::{
     AttemptId, ConnectionKind, Decision, DestinationMessage, GuestLocation, Prepare, SourceEvent,
     SourceMessage, SourceState,
@@ -68,10 +70,16 @@ pub struct Migration<'a> {
     pub channels: u8,
     /// What the relay does with the pages.
     pub config: Config,
-    /// Longest downtime to aim at; QEMU's own setting if `None`.
+    /// Longest downtime to accept; QEMU's own setting if `None`.
     pub downtime_limit: Option<Duration>,
     /// Longest pause of the guest before the hand-over. After that the guest resumes here.
     pub downtime_max: Duration,
+    /// What to do about a guest that has not been paused after this time.
+    pub timeout: Option<(Duration, OnTimeout)>,
+    /// Whether and how far QEMU's auto-converge slows the guest down; with [`OnTimeout::Throttle`] only from then on.
+    pub auto_converge: Option<AutoConverge>,
+    /// Bytes per second that each CPU of the guest may write, by QEMU's dirty-limit, which needs KVM with a dirty ring.
+    pub dirty_limit: Option<u64>,
     /// How the source finds zero pages (`none`, `legacy`, `multifd`); the best that both QEMUs know
     /// if `None`.
     pub zero_page_detection: Option<&'a str>,
@@ -168,7 +176,7 @@ impl Migration<'_> {
         start: Instant,
         observe: &mut dyn FnMut(News<'_>),
     ) -> Result<Moved, Failure> {
-        source.check(self.zero_page_detection).map_err(at_source)?;
+        self.check_source(source).map_err(at_source)?;
         let attempt = AttemptId(random_id().map_err(at_source)?);
         let _span = span(attempt).entered();
         let streams = usize::from(self.channels) + 1;
@@ -320,9 +328,31 @@ impl Migration<'_> {
     }
 
     fn set_up(&self, source: &mut SourceQemu) -> Result<(Listener, Hangup), Cause> {
-        source.set_up(self.channels, self.downtime_limit)?;
+        let (policy, capabilities) = (self.policy(source), self.capabilities());
+        source.set_up(self.channels, &policy, self.dirty_limit, &capabilities)?;
         let listener = listen_beside(self.qmp, self.config.stall_timeout)?;
         Ok((listener, Hangup::new()?))
+    }
+
+    /// What it may cost the guest.
+    fn policy(&self, source: &SourceQemu) -> Policy {
+        let limit = self.downtime_limit;
+        Policy {
+            downtime_limit: limit.unwrap_or_else(|| source.downtime_limit()),
+            downtime_max: self.downtime_max,
+            timeout: self.timeout,
+            auto_converge: self.auto_converge,
+        }
+    }
+
+    /// The capabilities without which there is no such migration.
+    fn capabilities(&self) -> Vec<&'static str> {
+        let throttles = matches!(self.timeout, Some((_, OnTimeout::Throttle)));
+        let throttles = throttles || self.auto_converge.is_some();
+        let mut all = vec!["multifd", "return-path"];
+        all.extend(throttles.then_some("auto-converge"));
+        all.extend(self.dirty_limit.map(|_| "dirty-limit"));
+        all
     }
 
     fn conclude(

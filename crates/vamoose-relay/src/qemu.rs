@@ -280,9 +280,9 @@ impl Qemu {
         self.found.parameters.contains_key(name)
     }
 
-    /// A parameter as it was before [`Qemu::set_up`], if it is a number.
-    pub(crate) fn parameter_before(&self, name: &str) -> Option<u64> {
-        self.before.parameters.get(name)?.as_u64()
+    /// A parameter when it was last checked, if it is a number.
+    pub(crate) fn parameter(&self, name: &str) -> Option<u64> {
+        self.found.parameters.get(name)?.as_u64()
     }
 
     /// Whether a suspended guest (ACPI S3) stays suspended when it is migrated, and can be woken (from 9.0 on). An older source

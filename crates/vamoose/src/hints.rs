@@ -52,6 +52,10 @@ fn of_failure(failure: &Failure) -> Option<String> {
     if let Cause::StandsStill(state) = &failure.cause {
         return Some(of_state(state));
     }
+    if let Cause::TimedOut { .. } = &failure.cause {
+        let remedy = "slow the guest down (--auto-converge), or let it be paused for longer (--downtime-limit, --on-timeout force|pause)";
+        return Some(remedy.to_owned());
+    }
     let attempt = failure.attempt?;
     match failure.guest {
         GuestLocation::InDoubt => Some(format!(

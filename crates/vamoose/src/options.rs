@@ -32,6 +32,7 @@ use crate::{
 pub const ENCODING: &str = "Encoding and bandwidth";
 pub const CONNECTIONS: &str = "Connections";
 const ACCELERATORS: &str = "Accelerators";
+pub const BUSY: &str = "Busy guests";
 pub const HAND_OVER: &str = "Hand-over";
 pub const OUTPUT: &str = "Output";
 

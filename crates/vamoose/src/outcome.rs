@@ -19,6 +19,13 @@ pub fn moved(guest: &str, peer: &str, moved: &Moved) -> String {
     if let Some(downtime) = moved.downtime {
         facts.push(format!("downtime {} ms", downtime.as_millis()));
     }
+    let done = &moved.source["on-timeout"];
+    if let (Some(action), Some(millis)) = (done["action"].as_str(), done["milliseconds"].as_u64()) {
+        facts.push(format!("{action} after {} s", millis / 1000));
+    }
+    if let Some(percent) = moved.source["cpu-throttle-percentage"].as_u64() {
+        facts.push(format!("slowed down by {percent} %"));
+    }
     if wire > 0 {
         let ratio = moved.moved.page_bytes as f64 / wire as f64;
         facts.push(format!("{} MiB sent", wire >> 20));
@@ -78,6 +85,7 @@ impl Error for NotMoved {
 mod tests {
     use std::time::Duration;
 
+    use serde_json::json;
     use vamoose_link::Snapshot;
 
     use super::*;
@@ -105,6 +113,20 @@ mod tests {
         for (width, expected) in [(40, lines), (80, line), (200, line), (usize::MAX, line)] {
             assert_eq!(wrap(&result, width), expected);
         }
+    }
+
+    #[test]
+    fn what_was_done_about_a_busy_guest_is_told() {
+        let throttled = Moved {
+            source: json!({
+                "on-timeout": { "action": "throttle", "milliseconds": 5003, "remaining": 1 },
+                "cpu-throttle-percentage": 40,
+            }),
+            ..done()
+        };
+        let result = wrap(&moved("web1", "kvm2", &throttled), usize::MAX);
+        let told = "downtime 112 ms, throttle after 5 s, slowed down by 40 %, 812 MiB sent";
+        assert!(result.contains(told), "{result}");
     }
 
     #[test]

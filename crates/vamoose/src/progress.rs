@@ -382,6 +382,8 @@ fn parts(progress: &Progress, rates: &Rates) -> Vec<Part> {
         let ratio = moved.page_bytes as f64 / moved.wire_bytes.max(1) as f64;
         parts.push((3, format!("ratio {ratio:.2}")));
     }
+    let throttle = source["cpu-throttle-percentage"].as_u64();
+    parts.extend(throttle.map(|percent| (2, format!("slowed down by {percent} %"))));
     parts.push((5, format!("round {round}")));
     let downtime = source["expected-downtime"].as_u64();
     parts.extend(downtime.map(|millis| (6, format!("expected downtime {millis} ms"))));

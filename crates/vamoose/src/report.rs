@@ -12,6 +12,7 @@ use anyhow::{Context as _, Result};
 use idxd::offload::OffloadCounters;
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
+use serde_json::Value;
 use vamoose_link::{MethodChoice, PathStatus, Session, Snapshot, millis};
 use vamoose_relay::{AttemptId, DowntimeParts, GuestLocation, Moved, chain};
 
@@ -37,6 +38,13 @@ pub struct Report {
     /// The parts of the downtime.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub downtime_parts: Option<DowntimeParts>,
+    /// What was done about a guest that had not been paused in time, and when: `action`, `milliseconds`, and the bytes `remaining`
+    /// at that time.
+    #[serde(skip_serializing_if = "Value::is_null")]
+    pub on_timeout: Value,
+    /// The guest's highest throttle, if it was slowed down.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_throttle_percentage: Option<u64>,
     pub setup_time: u64,
     pub ram: Ram,
     pub method: &'static str,
@@ -159,6 +167,8 @@ impl Report {
             total_time: millis(total),
             downtime: None,
             downtime_parts: None,
+            on_timeout: Value::Null,
+            cpu_throttle_percentage: None,
             setup_time: millis(setup),
             ram: Ram {
                 transferred: moved.wire_bytes,
@@ -235,6 +245,13 @@ impl Report {
     pub fn failed(mut self, status: &'static str, error: &dyn Error) -> Self {
         self.status = status;
         self.error_desc = Some(chain(error));
+        self
+    }
+
+    /// Adds what was done about a guest that writes too fast, from QEMU's account.
+    pub fn of_policy(mut self, account: &Value) -> Self {
+        self.on_timeout = account["on-timeout"].clone();
+        self.cpu_throttle_percentage = account["cpu-throttle-percentage"].as_u64();
         self
     }
 

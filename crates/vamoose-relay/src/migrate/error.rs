@@ -59,6 +59,18 @@ pub enum Cause {
     Journal(#[from] JournalError),
     #[error("the guest stood still for more than {} s", .0.as_secs_f64())]
     Downtime(Duration),
+    /// The guest has not been paused `after` this time.
+    #[error("after {} s, {} MiB are left ({} MiB/s are moved)", after.as_secs(), remaining >> 20, rate >> 20)]
+    TimedOut {
+        after: Duration,
+        /// Bytes.
+        remaining: u64,
+        /// Bytes per second.
+        rate: u64,
+    },
+    /// At a timeout with [`OnTimeout::PostCopy`](convergence::OnTimeout::PostCopy).
+    #[error("the migration was not prepared for post-copy")]
+    NotPrepared,
     /// The source's QEMU has ended, which is proven.
     #[error("the source's QEMU has ended")]
     SourceEnded,

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use convergence::OnTimeout;
 use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, from_details, to_details};
 use tracing::{info, warn};
 use vamoose_link::{Conversation, Opening, random_id};
@@ -39,9 +40,17 @@ impl Migration<'_> {
         let of_this = |record: &Record<AtSource>| record.qemu.is_same(&source.instance);
         self.find_unfinished(&journal, of_this, Cause::Unfinished)?;
         source.look().map_err(at_source)?;
-        source.check(self.zero_page_detection).map_err(at_source)?;
+        self.check_source(&mut source).map_err(at_source)?;
         let there = self.check_there(&mut source, report);
         there.map_err(|cause| source.kept(at_source(cause)))
+    }
+
+    /// Refuses a source that cannot migrate its guest in this way.
+    pub(super) fn check_source(&self, source: &mut SourceQemu) -> Result<(), Cause> {
+        if matches!(self.timeout, Some((_, OnTimeout::PostCopy))) {
+            return Err(Cause::NotPrepared);
+        }
+        Ok(source.check(self.zero_page_detection, &self.capabilities())?)
     }
 
     fn check_there(

@@ -6,12 +6,16 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
+use convergence::{AutoConverge, OnTimeout, Policy};
 use handover::{GuestLocation, LastSeen, SourceEvent};
-use serde_json::json;
+use serde_json::{Value, json};
 use tracing::{debug, info, warn};
 use vamoose_link::millis;
 
-use super::{Cause, Failure, remainder::Allowed};
+use super::{
+    Cause, Failure,
+    remainder::{Allowed, Remainder},
+};
 use crate::{
     Instance, chain,
     control::Offer,
@@ -35,8 +39,6 @@ pub(crate) struct SourceQemu {
     is_here: bool,
     /// Value for `zero-page-detection`, where QEMU knows it.
     pub(super) zero_pages: Option<String>,
-    /// In milliseconds, once it is set up.
-    downtime_limit: Option<u64>,
     is_suspended: bool,
     /// Version of a QEMU of this migration that does not transfer the state `suspended`.
     loses_suspended: Option<String>,
@@ -71,7 +73,6 @@ impl SourceQemu {
             has_gone_on: false,
             is_here: false,
             zero_pages: None,
-            downtime_limit: None,
             is_suspended: false,
             loses_suspended: None,
             qemu,
@@ -132,7 +133,11 @@ impl SourceQemu {
     }
 
     /// Refuses a QEMU that cannot migrate now.
-    pub(super) fn check(&mut self, zero_page_detection: Option<&str>) -> Result<(), QemuError> {
+    pub(super) fn check(
+        &mut self,
+        zero_page_detection: Option<&str>,
+        capabilities: &[&'static str],
+    ) -> Result<(), QemuError> {
         let state = self.qemu.state()?;
         let account = self.qemu.query_migrate()?;
         if state == "inmigrate" || MigrationStatus::of(&account) == MigrationStatus::Busy {
@@ -144,7 +149,7 @@ impl SourceQemu {
         if is_switchover(&state) {
             return Err(QemuError::SentBefore);
         }
-        self.qemu.check(&["multifd", "return-path"])?;
+        self.qemu.check(capabilities)?;
         match zero_page_detection {
             Some(_) if !self.qemu.knows_zero_pages() => {
                 let parameter = "zero-page-detection";
@@ -198,6 +203,7 @@ impl SourceQemu {
                 }
                 "SUSPEND" => self.is_suspended = true,
                 "WAKEUP" => self.is_suspended = false,
+                "MIGRATION_PASS" => is_news = true,
                 "MIGRATION" => {
                     is_news = true;
                     let ends = ["failed", "cancelled"];
@@ -345,11 +351,27 @@ impl SourceQemu {
         }
     }
 
+    /// The longest downtime to accept if the user has not said it. Before 8.2 the present limit may be what a killed migration has
+    /// left there.
+    pub(super) fn downtime_limit(&self) -> Duration {
+        let present = self
+            .qemu
+            .parameter(DOWNTIME_LIMIT)
+            .map(Duration::from_millis);
+        let present = present.unwrap_or(USUAL_LIMIT);
+        match self.qemu.has_parameter(BANDWIDTH) {
+            true => present,
+            false => present.max(USUAL_LIMIT),
+        }
+    }
+
     /// The settings of a migration through a relay.
     pub(super) fn set_up(
         &mut self,
         channels: u8,
-        downtime_limit: Option<Duration>,
+        policy: &Policy,
+        dirty_limit: Option<u64>,
+        capabilities: &[&str],
     ) -> Result<(), QemuError> {
         let mut parameters = json!({
             "multifd-channels": channels,
@@ -357,40 +379,51 @@ impl SourceQemu {
             // The relay does the pacing.
             "max-bandwidth": UNLIMITED,
         });
-        if let Some(limit) = downtime_limit {
-            parameters[DOWNTIME_LIMIT] = millis(limit).into();
+        if self.qemu.has_parameter(BANDWIDTH) {
+            parameters[DOWNTIME_LIMIT] = millis(policy.downtime_limit).into();
         }
+        let (name, value) = self.parameter_for(Remainder::at_first(policy.downtime_limit));
+        parameters[name] = value.into();
         if let Some(zero_pages) = &self.zero_pages {
             parameters["zero-page-detection"] = zero_pages.as_str().into();
         }
-        let mandatory = ["multifd", "return-path"];
-        let takes_bandwidth = self.qemu.has_parameter(BANDWIDTH);
-        if takes_bandwidth {
-            // An earlier attempt that was killed may have left its value there.
-            parameters[BANDWIDTH] = 0.into();
+        match (policy.timeout, policy.auto_converge) {
+            // QEMU changes no capability during a migration.
+            (Some((_, OnTimeout::Throttle)), _) => throttle(&mut parameters, HARDLY),
+            (_, Some(steps)) => throttle(&mut parameters, steps),
+            (_, None) => {}
         }
-        self.qemu.set_up(&mandatory, &["events"], parameters)?;
-        let as_it_was = || self.qemu.parameter_before(DOWNTIME_LIMIT);
-        // Where the limit itself is lowered, the present value may be a remnant of an earlier attempt.
-        let as_it_was = || as_it_was().filter(|_| takes_bandwidth);
-        self.downtime_limit = downtime_limit.map(millis).or_else(as_it_was);
-        Ok(())
-    }
-
-    /// The downtime limit of this migration, if it is known.
-    pub(super) fn downtime_limit(&self) -> Option<Duration> {
-        self.downtime_limit.map(Duration::from_millis)
+        if let Some(rate) = dirty_limit {
+            parameters["vcpu-dirty-limit"] = (rate >> 20).max(1).into();
+        }
+        self.qemu.set_up(capabilities, &["events"], parameters)
     }
 
     /// Tells QEMU how much may be left when it stops the guest.
     pub(super) fn allow(&mut self, allowed: Allowed) -> Result<(), QemuError> {
-        let parameters = match self.qemu.has_parameter(BANDWIDTH) {
-            true => json!({ BANDWIDTH: allowed.bandwidth }),
-            false => json!({ DOWNTIME_LIMIT: allowed.downtime_limit }),
-        };
+        let (name, value) = self.parameter_for(allowed);
+        self.change(json!({ name: value }))
+    }
+
+    /// Lets QEMU slow the guest down in these steps. It was set up for that.
+    pub(super) fn throttle(&mut self, steps: AutoConverge) -> Result<(), QemuError> {
+        let mut parameters = json!({});
+        throttle(&mut parameters, steps);
+        self.change(parameters)
+    }
+
+    fn parameter_for(&self, allowed: Allowed) -> (&'static str, u64) {
+        match self.qemu.has_parameter(BANDWIDTH) {
+            true => (BANDWIDTH, allowed.bandwidth),
+            false => (DOWNTIME_LIMIT, allowed.downtime_limit),
+        }
+    }
+
+    /// Changes parameters of the migration under way.
+    fn change(&mut self, parameters: Value) -> Result<(), QemuError> {
         debug!("telling the source {parameters}");
         match self.qemu.execute("migrate-set-parameters", parameters) {
-            // Then QEMU uses its own estimate, or is busy with the switchover.
+            // Then QEMU goes on with those it has, or is busy with the switchover.
             Err(QemuError::Qmp(error @ (QmpError::NoAnswer { .. } | QmpError::Refused { .. }))) => {
                 debug!("{}", chain(&error));
                 Ok(())
@@ -398,6 +431,12 @@ impl SourceQemu {
             result => result,
         }
     }
+}
+
+fn throttle(parameters: &mut Value, steps: AutoConverge) {
+    parameters["cpu-throttle-initial"] = steps.initial.into();
+    parameters["cpu-throttle-increment"] = steps.increment.into();
+    parameters["max-cpu-throttle"] = steps.max.into();
 }
 
 impl Stopped {
@@ -413,6 +452,14 @@ impl Stopped {
 }
 
 const DOWNTIME_LIMIT: &str = "downtime-limit";
+/// QEMU's own.
+const USUAL_LIMIT: Duration = Duration::from_millis(300);
+/// The least throttle that there is, which no guest feels.
+pub(super) const HARDLY: AutoConverge = AutoConverge {
+    initial: 1,
+    increment: 1,
+    max: 1,
+};
 /// What QEMU assumes when it decides whether to stop the guest, in place of what it measures (from 8.2 on).
 const BANDWIDTH: &str = "avail-switchover-bandwidth";
 

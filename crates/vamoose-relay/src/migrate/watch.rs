@@ -13,7 +13,7 @@ use vamoose_link::{Address, Hangup, Session, Stats};
 use super::{
     Cause, Migration, News, Progress,
     hand_over::HandOver,
-    remainder::Remainder,
+    policy::Guide,
     source::{EVENT_WAIT, SourceQemu},
 };
 use crate::{chain, qemu::QemuError};
@@ -60,13 +60,13 @@ impl Migration<'_> {
         let mut stopping: Option<Stop> = None;
         let mut asked = None;
         let mut without_relay = None;
-        let mut remainder = source
-            .downtime_limit()
-            .map(|limit| Remainder::new(limit, self.channels, self.config.layout));
+        let mut guide = Guide::new(self.policy(source), self.channels, self.config.layout);
         loop {
             if let Some(stop) = &mut stopping {
                 stop.urge(source, relay.hangup)?;
-            } else if let Some(cause) = self.reason_to_stop(source, without_relay) {
+            } else if let Some(cause) =
+                self.reason_to_stop(source, guide.downtime_max(), without_relay)
+            {
                 stopping = Some(Stop::begin(cause, source, relay.hangup)?);
             }
             // A QEMU that neither cancels nor completes is not waited for any longer.
@@ -80,32 +80,33 @@ impl Migration<'_> {
                 continue;
             }
             asked = Some(Instant::now());
-            let account = match source.qemu.query_migrate() {
+            let mut account = match source.qemu.query_migrate() {
                 Err(QemuError::Qmp(error)) if error.is_no_answer() && !self.is_cancelled() => {
                     warn!("{}; it is asked again", chain(&error));
                     continue;
                 }
                 account => account?,
             };
-            let status = account["status"].as_str().unwrap_or("none");
             let moved = relay.stats.snapshot();
-            if let (Some(remainder), "active") = (&mut remainder, status)
-                && let Some(allowed) =
-                    remainder.after(Instant::now(), moved, relay.session.round_trip())
-            {
-                source.allow(allowed)?;
+            let round_trip = relay.session.round_trip();
+            let status = account["status"].as_str().unwrap_or("none").to_owned();
+            if status == "active" && stopping.is_none() && source.stopped.is_none() {
+                let cause = guide.look(source, &account, moved, round_trip)?;
+                let stop = cause.map(|cause| Stop::begin(cause, source, relay.hangup));
+                stopping = stop.transpose()?;
             }
+            guide.complete(&mut account, round_trip);
             if status == "completed" {
                 check_sent(hand_over, source)?;
             }
             observe(News::Progress(&Progress {
-                status: status.to_owned(),
+                status: status.clone(),
                 moved,
                 source: account.clone(),
                 session: Some(relay.session.clone()),
                 stopped_for: source.stopped_for(),
             }));
-            match status {
+            match status.as_str() {
                 "completed" => {
                     if stopping.is_some() {
                         warn!("too late to cancel: the guest has been sent");
@@ -125,11 +126,16 @@ impl Migration<'_> {
         }
     }
 
-    fn reason_to_stop(&self, source: &SourceQemu, without_relay: Option<Instant>) -> Option<Cause> {
+    fn reason_to_stop(
+        &self,
+        source: &SourceQemu,
+        downtime_max: Duration,
+        without_relay: Option<Instant>,
+    ) -> Option<Cause> {
         if self.is_cancelled() {
             Some(Cause::Cancelled)
-        } else if source.stopped_for() > self.downtime_max {
-            Some(Cause::Downtime(self.downtime_max))
+        } else if source.stopped_for() > downtime_max {
+            Some(Cause::Downtime(downtime_max))
         } else if let Some(error) = source.suspended_in_vain() {
             Some(error.into())
         } else if without_relay.is_some_and(|since| since.elapsed() > CANCELLING) {
@@ -152,7 +158,8 @@ impl Stop {
         // The hangup closes the main stream of a QEMU that does not cancel safely first, and then its channels. A QEMU that cancels
         // safely may block while it writes device state, and not answer its monitor.
         let is_safe = source.qemu.cancels_safely();
-        if !is_safe || !matches!(cause, Cause::Cancelled) {
+        let is_calm = matches!(cause, Cause::Cancelled | Cause::TimedOut { .. });
+        if !is_safe || !is_calm {
             hangup.hang_up();
         }
         if is_safe {

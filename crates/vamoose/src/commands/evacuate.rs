@@ -14,7 +14,7 @@ mod survey;
 use std::{num::NonZeroUsize, time::Duration};
 
 use anyhow::{Result, anyhow, bail, ensure};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use evacuation::{Limits, Plan};
 use tracing::warn;
 
@@ -61,9 +61,18 @@ pub(crate) struct Options {
     /// Time before a failed guest's second try; twice as long before each further one
     #[arg(long, default_value = "5s", value_name = "TIME", value_parser = seconds)]
     backoff: Duration,
-    /// Cancel a migration after this time
+    /// Time after which --on-timeout acts on a guest whose migration has not ended
     #[arg(long, value_name = "TIME", value_parser = positive_seconds)]
     timeout: Option<Duration>,
+    /// What to do then
+    #[arg(
+        long,
+        value_enum,
+        default_value = "abort",
+        value_name = "ACTION",
+        requires = "timeout"
+    )]
+    on_timeout: OnTimeout,
     /// Number of data channels of each migration
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
     channels: u8,
@@ -86,6 +95,15 @@ pub(crate) struct Options {
     dry_run: bool,
     #[command(flatten)]
     json: JsonReport,
+}
+
+/// The actions that libvirt has, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum OnTimeout {
+    /// Cancel the migration: the guest stays, or is tried again
+    Abort,
+    /// Pause the guest and send the rest, however long that takes
+    Pause,
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
@@ -166,7 +184,7 @@ impl Options {
             per_host: self.parallel,
             retries: self.retries,
             backoff: self.backoff,
-            timeout: self.timeout,
+            timeout: self.timeout.filter(|_| self.on_timeout == OnTimeout::Abort),
         }
     }
 }

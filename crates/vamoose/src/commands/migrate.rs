@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use clap::{Args, ValueEnum};
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
@@ -22,7 +22,8 @@ use signal_hook::{
 use tracing::{info, warn};
 use vamoose_link::{Address, DialError, Remote, lock, millis};
 use vamoose_relay::{
-    AttemptId, Cause, ControlError, Failure, Fit, GuestLocation, Migration, News, Role, UnderWay,
+    AttemptId, AutoConverge, Cause, ControlError, Failure, Fit, GuestLocation, Migration, News,
+    OnTimeout, Role, UnderWay,
 };
 
 use vamoose::{
@@ -30,7 +31,7 @@ use vamoose::{
     hosts,
     link::LinkOptions,
     options::{
-        CONNECTIONS, ENCODING, Encoding, HAND_OVER, JsonReport, MethodName, OUTPUT, QmpDir,
+        BUSY, CONNECTIONS, ENCODING, Encoding, HAND_OVER, JsonReport, MethodName, OUTPUT, QmpDir,
         StateDir,
     },
     outcome::{self, NotMoved},
@@ -38,7 +39,7 @@ use vamoose::{
     report::Report,
     terminal::{self, wrap},
     timeline::Timeline,
-    values::{milliseconds, positive_seconds},
+    values::{Rate, milliseconds, positive_seconds},
     watchable,
 };
 
@@ -91,9 +92,9 @@ pub(crate) struct Options {
     /// Number of data channels
     #[arg(help_heading = ENCODING, long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
     channels: u8,
-    /// Target for the guest's downtime, such as 300ms
+    /// Longest downtime to accept, such as 300ms
     ///
-    /// A number alone is in milliseconds. Default: QEMU's setting.
+    /// The guest is paused for as short as its writing allows. A number alone is in milliseconds. Default: QEMU's setting.
     #[arg(help_heading = HAND_OVER, long, value_name = "TIME", value_parser = milliseconds)]
     downtime_limit: Option<Duration>,
     /// Abort after this downtime
@@ -101,6 +102,25 @@ pub(crate) struct Options {
     /// The guest then resumes here.
     #[arg(help_heading = HAND_OVER, long, default_value = "10s", value_name = "TIME", value_parser = positive_seconds)]
     downtime_max: Duration,
+    /// Time after which --on-timeout acts on a guest that has not been paused
+    #[arg(help_heading = BUSY, long, value_name = "TIME", value_parser = positive_seconds)]
+    timeout: Option<Duration>,
+    /// What to do then
+    #[arg(help_heading = BUSY, long, value_enum, default_value = "abort", value_name = "ACTION", requires = "timeout")]
+    on_timeout: OnTimeoutName,
+    /// Slow the guest down from the beginning as far as it writes faster than it is moved
+    ///
+    /// By QEMU's auto-converge, which stops all its CPUs for a part of the time: 20 % at first, and 10 % more with each round.
+    #[arg(help_heading = BUSY, long)]
+    auto_converge: bool,
+    /// Highest part of the time for which a guest's CPUs are stopped that is slowed down
+    #[arg(help_heading = BUSY, long, default_value_t = AutoConverge::default().max, value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(1..=99))]
+    throttle_max: u8,
+    /// Bytes per second that each CPU of the guest may write at most, such as 100M
+    ///
+    /// By QEMU's dirty-limit (8.1 and newer), which needs KVM with a dirty ring: -accel kvm,dirty-ring-size=4096.
+    #[arg(help_heading = BUSY, long, value_name = "RATE", conflicts_with = "auto_converge", hide_short_help = true)]
+    dirty_limit: Option<Rate>,
     /// Finish this attempt, and confirm that no other tool has moved the guest since
     ///
     /// Only for an attempt that an earlier run asks to confirm.
@@ -129,6 +149,32 @@ pub(crate) struct Options {
 /// A path, which may be written as in a URI of QEMU.
 fn socket(text: &str) -> Result<PathBuf, Infallible> {
     Ok(text.strip_prefix("unix:").unwrap_or(text).into())
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum OnTimeoutName {
+    /// Cancel: the guest stays here
+    Abort,
+    /// Slow the guest down from then on, as --auto-converge does
+    Throttle,
+    /// Pause the guest and send the rest, however long that takes
+    Pause,
+    /// Let the guest run at the destination, and send the rest afterwards
+    Postcopy,
+    /// Accept any downtime up to --downtime-max
+    Force,
+}
+
+impl OnTimeoutName {
+    fn action(self) -> OnTimeout {
+        match self {
+            Self::Abort => OnTimeout::Abort,
+            Self::Throttle => OnTimeout::Throttle,
+            Self::Pause => OnTimeout::Pause,
+            Self::Postcopy => OnTimeout::PostCopy,
+            Self::Force => OnTimeout::Force,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -169,6 +215,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         }
     }
     let state_dir = options.state_dir.path().or_usage()?;
+    let auto_converge = options.auto_converge().or_usage()?;
     if !options.dry_run {
         options.json.check().or_usage()?;
     }
@@ -191,6 +238,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         config,
         downtime_limit: options.downtime_limit,
         downtime_max: options.downtime_max,
+        timeout: options
+            .timeout
+            .map(|after| (after, options.on_timeout.action())),
+        auto_converge,
+        dirty_limit: options.dirty_limit.map(|Rate(rate)| rate.get()),
         zero_page_detection: options.zero_page_detection.map(ZeroPageDetection::name),
         confirm: options.confirm,
         quit_source: options.quit_source,
@@ -227,12 +279,14 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             }
             Report::new(&method, moved.moved, moved.total_time, Duration::ZERO)
                 .of_guest(moved)
+                .of_policy(&moved.source)
                 .of_attempt(guest, moved.attempt, GuestLocation::Destination)
         }
         Err(failure) => {
             let elapsed = start.elapsed();
             Report::new(&method, last.moved, elapsed, Duration::ZERO)
                 .failed(status(failure), failure)
+                .of_policy(&last.source)
                 .of_attempt(guest, failure.attempt, failure.guest)
         }
     };
@@ -266,6 +320,26 @@ impl Options {
 
     fn hosts_file(&self) -> Result<PathBuf> {
         Ok(hosts::file(&self.link.security.keys_directory()?))
+    }
+
+    /// The steps in which the guest is slowed down, from the beginning or after the timeout.
+    fn auto_converge(&self) -> Result<Option<AutoConverge>> {
+        let is_later = self.on_timeout == OnTimeoutName::Throttle;
+        ensure!(
+            !(is_later && self.auto_converge),
+            "--auto-converge: --on-timeout throttle does the same, but later"
+        );
+        ensure!(
+            !(is_later && self.dirty_limit.is_some()),
+            "--dirty-limit: QEMU cannot use it together with --on-timeout throttle"
+        );
+        let default = AutoConverge::default();
+        let max = self.throttle_max;
+        Ok((is_later || self.auto_converge).then_some(AutoConverge {
+            initial: default.initial.min(max),
+            max,
+            ..default
+        }))
     }
 
     /// The waiting QEMU's name, and the source's QMP socket.

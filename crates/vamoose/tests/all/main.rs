@@ -31,6 +31,7 @@ mod owner;
 mod page_store;
 mod paths;
 mod paused;
+mod policy;
 mod preflight;
 mod probe;
 mod relay;

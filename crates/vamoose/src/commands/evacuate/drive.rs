@@ -21,7 +21,7 @@ use tracing::{debug, error, info, warn};
 use vamoose_link::millis;
 
 use super::{
-    Options,
+    OnTimeout, Options,
     description::Description,
     libvirt::{Domain, Job, LibvirtHost, State},
     summary::{Report, in_doubt},
@@ -359,6 +359,10 @@ impl<'a> Migration<'a> {
                 command.arg(option);
             }
         }
+        if let (OnTimeout::Pause, Some(after)) = (options.on_timeout, options.timeout) {
+            let seconds = after.as_secs().max(1).to_string();
+            command.args(["--timeout", &seconds, "--timeout-suspend"]);
+        }
         if !disks.is_empty() {
             command.args(["--copy-storage-all", "--migrate-disks", &disks.join(",")]);
         }
@@ -480,6 +484,15 @@ mod tests {
         let end = "--auto-converge --p2p --copy-storage-all --migrate-disks vda,vdb UUID qemu+ssh://kvm2/system";
         assert!(arguments(&all, &["vda", "vdb"]).ends_with(end));
         assert!(!arguments(&all, &[]).contains("storage"));
+    }
+
+    #[test]
+    fn libvirt_pauses_a_guest_at_the_timeout() {
+        let paused = arguments(&["--timeout", "5min", "--on-timeout", "pause"], &[]);
+        let timeout = " --timeout 300 --timeout-suspend UUID ";
+        assert!(paused.contains(timeout), "{paused}");
+        // The scheduler's.
+        assert!(!arguments(&["--timeout", "5min"], &[]).contains("timeout"));
     }
 
     #[test]

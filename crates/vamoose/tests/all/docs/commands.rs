@@ -62,6 +62,11 @@ const ELSEWHERE: &[(&str, &str, Where)] = &[
     ("docs/accelerators.md", "chmod 666 /dev/dsa", DEVICES),
     ("docs/accelerators.md", "vamoose selftest --hw", DEVICES),
     (
+        "docs/busy-guests.md",
+        "vamoose migrate",
+        Where::Similar("policy.rs", "\"--on-timeout\", action"),
+    ),
+    (
         "docs/cloud-hypervisor.md",
         "ch-remote",
         Where::Nobody("Cloud Hypervisor is in no registry"),
