@@ -24,6 +24,8 @@ pub enum ConnectionKind {
     Control,
     /// Memory, in the format of the engine.
     Data,
+    /// A disk, in the format of the engine.
+    Disk,
 }
 
 impl Preamble {
@@ -35,6 +37,7 @@ impl Preamble {
         rest[0] = match self.kind {
             ConnectionKind::Control => b'C',
             ConnectionKind::Data => b'D',
+            ConnectionKind::Disk => b'S',
         };
         rest[1..].copy_from_slice(&self.attempt.0);
         bytes
@@ -46,6 +49,7 @@ impl Preamble {
         let kind = match kind {
             b'C' => ConnectionKind::Control,
             b'D' => ConnectionKind::Data,
+            b'S' => ConnectionKind::Disk,
             _ => return None,
         };
         let attempt = AttemptId(id.try_into().ok()?);

@@ -75,6 +75,7 @@ fn progress(handle: &Handle) -> Progress {
         moved: handle.moved(),
         session: handle.session(),
         stopped_for,
+        ..Progress::default()
     }
 }
 

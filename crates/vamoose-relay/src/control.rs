@@ -18,7 +18,7 @@ use thiserror::Error;
 use tracing::{Span, warn};
 use vamoose_link::{Conversation, ConversationError, DialError, Remote, Stream};
 
-use crate::qemu::Machine;
+use crate::qemu::{Disk, Machine};
 
 /// The guest that `migrate` wants to send: fields of `inspect` and `prepare`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -30,6 +30,9 @@ pub(crate) struct Request {
     pub(crate) page_size: u32,
     /// How the pages will be encoded.
     pub(crate) method: String,
+    /// Names of the disks that are to be copied.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) disks: Vec<String>,
 }
 
 /// The QEMU that `serve` has for it: fields of `inspected`.
@@ -42,6 +45,9 @@ pub(crate) struct Offer {
     /// A suspended guest arrives suspended, and can be woken.
     pub(crate) keeps_suspended: bool,
     pub(crate) machine: Machine,
+    /// Its writable disks, if some are to be copied. `None` from a server that cannot take copies.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) disks: Option<Vec<Disk>>,
 }
 
 /// Beginning of the cause of an abort that QEMU itself has given.

@@ -18,13 +18,14 @@ mod preflight;
 mod remainder;
 mod socket;
 mod source;
+mod storage;
 mod watch;
 
 use std::{
     mem,
     path::Path,
     sync::{Arc, Mutex, atomic::AtomicBool},
-    thread,
+    thread::{self, ScopedJoinHandle},
     time::{Duration, Instant},
 };
 
@@ -40,9 +41,10 @@ use vamoose_link::{
 };
 
 use crate::{
-    Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Summary, Switchover, chain,
+    Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Switchover, chain,
     control::{ControlError, answer, preamble},
     journal::{AtSource, Record, now},
+    qemu::Image,
 };
 use error::at_source;
 pub use error::{Cause, Failure};
@@ -50,6 +52,8 @@ use hand_over::{Attempt, HandOver};
 use preflight::Inspected;
 use socket::listen_beside;
 pub(crate) use source::SourceQemu;
+pub use storage::{CopiedDisks, Storage};
+use storage::{Copies, clean_up};
 use watch::SourceRelay;
 
 /// One migration to be driven.
@@ -80,6 +84,8 @@ pub struct Migration<'a> {
     pub auto_converge: Option<AutoConverge>,
     /// Bytes per second that each CPU of the guest may write, by QEMU's dirty-limit, which needs KVM with a dirty ring.
     pub dirty_limit: Option<u64>,
+    /// The disks to copy, if any.
+    pub storage: Option<&'a Storage>,
     /// How the source finds zero pages (`none`, `legacy`, `multifd`); the best that both QEMUs know
     /// if `None`.
     pub zero_page_detection: Option<&'a str>,
@@ -109,6 +115,8 @@ pub struct Progress {
     pub source: Value,
     /// What the relay has moved.
     pub moved: Snapshot,
+    /// The disks that are copied.
+    pub disks: Option<CopiedDisks>,
     /// The session with the server.
     pub session: Option<Session>,
     /// For how long the guest has been paused for the switchover.
@@ -126,6 +134,8 @@ pub struct Moved {
     pub source: Value,
     /// What the relay has moved.
     pub moved: Snapshot,
+    /// The disks that were copied.
+    pub disks: Option<CopiedDisks>,
     /// From the source's stop to the server's message that the guest runs, by this host's clock.
     /// `None` when it did not run.
     pub downtime: Option<Duration>,
@@ -179,7 +189,11 @@ impl Migration<'_> {
         self.check_source(source).map_err(at_source)?;
         let attempt = AttemptId(random_id().map_err(at_source)?);
         let _span = span(attempt).entered();
-        let streams = usize::from(self.channels) + 1;
+        // The copies of disks may take hours, so the streams are opened behind them.
+        let streams = match self.storage {
+            Some(_) => 0,
+            None => usize::from(self.channels) + 1,
+        };
         let address = self.to.address();
         observe(News::WaitsFor(&format!("a connection to {address}")));
         let control = self.connect(attempt, streams).map_err(at_source)?;
@@ -221,7 +235,10 @@ impl Migration<'_> {
         let mut hand_over = HandOver::begin(attempt);
         observe(News::WaitsFor("the server to prepare its QEMU"));
         let (decision, ended) = match self.prepare(&mut hand_over, inspected.prepare) {
-            Ok(()) => self.move_pages(&mut hand_over, source, inspected.streams, observe),
+            Ok(()) => {
+                let (streams, images) = (inspected.streams, inspected.images);
+                self.move_guest(&mut hand_over, source, streams, images, observe)
+            }
             Err(cause) => (None, Ended::failed(cause)),
         };
         let decision = decision.unwrap_or_else(|| {
@@ -235,6 +252,7 @@ impl Migration<'_> {
                 status: "completed".to_owned(),
                 source: moved.source.clone(),
                 moved: moved.moved,
+                disks: moved.disks,
                 session,
                 stopped_for: moved.downtime.unwrap_or_default(),
             }));
@@ -255,15 +273,18 @@ impl Migration<'_> {
         }
     }
 
-    /// Sets the source up and lets it migrate. If the migration completes, also hands the guest over.
-    fn move_pages(
+    /// Sets the source up, copies its disks and lets it migrate. If the migration completes, also hands the guest over.
+    fn move_guest(
         &self,
         hand_over: &mut HandOver<'_>,
         source: &mut SourceQemu,
         data: Vec<Opening>,
+        images: Vec<Image>,
         observe: &mut dyn FnMut(News<'_>),
     ) -> (Option<Decision>, Ended) {
-        let (listener, hangup) = match self.set_up(source) {
+        let mut copies = Copies::new(images);
+        let ready = self.set_up(source, &copies);
+        let (listener, hangup) = match ready {
             Ok(ready) => ready,
             Err(cause) => return (None, Ended::failed(cause)),
         };
@@ -288,18 +309,35 @@ impl Migration<'_> {
             stats: &stats,
             on_loaded: &|| (),
         };
+        let route = match self.route(&copies, &session, hand_over.attempt.id()) {
+            Ok(route) => route,
+            Err(cause) => return (None, Ended::failed(cause)),
+        };
+        let disks_stats = copies.stats.clone();
         let span = Span::current();
         thread::scope(|scope| {
-            let relay = scope.spawn(|| span.in_scope(|| relay.relay()));
-            let source_relay = SourceRelay {
-                address: listener.address(),
-                stats: &stats,
-                session: &session,
-                hangup: &hangup,
-                has_ended: &|| relay.is_finished(),
-            };
-            let (decision, mut ended) = match self.watch(hand_over, source, &source_relay, observe)
-            {
+            let disks = route.as_ref().map(|route| {
+                let relay = route.relay(&relay, &disks_stats);
+                let span = span.clone();
+                scope.spawn(move || span.in_scope(|| relay.pass_bytes()))
+            });
+            let copied = route.as_ref().map_or(Ok(()), |route| {
+                self.copy_disks(hand_over, source, &mut copies, (route, &session), observe)
+            });
+            let relay = copied
+                .is_ok()
+                .then(|| scope.spawn(|| span.in_scope(|| relay.relay())));
+            let moved = copied.and_then(|()| {
+                let source_relay = SourceRelay {
+                    address: listener.address(),
+                    stats: &stats,
+                    session: &session,
+                    hangup: &hangup,
+                    has_ended: &|| relay.as_ref().is_none_or(ScopedJoinHandle::is_finished),
+                };
+                self.watch(hand_over, source, &source_relay, &mut copies, observe)
+            });
+            let (decision, mut ended) = match moved {
                 // The guest is paused, so the commit comes first, even before the end of the relay.
                 Ok(account) => {
                     observe(News::WaitsFor("the server to continue the guest"));
@@ -320,17 +358,25 @@ impl Migration<'_> {
             if ended.cause.is_some() {
                 hangup.hang_up();
             }
-            // A thread that panicked has no result. The source's status decides.
-            ended.relayed(relay.join().unwrap_or(Err(RelayError::Cancelled)));
+            ended.switchover = ended.join(relay).and_then(|summary| summary.switchover);
+            hangup.hang_up();
+            ended.join(disks);
             ended.moved = stats.snapshot();
+            ended.disks = copies.progress();
             (decision, ended)
         })
     }
 
-    fn set_up(&self, source: &mut SourceQemu) -> Result<(Listener, Hangup), Cause> {
-        let (policy, capabilities) = (self.policy(source), self.capabilities());
+    fn set_up(
+        &self,
+        source: &mut SourceQemu,
+        copies: &Copies,
+    ) -> Result<(Listener, Hangup), Cause> {
+        let (policy, mut capabilities) = (self.policy(source), self.capabilities());
+        // QEMU waits for `migrate-continue` when it has paused the guest.
+        capabilities.extend(copies.are_due().then_some("pause-before-switchover"));
         source.set_up(self.channels, &policy, self.dirty_limit, &capabilities)?;
-        let listener = listen_beside(self.qmp, self.config.stall_timeout)?;
+        let listener = listen_beside(self.qmp, "outgoing", self.config.stall_timeout)?;
         Ok((listener, Hangup::new()?))
     }
 
@@ -373,6 +419,7 @@ impl Migration<'_> {
         if let Some(source) = source {
             let running = attempt.running_at.filter(|_| record.side.resume);
             downtime = source.stopped.map(|stopped| stopped.at).zip(running);
+            clean_up(&mut source.qemu);
             source.qemu.put_back();
         }
         if decision.guest == GuestLocation::Destination {
@@ -397,7 +444,9 @@ impl Migration<'_> {
         let is_explained = attempt.is_explained();
         Err(failure(match (ended.cause, theirs) {
             // All else follows from that.
-            (Some(Cause::Broken { .. }), Some(theirs)) if is_explained => Cause::broken(theirs),
+            (Some(Cause::Broken { .. } | Cause::Disk { .. }), Some(theirs)) if is_explained => {
+                Cause::broken(theirs)
+            }
             (Some(Cause::Broken { mut reports, relay }), theirs) => {
                 reports.extend(theirs);
                 Cause::Broken { reports, relay }
@@ -421,6 +470,7 @@ struct Ended {
     cause: Option<Cause>,
     account: Value,
     moved: Snapshot,
+    disks: Option<CopiedDisks>,
     switchover: Option<Switchover>,
 }
 
@@ -432,18 +482,30 @@ impl Ended {
         }
     }
 
-    /// Adds the relay's result.
-    fn relayed(&mut self, result: Result<Summary, RelayError>) {
-        match (result, &mut self.cause) {
-            (Ok(summary), _) => self.switchover = summary.switchover,
-            (Err(RelayError::Cancelled), _) => {}
-            (Err(error), Some(Cause::Broken { relay, .. })) => match error.lost_connection() {
-                // What QEMU reports follows from that.
-                Some((seconds, cause)) => self.cause = Some(Cause::Lost { seconds, cause }),
-                None => *relay = Some(error),
-            },
-            (Err(_), _) => {}
+    /// Waits for the end of a relay, and adds its error. `None` if it has failed, or was not started.
+    fn join<T>(&mut self, relay: Option<ScopedJoinHandle<'_, Result<T, RelayError>>>) -> Option<T> {
+        // A thread that panicked has no result. The source's status decides.
+        let error = match relay?.join() {
+            Ok(Ok(result)) => return Some(result),
+            Ok(Err(error)) => error,
+            Err(_) => return None,
+        };
+        match (&mut self.cause, error.lost_connection()) {
+            // What QEMU reports follows from that.
+            (Some(cause @ (Cause::Broken { .. } | Cause::Disk { .. })), Some((seconds, lost))) => {
+                *cause = Cause::Lost {
+                    seconds,
+                    cause: lost,
+                };
+            }
+            (Some(Cause::Broken { relay, .. }), None)
+                if !matches!(error, RelayError::Cancelled) =>
+            {
+                *relay = Some(error);
+            }
+            _ => {}
         }
+        None
     }
 
     /// The result, if the guest was paused and ran again at these times.
@@ -458,6 +520,7 @@ impl Ended {
         Moved {
             source: account,
             moved: self.moved,
+            disks: self.disks,
             downtime: downtime.map(|(stopped, running)| running.duration_since(stopped)),
             downtime_parts: parts,
             total_time: start.elapsed(),

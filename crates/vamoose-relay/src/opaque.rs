@@ -140,7 +140,9 @@ pub(crate) fn pass(
                     }
                 }
                 if relay.hangup.is_hung_up() {
-                    return Err(RelayError::Cancelled);
+                    // The migration may have ended because of that.
+                    let lost = failed.take().filter(|it| it.lost_connection().is_some());
+                    return Err(lost.unwrap_or(RelayError::Cancelled));
                 }
                 let is_undecided = kind != Opaque::Tls && !arrivals.unclassified.is_empty();
                 if open == 0 && !is_undecided && no_more() {

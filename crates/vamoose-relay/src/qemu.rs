@@ -1,6 +1,7 @@
 //! One QEMU: its identity and abilities, and its settings before, during and after a migration.
 
 mod disks;
+mod images;
 mod machine;
 mod settings;
 
@@ -11,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use thiserror::Error;
 use tracing::debug;
@@ -20,6 +22,8 @@ use crate::{
     process::{ProcessError, ProcessId, QemuProcess},
     qmp::{ANSWER_WITHIN, Event, Qmp, QmpError},
 };
+pub(crate) use disks::PrivateFolder;
+pub(crate) use images::{COPY, Disk, Image, compare_disks, copy_id};
 pub use machine::{Fact, Fit};
 pub(crate) use machine::{Machine, compare};
 use settings::Settings;
@@ -324,6 +328,19 @@ impl Qemu {
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<(), QemuError> {
         self.qmp.execute(command, arguments)?;
         Ok(())
+    }
+
+    /// Runs a command that answers with a list.
+    pub(crate) fn list<T: DeserializeOwned>(
+        &mut self,
+        command: &'static str,
+        arguments: Value,
+    ) -> Result<Vec<T>, QemuError> {
+        let answer = self.qmp.execute(command, arguments)?;
+        serde_json::from_value(answer).map_err(|error| {
+            debug!("{}", chain(&error));
+            QemuError::Answer(command, "the expected fields")
+        })
     }
 
     /// QEMU's process, for a journal. Fails if it is not certain: QEMU runs in another

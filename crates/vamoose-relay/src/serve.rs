@@ -18,6 +18,7 @@ mod listener;
 mod log;
 mod qemu;
 mod setup;
+mod storage;
 
 use std::{
     fs, io,

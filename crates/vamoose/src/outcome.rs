@@ -26,6 +26,10 @@ pub fn moved(guest: &str, peer: &str, moved: &Moved) -> String {
     if let Some(percent) = moved.source["cpu-throttle-percentage"].as_u64() {
         facts.push(format!("slowed down by {percent} %"));
     }
+    if let Some(disks) = moved.disks {
+        let [bytes, sent] = [disks.bytes, disks.wire_bytes].map(|it| it >> 20);
+        facts.push(format!("disks {bytes} MiB as {sent} MiB"));
+    }
     if wire > 0 {
         let ratio = moved.moved.page_bytes as f64 / wire as f64;
         facts.push(format!("{} MiB sent", wire >> 20));

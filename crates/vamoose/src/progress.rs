@@ -10,6 +10,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::Value;
 use vamoose_link::{Session, lock, millis};
+use vamoose_relay::CopiedDisks;
 pub use vamoose_relay::Progress;
 
 use crate::{
@@ -193,7 +194,9 @@ impl Display {
         let shown = &mut *lock(&self.0);
         shown.reported = Instant::now();
         shown.progress = progress.clone();
-        let bytes = [progress.moved.wire_bytes, guest_bytes(&progress.source)];
+        let disks = progress.disks.map_or(0, |disks| disks.wire_bytes);
+        let wire = progress.moved.wire_bytes + disks;
+        let bytes = [wire, guest_bytes(&progress.source)];
         shown.rates.update(shown.reported, bytes);
         // The final progress is always shown.
         if progress.source["downtime-parts"].is_object() {
@@ -267,7 +270,7 @@ impl Shown {
     }
 
     fn show_progress(&mut self) {
-        let (done, total) = done(&self.progress.source);
+        let (done, total) = done(&self.progress);
         self.bar
             .show(done, total, &parts(&self.progress, &self.rates));
     }
@@ -333,8 +336,17 @@ pub fn remaining(source: &Value) -> Option<u64> {
     all.or_else(|| source["ram"]["remaining"].as_u64())
 }
 
+/// Disks that are copied before the memory is moved.
+fn first_disks(progress: &Progress) -> Option<CopiedDisks> {
+    progress.disks.filter(|_| progress.source.is_null())
+}
+
 /// Bytes sent, and bytes in all.
-fn done(source: &Value) -> (u64, u64) {
+fn done(progress: &Progress) -> (u64, u64) {
+    if let Some(disks) = first_disks(progress) {
+        return (disks.bytes, disks.total);
+    }
+    let source = &progress.source;
     let total = source["ram"]["total"].as_u64().unwrap_or(0);
     (total.saturating_sub(remaining(source).unwrap_or(0)), total)
 }
@@ -372,6 +384,11 @@ fn parts(progress: &Progress, rates: &Rates) -> Vec<Part> {
     let (source, moved) = (&progress.source, &progress.moved);
     let round = source["ram"]["dirty-sync-count"].as_u64().unwrap_or(0);
     let mut parts = vec![(0, progress.status.clone())];
+    let disks = first_disks(progress);
+    parts.extend(disks.map(|disks| {
+        let [bytes, total] = [disks.bytes, disks.total].map(|it| it >> 20);
+        (1, format!("{bytes} of {total} MiB"))
+    }));
     let wire = rates.per_second.map(|[wire, _]| wire / f64::from(1 << 20));
     parts.extend(wire.map(|mebibytes| (2, format!("{mebibytes:.0} MiB/s"))));
     parts.extend(outlook(progress, rates).map(|outlook| match outlook {
@@ -384,7 +401,9 @@ fn parts(progress: &Progress, rates: &Rates) -> Vec<Part> {
     }
     let throttle = source["cpu-throttle-percentage"].as_u64();
     parts.extend(throttle.map(|percent| (2, format!("slowed down by {percent} %"))));
-    parts.push((5, format!("round {round}")));
+    if disks.is_none() {
+        parts.push((5, format!("round {round}")));
+    }
     let downtime = source["expected-downtime"].as_u64();
     parts.extend(downtime.map(|millis| (6, format!("expected downtime {millis} ms"))));
     // The keys are those of the report.
@@ -453,7 +472,7 @@ mod tests {
     }
 
     fn shown((progress, rates): &(Progress, Rates), width: Option<usize>) -> String {
-        let (done, total) = done(&progress.source);
+        let (done, total) = done(progress);
         line(done, total, &parts(progress, rates), width)
     }
 
@@ -526,6 +545,22 @@ mod tests {
     }
 
     #[test]
+    fn disks_that_are_copied_first_have_a_line_of_their_own() {
+        let (bytes, total, wire_bytes) = (256 * MIB, 1024 * MIB, 100 * MIB);
+        let copying = Progress {
+            status: "copying disks".to_owned(),
+            disks: Some(CopiedDisks {
+                bytes,
+                total,
+                wire_bytes,
+            }),
+            ..Progress::default()
+        };
+        let line = shown(&(copying, Rates::default()), None);
+        assert_eq!(line, " 25% copying disks, 256 of 1024 MiB");
+    }
+
+    #[test]
     fn remaining_includes_devices() {
         let older = json!({ "ram": { "total": 4096, "remaining": 1024 } });
         let newer = json!({ "ram": { "total": 4096, "remaining": 0 }, "remaining": 2048 });
@@ -546,6 +581,6 @@ mod tests {
 
     #[test]
     fn progress_without_an_answer_of_the_source_is_zero() {
-        assert_eq!(done(&Progress::default().source), (0, 0));
+        assert_eq!(done(&Progress::default()), (0, 0));
     }
 }

@@ -14,7 +14,7 @@ use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use serde_json::Value;
 use vamoose_link::{MethodChoice, PathStatus, Session, Snapshot, millis};
-use vamoose_relay::{AttemptId, DowntimeParts, GuestLocation, Moved, chain};
+use vamoose_relay::{AttemptId, CopiedDisks, DowntimeParts, GuestLocation, Moved, chain};
 
 use crate::timeline::{Sample, Timeline};
 
@@ -57,6 +57,9 @@ pub struct Report {
     pub delta: Delta,
     /// What the destination's page store had.
     pub shared: Shared,
+    /// The disks that were copied.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disks: Option<CopiedDisks>,
     /// Packets that software encoded or decoded instead of a device.
     pub fallbacks: u64,
     /// Packets of a device that software has verified.
@@ -195,6 +198,7 @@ impl Report {
                 pages: moved.shared_pages,
                 missed: moved.missed_pages,
             },
+            disks: None,
             fallbacks: moved.engines.fallbacks,
             verified: moved.engines.checked,
             accelerator: method.engines().device_work(),
@@ -238,6 +242,12 @@ impl Report {
         self.name = Some(name.to_owned());
         self.attempt = attempt;
         self.location = Some(location);
+        self
+    }
+
+    /// Adds the disks that were copied.
+    pub fn of_disks(mut self, disks: Option<CopiedDisks>) -> Self {
+        self.disks = disks;
         self
     }
 

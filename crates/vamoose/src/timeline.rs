@@ -8,6 +8,8 @@ use multifd::Method;
 use serde::Serialize;
 use vamoose_link::{Session, millis};
 
+use vamoose_relay::CopiedDisks;
+
 use crate::progress::{Progress, remaining};
 
 /// The samples of a migration.
@@ -39,6 +41,9 @@ pub struct Sample {
     /// Number of packets with pages, by method.
     pub packets: BTreeMap<&'static str, u64>,
     pub reconnects: u64,
+    /// The disks that are copied.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disks: Option<CopiedDisks>,
     /// Milliseconds since the guest was paused for the switchover.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub paused: Option<u64>,
@@ -99,6 +104,7 @@ impl Sample {
                 .map(|(method, count)| (method.name(), count))
                 .collect(),
             reconnects: progress.session.as_ref().map_or(0, Session::reconnects),
+            disks: progress.disks,
             paused: Some(millis(progress.stopped_for)).filter(|paused| *paused > 0),
         }
     }

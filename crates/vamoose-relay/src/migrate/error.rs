@@ -51,6 +51,14 @@ pub enum Cause {
     UnderWay(AttemptId, String),
     #[error("attempt {0} to {1} is unfinished: `migrate` without --dry-run finishes it first")]
     Unfinished(AttemptId, String),
+    /// What QEMU says of the copy.
+    #[error("the disk `{name}` cannot be copied: {problem}")]
+    Disk { name: String, problem: String },
+    #[error(
+        "the source's QEMU has no writable disk `{name}`: it has {}",
+        list(known)
+    )]
+    NoDisk { name: String, known: Vec<String> },
     #[error(transparent)]
     Socket(#[from] SocketError),
     #[error("cannot set up the migration")]
@@ -169,6 +177,13 @@ pub(super) fn at_source(cause: impl Into<Cause>) -> Failure {
         guest: GuestLocation::Source,
         is_running: false,
         attempt: None,
+    }
+}
+
+fn list(names: &[String]) -> String {
+    match names {
+        [] => "none".to_owned(),
+        names => names.join(", "),
     }
 }
 

@@ -12,7 +12,7 @@ use crate::{
     Fact, Fit, Journal,
     control::{ControlError, Offer, Request, answer, connect_first},
     journal::{AtSource, Record},
-    qemu::compare,
+    qemu::{Image, compare, compare_disks},
 };
 
 /// The server has inspected its QEMU, and waits for `prepare`.
@@ -21,6 +21,8 @@ pub(super) struct Inspected {
     /// The streams for main stream and channels, which are being opened.
     pub(super) streams: Vec<Opening>,
     pub(super) prepare: Prepare,
+    /// The disks to be copied.
+    pub(super) images: Vec<Image>,
     facts: Vec<Fact>,
 }
 
@@ -130,11 +132,17 @@ impl Migration<'_> {
         source: &mut SourceQemu,
         streams: usize,
     ) -> Result<Inspected, Cause> {
+        let images = match self.storage {
+            Some(storage) => storage.choose(source.qemu.images()?)?,
+            None => Vec::new(),
+        };
+        let disks: Vec<_> = images.iter().map(|image| image.disk.clone()).collect();
         let request = Request {
             name: self.name.to_owned(),
             channels: self.channels,
             page_size: u32::try_from(self.config.layout.page_size()).unwrap_or(u32::MAX),
             method: self.config.method.name().to_owned(),
+            disks: disks.iter().map(|disk| disk.name.clone()).collect(),
         };
         let prepare = Prepare::new(to_details(&request).map_err(ControlError::from)?);
         let sent = control.send(&SourceMessage::Inspect(prepare.clone()));
@@ -151,11 +159,21 @@ impl Migration<'_> {
         };
         source.zero_pages = self.zero_pages(source, &offer)?;
         source.check_suspended(&offer)?;
+        let mut facts = compare(&here, &offer.machine, self.host, self.name);
+        if !disks.is_empty() {
+            let there = offer.disks.ok_or_else(|| {
+                let older = "it is of an older release, which cannot take copies of disks";
+                Cause::Refused(older.to_owned())
+            })?;
+            let increments = self.storage.is_some_and(|storage| storage.increments);
+            facts.extend(compare_disks(&disks, &there, self.host, increments));
+        }
         Ok(Inspected {
             control,
             streams,
             prepare,
-            facts: compare(&here, &offer.machine, self.host, self.name),
+            images,
+            facts,
         })
     }
 

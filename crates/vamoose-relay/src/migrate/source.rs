@@ -159,13 +159,17 @@ impl SourceQemu {
         }
     }
 
-    /// Waits for the end of a migration whose driving process is gone. Returns whether it completed.
+    /// Waits for the end of a migration whose driving process is gone. Returns whether it completed. One that is held for copies
+    /// of disks, which that process alone could finish, is cancelled.
     pub(super) fn wait_until_ended(&mut self) -> Result<bool, QemuError> {
         let expected = "a migration that has ended";
         let completed = self.qemu.ask_until(expected, SETTLING, |qemu| {
             let account = qemu.query_migrate()?;
             Ok(match MigrationStatus::of(&account) {
                 MigrationStatus::Busy => {
+                    if account["status"] == "pre-switchover" {
+                        qemu.execute("migrate_cancel", json!({}))?;
+                    }
                     ControlFlow::Continue(format!("migration {}", account["status"]))
                 }
                 MigrationStatus::Completed => ControlFlow::Break(is_switchover(&qemu.state()?)),
@@ -203,7 +207,7 @@ impl SourceQemu {
                 }
                 "SUSPEND" => self.is_suspended = true,
                 "WAKEUP" => self.is_suspended = false,
-                "MIGRATION_PASS" => is_news = true,
+                "MIGRATION_PASS" | "JOB_STATUS_CHANGE" => is_news = true,
                 "MIGRATION" => {
                     is_news = true;
                     let ends = ["failed", "cancelled"];

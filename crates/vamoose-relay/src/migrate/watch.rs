@@ -15,6 +15,7 @@ use super::{
     hand_over::HandOver,
     policy::Guide,
     source::{EVENT_WAIT, SourceQemu},
+    storage::Copies,
 };
 use crate::{chain, qemu::QemuError};
 
@@ -48,6 +49,7 @@ impl Migration<'_> {
         hand_over: &mut HandOver<'_>,
         source: &mut SourceQemu,
         relay: &SourceRelay<'_>,
+        copies: &mut Copies,
         observe: &mut dyn FnMut(News<'_>),
     ) -> Result<Value, Cause> {
         if self.is_cancelled() {
@@ -67,7 +69,7 @@ impl Migration<'_> {
             } else if let Some(cause) =
                 self.reason_to_stop(source, guide.downtime_max(), without_relay)
             {
-                stopping = Some(Stop::begin(cause, source, relay.hangup)?);
+                stopping = Some(Stop::begin(cause, source, copies, relay.hangup)?);
             }
             // A QEMU that neither cancels nor completes is not waited for any longer.
             if let Some(Stop { cause, .. }) = stopping.take_if(|stop| stop.is_overdue()) {
@@ -92,8 +94,13 @@ impl Migration<'_> {
             let status = account["status"].as_str().unwrap_or("none").to_owned();
             if status == "active" && stopping.is_none() && source.stopped.is_none() {
                 let cause = guide.look(source, &account, moved, round_trip)?;
-                let stop = cause.map(|cause| Stop::begin(cause, source, relay.hangup));
+                let stop = cause.map(|cause| Stop::begin(cause, source, copies, relay.hangup));
                 stopping = stop.transpose()?;
+            }
+            if stopping.is_none()
+                && let Err(cause) = copies.follow(&mut source.qemu, &status)
+            {
+                stopping = Some(Stop::begin(cause, source, copies, relay.hangup)?);
             }
             guide.complete(&mut account, round_trip);
             if status == "completed" {
@@ -104,6 +111,7 @@ impl Migration<'_> {
                 moved,
                 source: account.clone(),
                 session: Some(relay.session.clone()),
+                disks: copies.progress(),
                 stopped_for: source.stopped_for(),
             }));
             match status.as_str() {
@@ -152,12 +160,17 @@ impl Migration<'_> {
 }
 
 impl Stop {
-    fn begin(cause: Cause, source: &mut SourceQemu, hangup: &Hangup) -> Result<Self, Cause> {
+    fn begin(
+        cause: Cause,
+        source: &mut SourceQemu,
+        copies: &Copies,
+        hangup: &Hangup,
+    ) -> Result<Self, Cause> {
         info!("{cause}");
         let since = Instant::now();
         // The hangup closes the main stream of a QEMU that does not cancel safely first, and then its channels. A QEMU that cancels
         // safely may block while it writes device state, and not answer its monitor.
-        let is_safe = source.qemu.cancels_safely();
+        let is_safe = source.qemu.cancels_safely() || copies.are_due();
         let is_calm = matches!(cause, Cause::Cancelled | Cause::TimedOut { .. });
         if !is_safe || !is_calm {
             hangup.hang_up();

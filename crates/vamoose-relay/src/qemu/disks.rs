@@ -1,4 +1,4 @@
-//! Activates the disk images of a guest that does not run.
+//! Activates the disk images of a guest that does not run, and exports them by QEMU's NBD server.
 //!
 //! A source inactivates its images when it has sent its guest. With `late-block-activate` a destination leaves the images inactive
 //! until `cont`, so that they are active at one end only. A guest that is to stay paused needs active images, too: QEMU before 10.0
@@ -10,6 +10,7 @@ use std::{
     collections::BTreeSet,
     env, fs, io,
     os::unix::{fs::DirBuilderExt as _, net::UnixListener},
+    path::PathBuf,
 };
 
 use handover::AttemptId;
@@ -19,8 +20,8 @@ use serde_json::json;
 use tracing::debug;
 use vamoose_link::random_id;
 
-use super::{Qemu, QemuError};
-use crate::chain;
+use super::{COPY, Qemu, QemuError};
+use crate::{chain, qmp::QmpError};
 
 impl Qemu {
     /// Activates all images in this QEMU, without running the guest.
@@ -43,22 +44,54 @@ impl Qemu {
     }
 
     fn export_unreachable(&mut self, nodes: &[String]) -> Result<(), QemuError> {
-        let listener = unreachable_listener().map_err(QemuError::Listener)?;
-        self.qmp.give(FILE, listener.as_fd())?;
-        let address = json!({ "type": "fd", "data": { "str": FILE } });
-        let server = json!({ "addr": address, "max-connections": 1 });
-        if let Err(error) = self.execute("nbd-server-start", server) {
-            self.execute("closefd", json!({ "fdname": FILE }))?;
-            return Err(error);
-        }
-        let exported = nodes.iter().enumerate().try_for_each(|(number, node)| {
-            let id = format!("{FILE}-{number}");
-            let export = json!({ "type": "nbd", "id": id, "node-name": node });
-            self.execute("block-export-add", export)
-        });
+        // The server cannot be reached once its folder is gone.
+        let listener = PrivateFolder::new().and_then(|folder| folder.listen());
+        self.start_nbd_server(&listener.map_err(QemuError::Listener)?, 1)?;
+        let exported = nodes
+            .iter()
+            .enumerate()
+            .try_for_each(|(number, node)| self.export(&format!("{FILE}-{number}"), node, false));
         // This removes the exports, too.
         let stopped = self.execute("nbd-server-stop", json!({}));
         exported.and(stopped)
+    }
+
+    /// Makes QEMU's NBD server accept clients of `listener`.
+    pub(crate) fn start_nbd_server(
+        &mut self,
+        listener: &UnixListener,
+        most_clients: usize,
+    ) -> Result<(), QemuError> {
+        self.qmp.give(FILE, listener.as_fd())?;
+        let address = json!({ "type": "fd", "data": { "str": FILE } });
+        let server = json!({ "addr": address, "max-connections": most_clients });
+        let started = self.execute("nbd-server-start", server);
+        if started.is_err() {
+            self.execute("closefd", json!({ "fdname": FILE }))?;
+        }
+        started
+    }
+
+    /// Exports an image under this id, which activates the image.
+    pub(crate) fn export(&mut self, id: &str, node: &str, writable: bool) -> Result<(), QemuError> {
+        let export =
+            json!({ "type": "nbd", "id": id, "name": id, "node-name": node, "writable": writable });
+        self.execute("block-export-add", export)
+    }
+
+    /// Ends the NBD server if disks have been copied to it: from now on only the guest writes to its disks.
+    pub(crate) fn end_copies(&mut self) -> Result<(), QemuError> {
+        let exports = match self.qmp.execute("query-block-exports", json!({})) {
+            // Before 5.2 there are none.
+            Err(QmpError::Refused { .. }) => return Ok(()),
+            exports => exports?,
+        };
+        let mut ids = exports.as_array().into_iter().flatten();
+        let is_copy = |id: &str| id.starts_with(COPY);
+        match ids.any(|export| export["id"].as_str().is_some_and(is_copy)) {
+            true => self.execute("nbd-server-stop", json!({})),
+            false => Ok(()),
+        }
     }
 
     fn block_graph(&mut self) -> Result<Graph, QemuError> {
@@ -74,13 +107,31 @@ impl Qemu {
 /// QEMU's name for the listener's file.
 const FILE: &str = "vamoose";
 
-/// A socket at which QEMU can listen, and to which no process can connect: its file has been removed from a private folder.
-fn unreachable_listener() -> io::Result<UnixListener> {
-    let folder = env::temp_dir().join(format!("vamoose-{}", AttemptId(random_id()?)));
-    fs::DirBuilder::new().mode(0o700).create(&folder)?;
-    let listener = UnixListener::bind(folder.join("nobody"));
-    fs::remove_dir_all(&folder)?;
-    listener
+/// A folder for the socket of an NBD server, which only this process and root can reach. Removed on drop.
+pub(crate) struct PrivateFolder(PathBuf);
+
+impl PrivateFolder {
+    pub(crate) fn new() -> io::Result<Self> {
+        let folder = env::temp_dir().join(format!("vamoose-{}", AttemptId(random_id()?)));
+        fs::DirBuilder::new().mode(0o700).create(&folder)?;
+        Ok(Self(folder))
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.0.join("nbd")
+    }
+
+    /// A listener to be passed to QEMU.
+    pub(crate) fn listen(&self) -> io::Result<UnixListener> {
+        UnixListener::bind(self.socket())
+    }
+}
+
+impl Drop for PrivateFolder {
+    fn drop(&mut self) {
+        // What cannot be removed stays as private as it was.
+        let _ = fs::remove_dir_all(&self.0);
+    }
 }
 
 /// QEMU's images and their users.
@@ -172,7 +223,7 @@ mod tests {
 
     #[test]
     fn unlinked_listener_is_unreachable() {
-        let listener = unreachable_listener().unwrap();
+        let listener = PrivateFolder::new().unwrap().listen().unwrap();
         let address = listener.local_addr().unwrap();
         assert!(!address.as_pathname().unwrap().exists());
     }

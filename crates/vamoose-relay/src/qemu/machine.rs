@@ -61,6 +61,14 @@ pub enum Fit {
     Fails,
 }
 
+impl Fact {
+    /// A part of the text is the peer's.
+    pub(super) fn new(fit: Fit, text: &str) -> Self {
+        let text = text.replace(char::is_control, "?");
+        Self { fit, text }
+    }
+}
+
 impl fmt::Display for Fact {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
@@ -200,9 +208,7 @@ impl Facts<'_> {
                 (fit, format!("{what}: {here} here, {there} at {host}"))
             }
         };
-        // The text is in part the peer's.
-        let text = text.replace(char::is_control, "?");
-        self.all.push(Fact { fit, text });
+        self.all.push(Fact::new(fit, &text));
     }
 
     /// The guest may use what its CPU has here. QEMU does not check that.

@@ -133,6 +133,7 @@ impl Qemu {
         self.before = self.settings()?;
         let mut wanted = Settings::default();
         let on = self.before.switched_on();
+        let on = on.filter(|(name, _)| !mandatory.contains(name));
         for (name, _) in on.filter(|(_, meaning)| *meaning == InTheWay) {
             info!("the migration capability `{name}` is switched off for this migration");
             wanted.capabilities.insert(name.to_owned(), false);

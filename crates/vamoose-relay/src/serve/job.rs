@@ -5,17 +5,21 @@
 use std::{
     io,
     sync::{Arc, Condvar, Mutex, PoisonError, Weak},
+    thread,
     time::{Duration, Instant},
 };
 
 use handover::{
-    AttemptId, Destination, DestinationDriver, DestinationEvent, DestinationHost,
+    AttemptId, ConnectionKind, Destination, DestinationDriver, DestinationEvent, DestinationHost,
     DestinationMessage, DestinationState, SourceMessage,
 };
-use tracing::{debug, info, warn};
+use tracing::{Span, debug, info, warn};
 use vamoose_link::{Hangup, PollQueue, Session, Stats, Stream, lock, send_message};
 
-use super::qemu::{DestinationQemu, LOADING};
+use super::{
+    qemu::{DestinationQemu, LOADING},
+    storage::Exports,
+};
 use crate::{
     Config, Dialer, EndKind, Observer, Outcome, Relay, RelayError, Role, UnderWay, chain,
     journal::{AtDestination, Entry},
@@ -44,6 +48,8 @@ pub(crate) struct Transfer {
     stats: Arc<Stats>,
     dialer: Dialer,
     pub(super) config: Config,
+    /// The disks that are copied.
+    pub(super) exports: Option<Exports>,
     observer: Arc<dyn Observer>,
 }
 
@@ -78,6 +84,7 @@ impl Transfer {
             stats: Arc::default(),
             dialer,
             config,
+            exports: None,
             observer,
         })
     }
@@ -131,15 +138,24 @@ impl Job {
         let (peer, observer) = (session.identity().unwrap_or_default(), &transfer.observer);
         let observation =
             Observation::begin(observer, Role::Destination, peer, transfer.began, stats);
-        let result = Relay {
+        let relay = Relay {
             accept: &transfer.connections,
             dialer: &transfer.dialer,
             config: &transfer.config,
             hangup: &transfer.hangup,
             stats: &transfer.stats,
             on_loaded: &|| self.handle(DestinationEvent::Loaded),
-        }
-        .relay();
+        };
+        let span = Span::current();
+        let result = thread::scope(|scope| {
+            if let Some(exports) = &transfer.exports {
+                let disks = exports.relay(&relay);
+                scope.spawn(move || span.in_scope(|| disks.pass_bytes()));
+            }
+            let result = relay.relay();
+            transfer.hangup.hang_up();
+            result
+        });
         let switchover = result.as_ref().ok().and_then(|summary| summary.switchover);
         observation.end(EndKind::of(&result), switchover, session.faults());
         let cause = match result {
@@ -171,9 +187,13 @@ impl Job {
     }
 
     /// Adds a data connection, if it belongs to the source's session.
-    pub(super) fn push(&self, stream: Arc<Stream>, session: &Session) {
+    pub(super) fn push(&self, kind: ConnectionKind, stream: Arc<Stream>, session: &Session) {
         match self.transfer() {
-            Some(transfer) if transfer.session.is(session) => transfer.connections.push(stream),
+            Some(transfer) if transfer.session.is(session) => match (kind, &transfer.exports) {
+                (ConnectionKind::Disk, Some(exports)) => exports.streams.push(stream),
+                (ConnectionKind::Disk, None) => warn!("{}: a disk is not expected", self.name),
+                _ => transfer.connections.push(stream),
+            },
             Some(_) => warn!("{}: a data connection of another session", self.name),
             None => warn!("{}: a data connection after the end", self.name),
         }

@@ -99,8 +99,8 @@ impl Server {
         let _span = span(attempt).entered();
         match kind {
             ConnectionKind::Control => self.converse(scope, attempt, stream, session),
-            ConnectionKind::Data => match self.jobs.get(attempt) {
-                Some(job) => job.push(stream.clone(), session),
+            ConnectionKind::Data | ConnectionKind::Disk => match self.jobs.get(attempt) {
+                Some(job) => job.push(kind, stream.clone(), session),
                 None => warn!("a data connection for the unknown attempt {attempt}"),
             },
         }

@@ -95,7 +95,9 @@ impl DestinationQemu {
 
     /// Continues the loaded guest unless it has been continued, or activates its disks if it is to stay paused. Returns its state.
     pub(super) fn run(&mut self, resume: bool) -> DestinationEvent {
-        let state = match self.wait_until_loaded() {
+        let loaded = self.wait_until_loaded();
+        let ready = loaded.and_then(|state| self.with_qemu(Qemu::end_copies).map(|()| state));
+        let state = match ready {
             Ok(state) => state,
             Err(error) => return self.not_started(&error),
         };

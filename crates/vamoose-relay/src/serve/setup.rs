@@ -13,13 +13,13 @@ use tracing::info;
 use vamoose_codec::raw_frame;
 use vamoose_link::{Address, MethodChoice, Session};
 
-use super::{DestinationQemu, Job, Server, job::Transfer};
+use super::{DestinationQemu, Job, Server, job::Transfer, storage::Exports};
 use crate::{
     Config, Dialer, Instance, JournalError, chain,
     control::{Offer, Request},
     journal::{AtDestination, Record, now},
     process::ProcessError,
-    qemu::{Qemu, QemuError},
+    qemu::{Disk, Qemu, QemuError},
 };
 
 /// A waiting QEMU that has not been touched. Its monitor is held.
@@ -39,8 +39,18 @@ impl Waiting {
             knows_zero_pages: self.qemu.knows_zero_pages(),
             keeps_suspended: self.qemu.keeps_suspended(),
             machine: self.qemu.machine(&self.instance.uuid)?,
+            disks: self.disks()?,
         })?;
         Ok(DestinationMessage::Inspected { details })
+    }
+
+    /// The disks that there are, if the source asks for some.
+    fn disks(&mut self) -> Result<Option<Vec<Disk>>, QemuError> {
+        if self.request.disks.is_empty() {
+            return Ok(None);
+        }
+        let images = self.qemu.images()?.into_iter();
+        Ok(Some(images.map(|image| image.disk).collect()))
     }
 }
 
@@ -109,7 +119,15 @@ impl Server {
             state: DestinationState::Receiving,
         })?;
         entry.write()?;
-        if let Err(error) = self.set_up(&mut qemu, &request, &mut transfer.config, &incoming) {
+        let exports = Exports::open(&mut qemu, &request.disks);
+        let ready = exports.and_then(|exports| {
+            transfer.exports = exports;
+            self.set_up(&mut qemu, &request, &mut transfer.config, &incoming)
+        });
+        if let Err(error) = ready {
+            if transfer.exports.is_some() {
+                Exports::close(&mut qemu);
+            }
             let cause = chain(&error);
             entry.record.state = DestinationState::Aborted { cause };
             entry.write()?;
@@ -192,6 +210,10 @@ pub(super) enum PrepareError {
     Layout(#[from] multifd::LayoutError),
     #[error("invalid name `{0}`: only letters, digits, `-`, `_` and `.` are allowed")]
     Name(String),
+    #[error("its QEMU has no writable disk `{0}`: start it with the disks of the source's QEMU")]
+    NoDisk(String),
+    #[error("the disk `{0}` cannot be made ready for a copy")]
+    NotExported(String, #[source] QemuError),
     #[error("this server is about to end: try again after its restart")]
     Draining,
     #[error("{0}: another migration to this QEMU is under way")]

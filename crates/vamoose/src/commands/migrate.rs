@@ -23,7 +23,7 @@ use tracing::{info, warn};
 use vamoose_link::{Address, DialError, Remote, lock, millis};
 use vamoose_relay::{
     AttemptId, AutoConverge, Cause, ControlError, Failure, Fit, GuestLocation, Migration, News,
-    OnTimeout, Role, UnderWay,
+    OnTimeout, Role, Storage, UnderWay,
 };
 
 use vamoose::{
@@ -55,7 +55,8 @@ use vamoose::{
 #[command(after_help = "\
 Examples:
   vamoose migrate web1 kvm2
-  vamoose migrate web1 192.0.2.20:4450 --max-bandwidth 500Mbit")]
+  vamoose migrate web1 192.0.2.20:4450 --max-bandwidth 500Mbit
+  vamoose migrate web1 kvm2 --storage all")]
 pub(crate) struct Options {
     /// Guest to migrate: the name of its QEMU on both hosts
     #[arg(required_unless_present = "name")]
@@ -126,6 +127,21 @@ pub(crate) struct Options {
     /// Only for an attempt that an earlier run asks to confirm.
     #[arg(help_heading = HAND_OVER, long, value_name = "ID", hide_short_help = true)]
     confirm: Option<AttemptId>,
+    /// Copy the guest's disks to the images that the waiting QEMU has for them
+    ///
+    /// The images there must have the same virtual sizes. inc is for images on top of backing files that both hosts have.
+    #[arg(long, value_enum, value_name = "WHAT")]
+    storage: Option<What>,
+    /// Copy this disk only: a drive's id, or the id of a device
+    ///
+    /// Repeat it for several disks. Default: all that are writable.
+    #[arg(
+        long,
+        value_name = "NAME",
+        requires = "storage",
+        hide_short_help = true
+    )]
+    storage_disk: Vec<String>,
     /// Check everything at both ends, compare both QEMUs, and stop before anything is changed
     ///
     /// Writes no report.
@@ -175,6 +191,15 @@ impl OnTimeoutName {
             Self::Force => OnTimeout::Force,
         }
     }
+}
+
+/// What of each disk to copy.
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+enum What {
+    /// All of it
+    All,
+    /// What its image has on top of its backing file
+    Inc,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -227,6 +252,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let mut timeline = Timeline::default();
     let watched = Mutex::new(None);
     let watchable = watchable::bind(&state_dir);
+    let storage = options.storage();
     let migration = Migration {
         qmp: &qmp,
         to: &to,
@@ -243,6 +269,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             .map(|after| (after, options.on_timeout.action())),
         auto_converge,
         dirty_limit: options.dirty_limit.map(|Rate(rate)| rate.get()),
+        storage: storage.as_ref(),
         zero_page_detection: options.zero_page_detection.map(ZeroPageDetection::name),
         confirm: options.confirm,
         quit_source: options.quit_source,
@@ -281,6 +308,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
                 .of_guest(moved)
                 .of_policy(&moved.source)
                 .of_attempt(guest, moved.attempt, GuestLocation::Destination)
+                .of_disks(moved.disks)
         }
         Err(failure) => {
             let elapsed = start.elapsed();
@@ -288,6 +316,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
                 .failed(status(failure), failure)
                 .of_policy(&last.source)
                 .of_attempt(guest, failure.attempt, failure.guest)
+                .of_disks(last.disks)
         }
     };
     let report = report.of_link(last.session.as_ref());
@@ -349,6 +378,14 @@ impl Options {
         let qmp = self.qmp.clone();
         let qmp = qmp.unwrap_or_else(|| self.qmp_dir.qmp_dir.join(format!("{guest}.qmp")));
         Ok((self.name.as_deref().unwrap_or(guest), qmp))
+    }
+
+    /// The disks to copy.
+    fn storage(&self) -> Option<Storage> {
+        self.storage.map(|what| Storage {
+            increments: what == What::Inc,
+            only: self.storage_disk.clone(),
+        })
     }
 
     /// Prints what `migrate` would compare, and what it would do.

@@ -40,6 +40,7 @@ mod replaced;
 mod running;
 mod selftest;
 mod settings;
+mod storage;
 mod suspended;
 mod terminal;
 mod watch;
