@@ -20,6 +20,7 @@
 //!   to give up the only copy.
 //! - I6: a guest that its owner has paused is requested to run, or one that shall run is left paused.
 //! - I7: two VMMs have the guest's disks, or one is reported to have the guest that does not have its disks.
+//! - I8: the guest runs with disks that lack something it has written, where each host has disks of its own.
 //!
 //! # What the model takes for granted, and every driver has to see to
 //! - A new attempt begins only when the journal has no other of this VMM that is not over.
@@ -64,6 +65,7 @@ const QEMU: Scene = Scene {
     hosts: 1,
     attempts: 1,
     resume: true,
+    copies: false,
     bounds: Bounds::any(2, 3),
     mutant: None,
 };
@@ -122,6 +124,18 @@ fn a_guest_that_is_continued_and_stops() {
             .with(Fault::Repeat, 0),
         ..QEMU
     });
+}
+
+#[test]
+fn a_guest_whose_disks_are_copied() {
+    for resume in [true, false] {
+        never_goes_wrong(Scene {
+            name: "QEMUs, disks of their own",
+            copies: true,
+            resume,
+            ..QEMU
+        });
+    }
 }
 
 /// What a command finds sent may be another tool's doing: it asks for a word.
@@ -515,6 +529,26 @@ mod mutants {
         caught(scene, Mutant::TakesForItsOwn, "I1 never two that run");
     }
 
+    #[test]
+    fn a_migration_does_not_wait_for_the_copies_of_the_disks() {
+        let scene = Scene {
+            copies: true,
+            bounds: Bounds::these(1, []),
+            ..QEMU
+        };
+        caught(scene, Mutant::GoesOnWhenReady, WHOLE_DISKS);
+    }
+
+    #[test]
+    fn a_guest_that_stays_has_gone_over_to_the_copies() {
+        let scene = Scene {
+            copies: true,
+            bounds: Bounds::these(1, [(Fault::Failure, 1)]),
+            ..QEMU
+        };
+        caught(scene, Mutant::GoesOverToTheCopies, WHOLE_DISKS);
+    }
+
     /// None of them is found where the machines are used as they are meant to be.
     #[test]
     fn without_a_mutant_nothing_is_found() {
@@ -524,6 +558,7 @@ mod mutants {
         }
     }
 
+    const WHOLE_DISKS: &str = "I8 never with disks that lack a write";
     const HAS_DISKS: &str = "I7 who has the guest has its disks";
 
     fn caught(scene: Scene, mutant: Mutant, property: &'static str) {

@@ -71,6 +71,7 @@ impl Model for Stage {
             never!("I6 runs as it did before", RunsUnasked),
             never!("I7 never two that have the disks", TwoDisks),
             never!("I7 who has the guest has its disks", NoDisks),
+            never!("I8 never with disks that lack a write", OldDisks),
             // That the model is about something.
             Property::sometimes(STORIES[3], |_, world: &World| {
                 world.now.driver.is_none() && world.has_record(GuestLocation::Destination)

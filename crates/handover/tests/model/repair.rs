@@ -144,10 +144,15 @@ impl Now {
             return Some(Step::Look);
         }
         match self.source {
-            SourceVmm::Migrating(attempt) if self.has_data_path(attempt.into()) => {
-                return Some(Step::AllSent(attempt.into()));
+            SourceVmm::Migrating(attempt) | SourceVmm::Held(attempt)
+                if self.has_data_path(attempt.into()) =>
+            {
+                return Some(self.sends_all(attempt.into()));
             }
-            SourceVmm::Migrating(_) => return Some(Step::MigrationFails { by_itself: false }),
+            SourceVmm::Held(_) if self.driver.is_none() => {}
+            SourceVmm::Migrating(_) | SourceVmm::Held(_) => {
+                return Some(Step::MigrationFails { by_itself: false });
+            }
             SourceVmm::Switching(_) => return Some(Step::Stop),
             _ => {}
         }

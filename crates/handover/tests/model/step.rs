@@ -10,8 +10,8 @@ use handover::{
 };
 
 use crate::world::{
-    Attempt, Connection, Doing, Driver, Engine, Fault, Job, Mutant, Now, Operation, Scene,
-    SourceVmm, Vmm, World, Wrong, incarnation, plain,
+    Attempt, Connection, DiskCopy, Doing, Driver, Engine, Fault, Job, Mutant, Now, Operation,
+    Scene, SourceVmm, Vmm, World, Wrong, incarnation, plain,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,6 +63,10 @@ pub(crate) enum Step {
     Look,
     /// The driver lets the guest go on at the source.
     Resume(Outcome),
+    /// The guest is paused, and its migration waits for the copies of its disks.
+    Hold(usize),
+    /// These are complete.
+    Copied(usize),
     AllSent(usize),
     Stop,
     MigrationFails {
@@ -252,7 +256,7 @@ impl Now {
     pub(crate) fn takes_commands(&self, scene: &Scene) -> bool {
         let is_quiet = matches!(
             self.source,
-            SourceVmm::Runs | SourceVmm::Stopped(_) | SourceVmm::Dead { .. }
+            SourceVmm::Runs | SourceVmm::Held(_) | SourceVmm::Stopped(_) | SourceVmm::Dead { .. }
         );
         let is_alive = !matches!(self.source, SourceVmm::Dead { .. });
         match scene.engine {
@@ -367,11 +371,25 @@ impl Now {
                 let attempt = usize::from(attempt);
                 if self.has_data_path(attempt) {
                     if !self.has_news_of_owner(scene) {
-                        steps.push(Step::AllSent(attempt));
+                        steps.push(self.sends_all(attempt));
                     }
                     steps.push(Step::MigrationFails { by_itself: true });
                 } else {
                     steps.push(Step::MigrationFails { by_itself: false });
+                }
+            }
+            SourceVmm::Held(attempt) => {
+                let attempt = usize::from(attempt);
+                let by_itself = self.has_data_path(attempt);
+                if by_itself {
+                    steps.push(self.sends_all(attempt));
+                }
+                if by_itself && scene.mutant == Some(Mutant::GoesOnWhenReady) {
+                    steps.push(Step::AllSent(attempt));
+                }
+                // A QEMU without a driver waits.
+                if self.driver.is_some() {
+                    steps.push(Step::MigrationFails { by_itself });
                 }
             }
             SourceVmm::Switching(_) => {
@@ -395,6 +413,16 @@ impl Now {
         }
         if matches!(self.source, SourceVmm::Runs | SourceVmm::Migrating(_)) {
             steps.push(Step::Owner);
+        }
+    }
+
+    /// The next step of a migration that has not failed.
+    pub(crate) fn sends_all(&self, attempt: usize) -> Step {
+        let is_held = matches!(self.source, SourceVmm::Held(_));
+        match self.attempts[attempt].copy {
+            DiskCopy::Shared | DiskCopy::Complete => Step::AllSent(attempt),
+            DiskCopy::Behind if is_held => Step::Copied(attempt),
+            DiskCopy::Behind => Step::Hold(attempt),
         }
     }
 
@@ -426,7 +454,9 @@ impl Now {
     }
 
     pub(crate) fn has_data_path(&self, attempt: usize) -> bool {
-        let sends = self.source == SourceVmm::Migrating(index(attempt))
+        let sends = [SourceVmm::Migrating, SourceVmm::Held]
+            .map(|state| state(index(attempt)))
+            .contains(&self.source)
             && self.driver.as_ref().is_some_and(|driver| {
                 usize::from(driver.attempt) == attempt
                     && matches!(driver.machine.state(), SourceState::Moving { .. })
@@ -591,15 +621,21 @@ impl Now {
                 }
             }
             Step::Resume(outcome) => self.resume(scene, outcome),
+            Step::Hold(attempt) => {
+                self.source = SourceVmm::Held(index(attempt));
+                self.is_paused();
+            }
+            Step::Copied(attempt) => {
+                self.attempts[attempt].copy = DiskCopy::Complete;
+                if scene.mutant == Some(Mutant::GoesOverToTheCopies) {
+                    self.went_over = Some(index(attempt));
+                }
+            }
             Step::AllSent(attempt) => {
                 self.source = SourceVmm::Switching(index(attempt));
                 // Before the end of the stream.
                 self.source_disks = false;
-                // It has run until now, and that is what has been sent.
-                let wanted = self.wanted;
-                if let Some(driver) = self.driver.as_mut().filter(|_| wanted) {
-                    driver.continued = false;
-                }
+                self.is_paused();
                 self.attempts[attempt].vmm = Vmm::Loaded;
                 self.attempts[attempt].stale = false;
                 if scene.mutant == Some(Mutant::TakesDisksEarly) {
@@ -655,6 +691,14 @@ impl Now {
 
 /// The source's side.
 impl Now {
+    /// The guest has run until now, and that is what has been sent, or will be.
+    fn is_paused(&mut self) {
+        let wanted = self.wanted;
+        if let Some(driver) = self.driver.as_mut().filter(|_| wanted) {
+            driver.continued = false;
+        }
+    }
+
     fn command(&mut self, scene: &Scene, to: u8, confirm: bool) {
         self.to = to;
         if let Some(mut machine) = self.kept.take() {
@@ -671,6 +715,10 @@ impl Now {
             return;
         };
         let assumes = scene.mutant == Some(Mutant::AssumesThatItRan);
+        if matches!(self.source, SourceVmm::Held(_)) {
+            // Nobody knows how far the copies are: it is cancelled.
+            self.runs_here();
+        }
         let resume = self.attempts[attempt].resume || assumes;
         let confirmed = confirm || scene.mutant == Some(Mutant::TakesForItsOwn);
         let blind = scene.mutant == Some(Mutant::CommitsWithoutALook);
@@ -733,6 +781,10 @@ impl Now {
             job: None,
             vmm: Vmm::Waiting,
             disks: false,
+            copy: match scene.copies {
+                true => DiskCopy::Behind,
+                false => DiskCopy::Shared,
+            },
             stale: false,
             ran: false,
             seen: false,

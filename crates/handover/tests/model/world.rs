@@ -18,6 +18,8 @@ pub(crate) struct Scene {
     pub(crate) attempts: usize,
     /// Whether the guest runs at the beginning; its owner has paused it otherwise.
     pub(crate) resume: bool,
+    /// Whether each host has disks of its own, to which the guest's are copied.
+    pub(crate) copies: bool,
     /// What may happen, how often.
     pub(crate) bounds: Bounds,
     pub(crate) mutant: Option<Mutant>,
@@ -85,6 +87,10 @@ pub(crate) enum Mutant {
     TakesForItsOwn,
     /// The owner's wish of the beginning is what counts at the end.
     ForgetsThePause,
+    /// The migration goes on when the copies of the disks have caught up once.
+    GoesOnWhenReady,
+    /// The guest at the source goes over to the copies when these are complete.
+    GoesOverToTheCopies,
 }
 
 /// What is never to happen.
@@ -118,6 +124,8 @@ pub(crate) enum Wrong {
     TwoDisks,
     /// I7: who is reported to have the guest does not have its disks.
     NoDisks,
+    /// I8: the guest runs with disks that lack a write, or that are gone.
+    OldDisks,
 }
 
 /// Events that cost: their number is what bounds an exploration.
@@ -234,6 +242,8 @@ pub(crate) struct Now {
     pub(crate) source_stale: bool,
     /// The source's VMM has the guest's disks.
     pub(crate) source_disks: bool,
+    /// The attempt to whose copies the guest at the source has gone over.
+    pub(crate) went_over: Option<u8>,
     /// The guest's owner wants it to run.
     pub(crate) wanted: bool,
     pub(crate) driver: Option<Driver>,
@@ -263,6 +273,8 @@ pub(crate) enum SourceVmm {
     Runs,
     /// Still as its owner wants it.
     Migrating(u8),
+    /// Paused until the copies of its disks are complete. It can still be cancelled.
+    Held(u8),
     /// All has been sent; may still go back by itself.
     Switching(u8),
     /// Paused for good.
@@ -308,6 +320,7 @@ pub(crate) struct Attempt {
     pub(crate) vmm: Vmm,
     /// It has the guest's disks.
     pub(crate) disks: bool,
+    pub(crate) copy: DiskCopy,
     /// The guest has run elsewhere since this copy was made.
     pub(crate) stale: bool,
     /// The guest has run here.
@@ -321,6 +334,16 @@ pub(crate) struct Attempt {
     /// That this was about to happen could not be written down.
     pub(crate) unrecorded: bool,
     pub(crate) accepted_by: Option<Incarnation>,
+}
+
+/// The content of a destination's disks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum DiskCopy {
+    /// Both hosts have the same disks.
+    Shared,
+    /// It lacks some that the guest has written, or may lack it.
+    Behind,
+    Complete,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -382,6 +405,7 @@ impl World {
                 source: SourceVmm::Runs,
                 source_stale: false,
                 source_disks: true,
+                went_over: None,
                 wanted: scene.resume,
                 driver: None,
                 kept: None,
@@ -440,6 +464,9 @@ impl Now {
         for (index, other) in self.attempts.iter_mut().enumerate() {
             other.stale |= index != attempt && other.vmm != Vmm::Waiting;
         }
+        if self.attempts[attempt].copy == DiskCopy::Behind {
+            self.fail(Wrong::OldDisks);
+        }
         self.begins(was_stale);
     }
 
@@ -448,12 +475,16 @@ impl Now {
         self.source = SourceVmm::Runs;
         self.ages();
         self.begins(self.source_stale);
+        self.looks_for_disks();
     }
 
     /// The guest may run at the source: no copy counts any more.
     pub(crate) fn ages(&mut self) {
         for copy in &mut self.attempts {
             copy.stale |= copy.vmm != Vmm::Waiting;
+            if copy.copy == DiskCopy::Complete {
+                copy.copy = DiskCopy::Behind;
+            }
         }
         if let Some(driver) = &mut self.driver {
             driver.continued = true;
@@ -476,6 +507,15 @@ impl Now {
     pub(crate) fn dies(&mut self, attempt: usize) {
         self.attempts[attempt].vmm = Vmm::Dead;
         self.attempts[attempt].disks = false;
+        self.looks_for_disks();
+    }
+
+    /// Disks that the guest at the source has gone over to end with the VMM that has them.
+    fn looks_for_disks(&mut self) {
+        let of_dead = |attempt: u8| self.attempts[usize::from(attempt)].vmm == Vmm::Dead;
+        if self.source == SourceVmm::Runs && self.went_over.is_some_and(of_dead) {
+            self.fail(Wrong::OldDisks);
+        }
     }
 
     fn begins(&mut self, stale: bool) {
