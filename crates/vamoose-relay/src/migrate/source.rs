@@ -560,6 +560,31 @@ mod tests {
         assert!(!source.wait_until_ended().unwrap());
     }
 
+    /// As the killed driver of a migration with copies of disks leaves it.
+    #[test]
+    fn migration_that_is_held_is_cancelled() {
+        if newest_or_skip().unwrap().is_none() {
+            return;
+        }
+        for binary in lab::qemu::available() {
+            let mut process = Builder::bare(binary, 16 * MIB).start().unwrap();
+            process.qmp.cont().unwrap();
+            let held = json!([{ "capability": "pause-before-switchover", "state": true }]);
+            let held = json!({ "capabilities": held });
+            process
+                .qmp
+                .execute("migrate-set-capabilities", held)
+                .unwrap();
+            process.qmp.migrate("exec:cat > /dev/null").unwrap();
+            let held = process.qmp.wait_migration(&["pre-switchover"], LIMIT);
+            held.unwrap();
+            let mut source = SourceQemu::connect(&process.qmp_socket(), ANSWER_WITHIN).unwrap();
+            assert!(!source.wait_until_ended().unwrap(), "{}", binary.version);
+            assert_eq!(source.resume(true), SourceEvent::Resumed);
+            process.qmp.wait_status("running", LIMIT).unwrap();
+        }
+    }
+
     #[test]
     fn reason_for_a_stop_is_queried_until_qemu_answers() {
         let Some((mut process, mut source)) = running() else {

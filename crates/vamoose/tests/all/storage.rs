@@ -7,18 +7,18 @@ use std::{
     path::{Path, PathBuf},
     process::Command,
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, ensure};
 use lab::{
     qemu::{self, Binary, Builder, Qemu},
+    ram::Fill,
     vamoose::Vamoose,
     writer::{self, Disk, Ended},
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use tempfile::TempDir;
 
 use crate::common::{
     Host, LIMIT, MIB,
@@ -178,7 +178,7 @@ impl Scene {
     /// A guest that has begun to write.
     fn start(binary: &Binary, kind: Kind) -> Result<Self> {
         let disks = Disks::full(kind)?;
-        let here = disks.machine(binary).start()?;
+        let here = disks.machine(binary).content(Fill::Mixed, 1).start()?;
         writer::wait_begun(&here, LIMIT)?;
         writer::wait_written(&here, SOME, LIMIT)?;
         let storage = match kind {
@@ -277,7 +277,7 @@ fn exports(qemu: &mut Qemu) -> Result<Vec<Value>> {
 
 /// Waits until the copies of the disks are in this state.
 fn wait_for_jobs(source: &mut Qemu, status: &str) -> Result<()> {
-    let begin = std::time::Instant::now();
+    let begin = Instant::now();
     loop {
         let jobs = source.qmp.execute("query-jobs", json!({}))?;
         let jobs = jobs.as_array().cloned().unwrap_or_default();

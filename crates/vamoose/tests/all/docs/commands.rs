@@ -119,6 +119,11 @@ const ELSEWHERE: &[(&str, &str, Where)] = &[
     ),
     (
         "docs/storage.md",
+        "vamoose migrate web1 kvm2 --storage all",
+        Where::Similar("storage.rs", "\"--storage\", \"all\""),
+    ),
+    (
+        "docs/storage.md",
         "vamoose libvirt migrate",
         Where::Similar("libvirt.rs", "\"--copy-storage\", \"all\""),
     ),
