@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips load databases cuts faults bench paths libvirt package package-rpm package-image \
+.PHONY: help setup build demo test model flips load databases cuts faults bench paths predict libvirt package package-rpm package-image \
 	package-compare package-test first-migration release book
 
 help:          # Show these targets
@@ -62,6 +62,10 @@ bench: setup   # Measure Vamoose beside stock QEMU on this host (minutes; BENCH=
 # As root. PATHS_RAM and PATHS_RUNS set the guest's memory in MiB and how often each case runs.
 paths: setup   # Measure what a second path gains
 	cargo test --release -p vamoose --test all paths:: -- --ignored --nocapture
+
+# As root. PREDICT_ONLY selects rows by a part of their names.
+predict: setup # Compare what `vamoose predict` says of guests and links with their migrations (minutes)
+	cargo test --release -p vamoose --test all predict:: -- --ignored --nocapture
 
 # As root. STORAGE_SIZE and STORAGE_RUNS set the disk's size in MiB and how often each case runs.
 storage: setup # Measure disks and requests through two gateways beside QEMU alone, and cut the link meanwhile (minutes)

@@ -26,6 +26,8 @@ pub enum ConnectionKind {
     Data,
     /// A disk, in the format of the engine.
     Disk,
+    /// Bytes to be discarded: the source measures the link.
+    Measure,
 }
 
 impl Preamble {
@@ -38,6 +40,7 @@ impl Preamble {
             ConnectionKind::Control => b'C',
             ConnectionKind::Data => b'D',
             ConnectionKind::Disk => b'S',
+            ConnectionKind::Measure => b'M',
         };
         rest[1..].copy_from_slice(&self.attempt.0);
         bytes
@@ -50,6 +53,7 @@ impl Preamble {
             b'C' => ConnectionKind::Control,
             b'D' => ConnectionKind::Data,
             b'S' => ConnectionKind::Disk,
+            b'M' => ConnectionKind::Measure,
             _ => return None,
         };
         let attempt = AttemptId(id.try_into().ok()?);
@@ -59,14 +63,16 @@ impl Preamble {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use proptest::{prelude::*, sample::select};
 
     use super::*;
 
     proptest! {
         #[test]
-        fn a_preamble_parses_back(control: bool, id: [u8; 16]) {
-            let kind = if control { ConnectionKind::Control } else { ConnectionKind::Data };
+        fn a_preamble_parses_back(
+            kind in select(&[ConnectionKind::Control, ConnectionKind::Data, ConnectionKind::Measure][..]),
+            id: [u8; 16],
+        ) {
             let preamble = Preamble { kind, attempt: AttemptId(id) };
             prop_assert_eq!(Preamble::parse(&preamble.to_bytes()), Some(preamble));
         }

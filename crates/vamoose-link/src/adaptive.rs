@@ -52,7 +52,7 @@ const LEAST_PACKETS: u32 = 2;
 const COMPARED_PART: usize = 4;
 
 /// The method and level of each rung.
-const METHODS: [(Method, Option<i32>); RUNGS] = [
+pub(crate) const METHODS: [(Method, Option<i32>); RUNGS] = [
     (Method::None, None),
     (Method::ZstdFrames, Some(-1)),
     (Method::ZstdFrames, Some(1)),

@@ -31,6 +31,7 @@ mod blocks;
 mod bytes;
 mod chain;
 mod conversation;
+mod cost;
 mod delta;
 mod dial;
 mod downtime;
@@ -60,6 +61,7 @@ pub use blocks::{ByteReader, ByteWriter};
 pub use bytes::Bytes;
 pub use chain::chain;
 pub use conversation::{Conversation, ConversationError, random_id, send_message};
+pub use cost::EncodingCost;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub use delta::testing as delta_testing;

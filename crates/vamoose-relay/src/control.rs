@@ -48,6 +48,9 @@ pub(crate) struct Offer {
     /// Its writable disks, if some are to be copied. `None` from a server that cannot take copies.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) disks: Option<Vec<Disk>>,
+    /// The server discards what comes over connections that measure the link. False for one of an older release.
+    #[serde(default)]
+    pub(crate) measures: bool,
 }
 
 /// Beginning of the cause of an abort that QEMU itself has given.
@@ -145,4 +148,26 @@ pub(crate) fn answer(
 /// The first bytes of a connection to a server.
 pub(crate) fn preamble(kind: ConnectionKind, attempt: AttemptId) -> [u8; handover::PREAMBLE_LEN] {
     Preamble { kind, attempt }.to_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use handover::{from_details, to_details};
+
+    use super::*;
+
+    #[test]
+    fn older_server_does_not_measure() {
+        let offer = Offer {
+            qemu: "11.1.0".to_owned(),
+            knows_zero_pages: true,
+            keeps_suspended: true,
+            machine: Machine::default(),
+            measures: true,
+        };
+        let mut details = to_details(&offer).unwrap();
+        assert_eq!(from_details::<Offer>(details.clone()).unwrap(), offer);
+        assert_eq!(details.remove("measures"), Some(true.into()));
+        assert!(!from_details::<Offer>(details).unwrap().measures);
+    }
 }

@@ -62,7 +62,10 @@ pub use gateway::{
 pub use handover::{AttemptId, GuestLocation};
 pub use instance::Instance;
 pub use journal::{Journal, JournalError};
-pub use migrate::{Cause, CopiedDisks, Failure, Migration, Moved, News, Progress, Storage};
+pub use migrate::{
+    Cause, CopiedDisks, Failure, Forecast, Inputs, LinkSpeed, Migration, Moved, News, Prediction,
+    Progress, Remedies, Storage, Writes,
+};
 pub use observer::{End, EndKind, Observed, Observer};
 pub use process::ProcessId;
 pub use qemu::{Fact, Fit, QemuError, Version};

@@ -14,6 +14,7 @@ mod earlier;
 mod error;
 mod hand_over;
 mod policy;
+mod predict;
 mod preflight;
 mod remainder;
 mod socket;
@@ -49,6 +50,7 @@ use crate::{
 use error::at_source;
 pub use error::{Cause, Failure};
 use hand_over::{Attempt, HandOver};
+pub use predict::{Forecast, Inputs, LinkSpeed, Prediction, Remedies, Writes};
 use preflight::Inspected;
 use socket::listen_beside;
 pub(crate) use source::SourceQemu;

@@ -4,6 +4,7 @@ mod disks;
 mod images;
 mod machine;
 mod settings;
+mod writes;
 
 use std::{
     fmt, io,

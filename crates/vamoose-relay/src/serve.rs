@@ -56,6 +56,8 @@ pub struct Server {
     observer: Arc<dyn Observer>,
     /// Every open connection holds a clone.
     connections: Arc<()>,
+    /// So does every one that measures the link.
+    measuring: Arc<()>,
     most_connections: usize,
     draining: Draining,
 }
@@ -121,6 +123,7 @@ impl Server {
             observer: Arc::new(()),
             incarnation: Incarnation(random_id()?),
             connections: Arc::default(),
+            measuring: Arc::default(),
             most_connections: most_connections(),
             draining: Draining::default(),
         })

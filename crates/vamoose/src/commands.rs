@@ -9,6 +9,7 @@ pub(crate) mod keys;
 pub(crate) mod libvirt;
 pub(crate) mod migrate;
 pub(crate) mod pages;
+pub(crate) mod predict;
 pub(crate) mod probe;
 pub(crate) mod relay;
 pub(crate) mod selftest;

@@ -8,6 +8,7 @@
 
 pub mod devices;
 pub mod exit;
+pub mod forecast;
 pub mod hints;
 pub mod hosts;
 pub mod link;

@@ -24,6 +24,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Migrate(commands::migrate::Options),
+    Predict(commands::predict::Options),
     Serve(commands::serve::Options),
     Keys(commands::keys::Options),
     Attempts(commands::attempts::Options),
@@ -45,12 +46,13 @@ fn main() -> ExitCode {
     let mut cli = Cli::parse();
     cli.log.is_brief = matches!(
         cli.command,
-        Command::Migrate(_) | Command::Libvirt(_) | Command::Evacuate(_)
+        Command::Migrate(_) | Command::Predict(_) | Command::Libvirt(_) | Command::Evacuate(_)
     );
     vamoose::program("vamoose", &cli.log, || match cli.command {
         Command::Relay(options) => commands::relay::run(&options),
         Command::Serve(options) => commands::serve::run(&options),
         Command::Migrate(options) => commands::migrate::run(&options),
+        Command::Predict(options) => commands::predict::run(options),
         Command::Gateway(options) => commands::gateway::run(&options),
         Command::Libvirt(options) => commands::libvirt::run(&options),
         Command::Evacuate(options) => commands::evacuate::run(&options),

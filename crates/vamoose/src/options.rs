@@ -236,6 +236,11 @@ impl JsonReport {
         self.json.is_some()
     }
 
+    /// Whether standard output is for the report alone.
+    pub fn takes_stdout(&self) -> bool {
+        self.json.as_deref() == Some("-")
+    }
+
     /// Fails if the report cannot be written, before there is one. Empties the file: an earlier report is not taken for this one.
     pub fn check(&self) -> Result<()> {
         if let Some(file) = self.json.as_deref().filter(|it| *it != "-") {

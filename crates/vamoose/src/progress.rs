@@ -412,7 +412,8 @@ fn parts(progress: &Progress, rates: &Rates) -> Vec<Part> {
     parts
 }
 
-fn rounded(time: Duration) -> String {
+/// A time in whole units, for people.
+pub fn rounded(time: Duration) -> String {
     match time.as_secs() {
         seconds @ 0..120 => format!("{} s", seconds + 1),
         seconds @ 120..7200 => format!("{} min", seconds.div_ceil(60)),

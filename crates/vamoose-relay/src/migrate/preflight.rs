@@ -9,7 +9,7 @@ use vamoose_link::{Conversation, Opening, random_id};
 
 use super::{Cause, Failure, Migration, SourceQemu, at_source};
 use crate::{
-    Fact, Fit, Journal,
+    Fact, Fit, Forecast, Journal,
     control::{ControlError, Offer, Request, answer, connect_first},
     journal::{AtSource, Record},
     qemu::{Image, compare, compare_disks},
@@ -23,6 +23,8 @@ pub(super) struct Inspected {
     pub(super) prepare: Prepare,
     /// The disks to be copied.
     pub(super) images: Vec<Image>,
+    /// The server discards what measures the link.
+    pub(super) measures: bool,
     facts: Vec<Fact>,
 }
 
@@ -30,11 +32,12 @@ pub(super) struct Inspected {
 const INSPECTED_WITHIN: Duration = Duration::from_secs(15);
 
 impl Migration<'_> {
-    /// Checks all that [`Migration::run`] checks before it begins, and changes nothing. `report` is called with what was compared.
+    /// Checks all that [`Migration::run`] checks before it begins, predicts what it would take, and changes nothing. `report` is
+    /// called with what was compared.
     ///
     /// # Errors
     /// Why the guest would not be migrated.
-    pub fn check(&self, report: &mut dyn FnMut(&Fact)) -> Result<(), Failure> {
+    pub fn check(&self, report: &mut dyn FnMut(&Fact)) -> Result<Forecast, Failure> {
         let journal = Journal::open(self.state_dir).map_err(at_source)?;
         self.check_idle(&journal)?;
         let source = SourceQemu::connect(self.qmp, self.connect_timeout);
@@ -59,11 +62,13 @@ impl Migration<'_> {
         &self,
         source: &mut SourceQemu,
         report: &mut dyn FnMut(&Fact),
-    ) -> Result<(), Cause> {
-        let control = self.connect(AttemptId(random_id()?), 0)?;
+    ) -> Result<Forecast, Cause> {
+        let attempt = AttemptId(random_id()?);
+        let control = self.connect(attempt, 0)?;
         let inspected = self.inspect(control, source, 0)?;
         inspected.facts.iter().for_each(report);
-        self.judge(&inspected)
+        self.judge(&inspected)?;
+        Ok(self.forecast(attempt, source, &inspected)?)
     }
 
     /// Refuses a guest that another process is moving.
@@ -173,6 +178,7 @@ impl Migration<'_> {
             streams,
             prepare,
             images,
+            measures: offer.measures,
             facts,
         })
     }

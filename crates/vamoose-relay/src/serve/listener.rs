@@ -1,6 +1,11 @@
 //! Accepts the connections of a server, and assigns each to its attempt.
 
-use std::{os::fd::AsFd as _, sync::Arc, thread::Scope, time::Duration};
+use std::{
+    os::fd::AsFd as _,
+    sync::Arc,
+    thread::Scope,
+    time::{Duration, Instant},
+};
 
 use handover::{
     AttemptId, ConnectionKind, DestinationMessage, PREAMBLE_LEN, Preamble, SourceMessage,
@@ -29,6 +34,11 @@ use crate::{
 const MOST_CONNECTIONS: u64 = 4096;
 /// Descriptors that are reserved for other uses than connections.
 const OTHER_DESCRIPTORS: u64 = 64;
+/// Bounds of connections that measure the link: how many at once, and the time and bytes of each. Nothing is answered but
+/// acknowledgements.
+const MOST_MEASURING: usize = 16;
+const MEASURED_TIME: Duration = Duration::from_secs(5);
+const MEASURED_BYTES: u64 = 64 << 30;
 /// How often leases are checked, and whether draining has finished.
 const TICK: Duration = Duration::from_secs(1);
 
@@ -103,7 +113,25 @@ impl Server {
                 Some(job) => job.push(kind, stream.clone(), session),
                 None => warn!("a data connection for the unknown attempt {attempt}"),
             },
+            ConnectionKind::Measure => self.discard(stream),
         }
+    }
+
+    /// Takes what a source sends to measure the link.
+    fn discard(&self, stream: &Stream) {
+        let measuring = self.measuring.clone();
+        if Arc::strong_count(&measuring) > MOST_MEASURING + 1 {
+            return debug!("too many connections that measure the link: one is closed");
+        }
+        let deadline = Instant::now() + MEASURED_TIME;
+        let (mut buffer, mut left) = (vec![0; 256 << 10], MEASURED_BYTES);
+        while left > 0
+            && Instant::now() < deadline
+            && let Ok(Some(read @ 1..)) = stream.read_until(&mut buffer, Some(deadline))
+        {
+            left = left.saturating_sub(read as u64);
+        }
+        stream.shut_down();
     }
 
     /// Answers the requests of one control connection.

@@ -40,6 +40,7 @@ impl Waiting {
             keeps_suspended: self.qemu.keeps_suspended(),
             machine: self.qemu.machine(&self.instance.uuid)?,
             disks: self.disks()?,
+            measures: true,
         })?;
         Ok(DestinationMessage::Inspected { details })
     }

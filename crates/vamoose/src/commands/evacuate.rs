@@ -7,6 +7,7 @@
 
 mod description;
 mod drive;
+mod forecast;
 mod libvirt;
 mod summary;
 mod survey;
@@ -90,7 +91,9 @@ pub(crate) struct Options {
     /// The migrations then do not depend on this process.
     #[arg(long)]
     p2p: bool,
-    /// Print the plan only
+    /// Print the plan only, with the time and bytes that it will take
+    ///
+    /// The time needs --max-bandwidth, as the link is not measured.
     #[arg(long)]
     dry_run: bool,
     #[command(flatten)]
@@ -113,11 +116,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let plan = Plan::new(&survey.fleet);
     let mut report = Report::of_plan(&survey, &plan);
     if options.dry_run {
+        let all = forecast::add(options, &survey, &plan, &mut report);
         let moves = plan.moves.iter().map(|step| step.guest);
         let stays = plan.stays.iter().map(|(guest, _)| *guest);
         for guest in moves.chain(stays) {
             println!("{}", report.guest(guest).line());
         }
+        println!("{all}");
         say_shut_off(&survey);
         options.json.write(&report)?;
         let stay = plan.stays.len();

@@ -28,7 +28,7 @@ use vamoose_relay::{
 
 use vamoose::{
     exit::OrUsage as _,
-    hosts,
+    forecast, hosts,
     link::LinkOptions,
     options::{
         BUSY, CONNECTIONS, ENCODING, Encoding, HAND_OVER, JsonReport, MethodName, OUTPUT, QmpDir,
@@ -142,11 +142,11 @@ pub(crate) struct Options {
         hide_short_help = true
     )]
     storage_disk: Vec<String>,
-    /// Check everything at both ends, compare both QEMUs, and stop before anything is changed
+    /// Check everything at both ends, compare both QEMUs, predict the migration, and stop before anything is changed
     ///
-    /// Writes no report.
+    /// The report of --json has the prediction. `vamoose predict` is the same.
     #[arg(long)]
-    dry_run: bool,
+    pub(super) dry_run: bool,
     /// End the QEMU here (QMP `quit`) when the guest has certainly moved
     #[arg(long, conflicts_with = "dry_run")]
     quit_source: bool,
@@ -241,9 +241,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
     let state_dir = options.state_dir.path().or_usage()?;
     let auto_converge = options.auto_converge().or_usage()?;
-    if !options.dry_run {
-        options.json.check().or_usage()?;
-    }
+    options.json.check().or_usage()?;
     let start = Instant::now();
     let guest = options.guest.as_deref().unwrap_or(name);
     let peer = options.host.clone().unwrap_or_else(|| to.address());
@@ -388,23 +386,28 @@ impl Options {
         })
     }
 
-    /// Prints what `migrate` would compare, and what it would do.
+    /// Prints what `migrate` would compare, what it would do, and what that would take.
     fn check(&self, migration: &Migration<'_>, guest: &str) -> Result<()> {
+        let say = |text: &str| match self.json.takes_stdout() {
+            true => vamoose::say(text),
+            false => println!("{text}"),
+        };
         let checked = migration.check(&mut |fact| {
             let fit = match fact.fit {
                 Fit::Same => "same",
                 Fit::MayFail => "may fail",
                 Fit::Fails => "fails",
             };
-            println!("{fit:8}  {fact}");
+            say(&format!("{fit:8}  {fact}"));
         });
-        checked.map_err(|failure| self.not_moved(guest, failure))?;
+        let forecast = checked.map_err(|failure| self.not_moved(guest, failure))?;
         let host = migration.host;
         let (method, channels) = (migration.config.method.name(), migration.channels);
-        println!(
+        say(&format!(
             "{guest} can move to {host}: method {method}, {channels} channels. Nothing was changed."
-        );
-        Ok(())
+        ));
+        say(forecast::text(&forecast).trim_end());
+        self.json.write(&forecast::report(guest, &forecast))
     }
 
     fn not_moved(&self, guest: &str, failure: Failure) -> NotMoved {

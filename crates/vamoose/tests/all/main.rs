@@ -32,6 +32,7 @@ mod page_store;
 mod paths;
 mod paused;
 mod policy;
+mod predict;
 mod preflight;
 mod probe;
 mod relay;

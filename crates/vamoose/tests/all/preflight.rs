@@ -91,11 +91,11 @@ fn a_qemu_that_is_not_made_for_the_guest_is_refused_and_stays() -> Result<()> {
                 let refused = scene.migrate(options)?.failure(line)?;
                 ensure!(!refused.stderr.contains("has not confirmed"), "{line}");
                 if !options.is_empty() {
-                    let said = refused.stdout.lines().any(|said| {
+                    let said = refused.stderr.lines().any(|said| {
                         said.strip_prefix("fails ")
                             .is_some_and(|said| said.contains(line))
                     });
-                    ensure!(said, "{}", refused.stdout);
+                    ensure!(said, "{}", refused.stderr);
                 }
             }
             scene
@@ -145,15 +145,15 @@ fn a_dry_run_compares_and_changes_nothing() -> Result<()> {
             "same      CPU features: all there\n",
             "Nothing was changed.\n",
         ] {
-            ensure!(ended.stdout.contains(line), "{line}: {}", ended.stdout);
+            ensure!(ended.stderr.contains(line), "{line}: {}", ended.stderr);
         }
-        let differs = ended.stdout.contains("fail");
+        let differs = ended.stderr.contains("fail");
         ensure!(
             !differs,
             "{} to {}: {}",
             from.version,
             to.version,
-            ended.stdout
+            ended.stderr
         );
         scene.is_untouched()?;
         scene.migrate(&[])?.success()?;

@@ -459,6 +459,7 @@ mod tests {
             is_persistent: true,
             state: State::Running,
             memory: 0,
+            resident: 0,
             cpus: 1,
         };
         let migration = Migration {

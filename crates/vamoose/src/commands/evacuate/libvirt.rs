@@ -39,6 +39,8 @@ pub(super) struct Domain {
     pub(super) state: State,
     /// Maximum memory, in bytes.
     pub(super) memory: u64,
+    /// Memory that its QEMU has in use, at most that; the maximum if it is unknown.
+    pub(super) resident: u64,
     pub(super) cpus: u32,
 }
 
@@ -131,12 +133,15 @@ impl LibvirtHost {
             let stats = Fields::of(stats);
             // `None`: the guest has appeared since the first command.
             let uuid = *uuids.get(name)?;
+            let memory = kib(stats.number("balloon.maximum").unwrap_or(0));
+            let resident = stats.number("balloon.rss").map_or(memory, kib);
             Some(Domain {
                 name: name.to_owned(),
                 uuid: uuid.to_owned(),
                 is_persistent: persistent.contains(uuid),
                 state: State::new(stats.number("state.state")?, stats.number("state.reason")?),
-                memory: kib(stats.number("balloon.maximum").unwrap_or(0)),
+                memory,
+                resident: resident.min(memory),
                 cpus: stats.number("vcpu.current").unwrap_or(0),
             })
         });
@@ -179,6 +184,23 @@ impl LibvirtHost {
             remaining: stats.number("data_remaining").unwrap_or(0),
             downtime_ms: stats.number("downtime"),
         })
+    }
+
+    /// Begins to measure for a second how fast a guest writes.
+    pub(super) fn begin_dirty_rate(&self, uuid: &str) -> Result<()> {
+        self.run(&format!("domdirtyrate-calc {uuid} --seconds 1"))
+            .map(drop)
+    }
+
+    /// MiB per second that a guest has written; `None` while that is being measured.
+    pub(super) fn dirty_rate(&self, uuid: &str) -> Result<Option<u64>> {
+        const MEASURED: u32 = 2;
+        let stats = self.run(&format!("domstats --raw --dirtyrate {uuid}"))?;
+        let stats = Fields::of(&stats);
+        let is_measured = stats.number("dirtyrate.calc_status") == Some(MEASURED);
+        Ok(stats
+            .number("dirtyrate.megabytes_per_second")
+            .filter(|_| is_measured))
     }
 
     pub(super) fn abort(&self, uuid: &str) -> Result<()> {

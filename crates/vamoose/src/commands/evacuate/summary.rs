@@ -15,7 +15,7 @@ pub(super) struct Report {
     /// `planned`, `completed`, `stopped` or `incomplete`.
     pub(super) status: &'static str,
     host: String,
-    total_time: u64,
+    pub(super) total_time: u64,
     /// In the order of the fleet's guests.
     pub(super) guests: Vec<GuestReport>,
     /// Guests that are shut off, which are not moved.
@@ -49,6 +49,9 @@ pub(super) struct GuestReport {
     /// Bytes of the last try as QEMU counts them, before a gateway compresses them.
     pub(super) bytes: u64,
     pub(super) downtime: Option<u64>,
+    /// Of a plan, whether the migration will end; `None` if that is not known. Time and bytes are then predicted, too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) converges: Option<bool>,
 }
 
 impl Report {
@@ -68,6 +71,7 @@ impl Report {
             total_time: 0,
             bytes: 0,
             downtime: None,
+            converges: None,
         });
         let mut report = Self {
             status: "planned",
@@ -149,7 +153,15 @@ impl GuestReport {
         let Self { name, memory, .. } = self;
         let reason = self.reason.as_deref().unwrap_or("no reason is known");
         let text = match self.outcome {
-            "planned" => format!("-> {}", self.to.as_deref().unwrap_or_default()),
+            "planned" => {
+                let to = self.to.as_deref().unwrap_or_default();
+                let time = match (self.converges, self.total_time) {
+                    (Some(false), _) => ", does not converge: it writes too fast".to_owned(),
+                    (_, 0) => String::new(),
+                    (_, ms) => format!(" in {:.0} s", (ms as f64 / 1e3).ceil()),
+                };
+                format!("-> {to}: about {} MiB{time}", self.bytes >> 20)
+            }
             "moved" => {
                 let at = self.at.as_deref().unwrap_or_default();
                 let state = match self.state {

@@ -160,11 +160,22 @@ impl<'a> Evacuation<'a> {
         for name in &self.movable {
             let line = said.lines().find(|line| line.starts_with(name.as_str()));
             ensure!(
-                line.is_some_and(|line| line.ends_with("-> host2")),
+                line.is_some_and(|line| line.contains("-> host2: about ") && line.ends_with(" MiB")),
                 "{said}"
             );
         }
         ensure!(said.contains("stays: disk vda is /var/lib/disk"), "{said}");
+        ensure!(said.contains("all: about "), "{said}");
+        // With a limit, time as well.
+        let ended = self
+            .start(&["--dry-run", "--max-bandwidth", "200M"])?
+            .finish(LIMIT)?;
+        let timed = ended.failure("1 guests cannot move")?.stdout;
+        let are_timed = timed
+            .lines()
+            .filter(|line| line.contains("-> host2"))
+            .all(|line| line.contains(" MiB in "));
+        ensure!(are_timed, "{timed}");
         self.expect_moved(&BTreeSet::new())
     }
 

@@ -1,0 +1,104 @@
+//! What the link to a server carries: data streams that the server discards, for about a second.
+
+use std::{
+    num::NonZeroU64,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use handover::{AttemptId, ConnectionKind};
+use vamoose_link::{DialError, Limit, Pacer, Session, Stream};
+
+use crate::control::preamble;
+
+/// A measured link.
+#[derive(Clone, Copy, Debug)]
+pub struct LinkSpeed {
+    /// Bytes per second.
+    pub rate: f64,
+    /// Round-trip time, while nothing was sent.
+    pub round_trip: Duration,
+}
+
+/// More streams than this do not carry more, and the server accepts few.
+const MOST_STREAMS: u8 = 4;
+/// Time for the connections to find their speed.
+const WARM_UP: Duration = Duration::from_millis(300);
+const MEASURED: Duration = Duration::from_millis(900);
+/// Longest measurement of a link on which little arrives.
+const LONGEST: Duration = Duration::from_secs(3);
+const LOOK: Duration = Duration::from_millis(4);
+/// As large as a frame, and noise, which nothing on the way can compress.
+const PIECE: usize = 128 << 10;
+
+/// Measures the link of a `session` with as many streams as a migration has channels, within this bandwidth limit. `None` if the
+/// server accepts nothing.
+pub(super) fn measure(
+    session: &Session,
+    attempt: AttemptId,
+    channels: u8,
+    max_bandwidth: Option<NonZeroU64>,
+) -> Result<Option<LinkSpeed>, DialError> {
+    let round_trip = session.round_trip();
+    let streams = session.open_ahead(channels.min(MOST_STREAMS).into());
+    let streams = streams
+        .into_iter()
+        .map(|stream| Ok(Arc::new(stream.wait()?)));
+    let streams = streams.collect::<Result<Vec<_>, DialError>>()?;
+    let pacer = Pacer::new(max_bandwidth, &Limit::default());
+    pacer.follow(session.clone());
+    let noise = noise();
+    thread::scope(|scope| {
+        for stream in &streams {
+            let (pacer, noise) = (&pacer, &noise);
+            scope.spawn(move || send(stream, attempt, pacer, noise));
+        }
+        let rate = watch(|| session.paths().iter().map(|path| path.delivered).sum());
+        streams.iter().for_each(|stream| stream.shut_down());
+        pacer.close();
+        Ok(rate.map(|rate| LinkSpeed { rate, round_trip }))
+    })
+}
+
+/// Sends until the stream is shut down, or the server closes it.
+fn send(stream: &Stream, attempt: AttemptId, pacer: &Pacer, noise: &[u8]) {
+    let preamble = preamble(ConnectionKind::Measure, attempt);
+    let mut sent = stream.write_both(&preamble, &[]);
+    while sent.is_ok() {
+        pacer.wait_for(noise.len());
+        sent = stream.write_both(noise, &[]);
+    }
+}
+
+/// The rate at which `delivered` grows, from one change to another: it changes in steps, which are rare on a slow link.
+fn watch(delivered: impl Fn() -> u64) -> Option<f64> {
+    let began = Instant::now();
+    let (mut last, mut first_step, mut last_step) = (delivered(), None, None);
+    while began.elapsed() < WARM_UP + MEASURED || last_step.is_none() && began.elapsed() < LONGEST {
+        thread::sleep(LOOK);
+        let now = delivered();
+        if now == last || began.elapsed() < WARM_UP {
+            last = now;
+            continue;
+        }
+        last = now;
+        match first_step {
+            None => first_step = Some((Instant::now(), now)),
+            Some(_) => last_step = Some((Instant::now(), now)),
+        }
+    }
+    let ((since, before), (until, after)) = first_step.zip(last_step)?;
+    Some((after - before) as f64 / until.duration_since(since).as_secs_f64())
+}
+
+fn noise() -> Vec<u8> {
+    let mut state = 1_u64;
+    let words = (0..PIECE / 8).map(|_| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_ne_bytes()
+    });
+    words.flatten().collect()
+}
