@@ -7,7 +7,11 @@ use std::{fmt, ops::Range, sync::Arc};
 
 use multifd::BlockName;
 use thiserror::Error;
-use vm_memory::{FileOffset, GuestRegionMmap, MmapRegion, VolatileSlice, bitmap::Bitmap};
+use vm_memory::{
+    FileOffset, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, MmapRegion, VolatileMemory,
+    VolatileSlice,
+    bitmap::{Bitmap, BitmapSlice},
+};
 
 /// A mapping of guest memory.
 pub trait Region: Send + Sync {
@@ -64,6 +68,8 @@ pub enum RamError {
     Empty,
     #[error("{blocks} RAM blocks are more than {MAX_BLOCKS}")]
     TooMany { blocks: usize },
+    #[error("the region at guest address {guest_address:#x} has no mapping in this process")]
+    NotMapped { guest_address: u64 },
 }
 
 /// Most RAM blocks of a guest.
@@ -100,6 +106,27 @@ impl Ram {
             }
         }
         Ok(Self { blocks, page_size })
+    }
+
+    /// All regions of a guest's `memory`, each as a block named after its guest address: `ram@100000000`. The blocks keep clones of
+    /// `memory`, which have to refer to the same mappings, as those of [`GuestMemoryMmap`](vm_memory::GuestMemoryMmap) do.
+    ///
+    /// # Errors
+    /// As [`Ram::new`], and when a region is not mapped in this process.
+    pub fn of_guest<M>(memory: &M) -> Result<Self, RamError>
+    where
+        M: GuestMemoryBackend + Clone + Send + Sync + 'static,
+    {
+        let blocks = memory.iter().enumerate().map(|(index, region)| {
+            let guest_address = region.start_addr().0;
+            whole_region(region).ok_or(RamError::NotMapped { guest_address })?;
+            let memory = memory.clone();
+            RamBlock::new(
+                &format!("ram@{guest_address:x}"),
+                Arc::new(RegionOf { memory, index }),
+            )
+        });
+        Self::new(blocks.collect::<Result<_, _>>()?)
     }
 
     /// The blocks, in their order.
@@ -191,7 +218,7 @@ impl fmt::Debug for RamBlock {
 
 impl<B: Bitmap + Send + Sync> Region for MmapRegion<B> {
     fn memory(&self) -> VolatileSlice<'_> {
-        whole(self)
+        without_bitmap(&self.as_volatile_slice())
     }
 
     fn file(&self) -> Option<&FileOffset> {
@@ -201,21 +228,144 @@ impl<B: Bitmap + Send + Sync> Region for MmapRegion<B> {
 
 impl<B: Bitmap + Send + Sync> Region for GuestRegionMmap<B> {
     fn memory(&self) -> VolatileSlice<'_> {
-        whole(self)
+        (**self).memory()
     }
 
     fn file(&self) -> Option<&FileOffset> {
-        self.file_offset()
+        (**self).file_offset()
     }
+}
+
+/// A region of a guest's memory.
+struct RegionOf<M> {
+    memory: M,
+    index: usize,
+}
+
+impl<M: GuestMemoryBackend + Send + Sync> Region for RegionOf<M> {
+    /// Empty if the clone of the memory has fewer regions, or none that is mapped, which [`Ram::new`] then refuses.
+    fn memory(&self) -> VolatileSlice<'_> {
+        let region = self.memory.iter().nth(self.index);
+        region
+            .and_then(whole_region)
+            .unwrap_or_else(|| VolatileSlice::from(&mut [][..]))
+    }
+
+    fn file(&self) -> Option<&FileOffset> {
+        self.memory.iter().nth(self.index)?.file_offset()
+    }
+}
+
+/// The mapping of `region`, without its bitmap; `None` if it has none in this process.
+fn whole_region<R: GuestMemoryRegion>(region: &R) -> Option<VolatileSlice<'_>> {
+    Some(without_bitmap(&region.as_volatile_slice().ok()?))
 }
 
 #[allow(
     unsafe_code,
     reason = "another view of a mapping, without its bitmap: the proof is at the block"
 )]
-fn whole<B: Bitmap>(region: &MmapRegion<B>) -> VolatileSlice<'_> {
-    // SAFETY: the region is mapped at this address with this length for as long as it is borrowed, which
-    // is the lifetime of the slice. Its bitmap, if there is one, counts writes of this process: as
-    // a source the migration only reads, and at the destination every page is new to the VMM.
-    unsafe { VolatileSlice::new(region.as_ptr(), region.size()) }
+fn without_bitmap<'a, B: BitmapSlice>(memory: &VolatileSlice<'a, B>) -> VolatileSlice<'a> {
+    let (start, len) = (memory.ptr_guard_mut().as_ptr(), memory.len());
+    // SAFETY: `memory` is valid for its lifetime, which is that of the new slice. Its bitmap, if there is one, counts writes of
+    // this process: as a source the migration only reads, and at the destination every page is new to the VMM.
+    unsafe { VolatileSlice::new(start, len) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use vm_memory::{
+        Address as _, Bytes, GuestAddress, GuestMemoryMmap, GuestMemoryRegionBytes,
+        GuestRegionCollection, GuestUsize, MemoryRegionAddress, bitmap::AtomicBitmap, guest_memory,
+    };
+
+    use super::*;
+
+    const RANGES: [(GuestAddress, usize); 2] = [
+        (GuestAddress(0), 0x3000),
+        (GuestAddress(0x1_0000_0000), 0x2000),
+    ];
+
+    /// A VMM's own kind of region, as Firecracker has one.
+    struct Wrapped {
+        region: GuestRegionMmap<AtomicBitmap>,
+        is_mapped: bool,
+    }
+
+    impl GuestMemoryRegion for Wrapped {
+        type B = AtomicBitmap;
+
+        fn len(&self) -> GuestUsize {
+            self.region.len()
+        }
+
+        fn start_addr(&self) -> GuestAddress {
+            self.region.start_addr()
+        }
+
+        fn bitmap(&self) -> vm_memory::bitmap::BS<'_, AtomicBitmap> {
+            self.region.bitmap()
+        }
+
+        fn get_slice(
+            &self,
+            offset: MemoryRegionAddress,
+            count: usize,
+        ) -> guest_memory::Result<VolatileSlice<'_, vm_memory::bitmap::BS<'_, AtomicBitmap>>>
+        {
+            match self.is_mapped {
+                true => self.region.get_slice(offset, count),
+                false => Err(guest_memory::Error::HostAddressNotAvailable),
+            }
+        }
+    }
+
+    impl GuestMemoryRegionBytes for Wrapped {}
+
+    fn wrapped(is_mapped: bool) -> GuestRegionCollection<Wrapped> {
+        let regions = RANGES.map(|(start, len)| Wrapped {
+            region: GuestRegionMmap::from_range(start, len, None).unwrap(),
+            is_mapped,
+        });
+        GuestRegionCollection::from_arc_regions(regions.map(Arc::new).to_vec()).unwrap()
+    }
+
+    /// Writes through the guest's memory, and reads through the blocks.
+    fn check<M>(memory: M)
+    where
+        M: GuestMemoryBackend + Clone + Send + Sync + 'static,
+    {
+        let ram = Ram::of_guest(&memory).unwrap();
+        for (start, _) in RANGES {
+            memory
+                .write_obj(start.0 ^ 7, start.unchecked_add(0x1008))
+                .unwrap();
+        }
+        drop(memory);
+        let names: Vec<_> = ram
+            .blocks()
+            .iter()
+            .map(|it| it.name().to_string())
+            .collect();
+        assert_eq!(names, ["ram@0", "ram@100000000"]);
+        for (block, (start, len)) in ram.blocks().iter().zip(RANGES) {
+            assert_eq!(block.len(), len);
+            let written: u64 = block.memory().read_obj(0x1008).unwrap();
+            assert_eq!(written, start.0 ^ 7);
+        }
+    }
+
+    #[test]
+    fn the_memory_of_a_guest_is_its_regions() {
+        check(GuestMemoryMmap::<()>::from_ranges(&RANGES).unwrap());
+        check(GuestMemoryMmap::<AtomicBitmap>::from_ranges(&RANGES).unwrap());
+        check(wrapped(true));
+        let guest_address = 0;
+        assert_eq!(
+            Ram::of_guest(&wrapped(false)).unwrap_err(),
+            RamError::NotMapped { guest_address }
+        );
+    }
 }
