@@ -6,7 +6,6 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use idxd::offload::OffloadCounters;
 use multifd::{Layout, Method};
 use thiserror::Error;
 
@@ -142,7 +141,8 @@ pub(crate) trait Accelerator: Send + Sync {
     }
 
     /// What its devices have done so far, where it counts pages.
-    fn work(&self) -> Option<OffloadCounters> {
+    #[cfg(feature = "deflate")]
+    fn work(&self) -> Option<idxd::offload::OffloadCounters> {
         None
     }
 }

@@ -6,6 +6,9 @@
 
 #[cfg(feature = "isal")]
 pub(crate) mod isal;
+#[cfg(feature = "deflate")]
 pub(crate) mod libdeflate;
+#[cfg(feature = "deflate")]
 pub(crate) mod libqatzip;
+#[cfg(feature = "zstd")]
 pub(crate) mod zstd;

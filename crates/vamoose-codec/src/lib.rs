@@ -19,6 +19,7 @@
 //! has arrived.
 //!
 //! ```
+//! # #[cfg(feature = "zstd")] {
 //! use vamoose_codec::{Decoder, Settings, encoder};
 //! use multifd::{Layout, Method};
 //!
@@ -31,12 +32,17 @@
 //! let mut received = vec![0; 8192];
 //! decoder.decode(encoded.method, encoded.payload, &mut received)?;
 //! assert_eq!(received, sent);
+//! # }
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
 //! A method's module has its format, its engines, and the measurements behind the choice.
 
 #![deny(unsafe_code)]
+#![cfg_attr(
+    not(all(feature = "deflate", feature = "lz4", feature = "zstd")),
+    allow(dead_code, unused_imports, reason = "what only some methods use")
+)]
 
 mod accelerated;
 mod decode;
@@ -46,21 +52,30 @@ mod engine;
 mod error;
 mod ffi;
 mod health;
+#[cfg(feature = "deflate")]
 mod iaa;
+#[cfg(feature = "lz4")]
 mod lz4;
 mod methods;
+#[cfg(feature = "deflate")]
 mod qat;
+#[cfg(feature = "deflate")]
 mod qatzip;
+#[cfg(feature = "deflate")]
 mod qpl;
 mod registry;
 mod settings;
 pub mod shared;
 #[cfg(feature = "fault-injection")]
 mod testing;
+#[cfg(feature = "zstd")]
 mod words;
 mod zero;
+#[cfg(feature = "deflate")]
 mod zlib;
+#[cfg(feature = "zstd")]
 mod zstd;
+#[cfg_attr(not(feature = "zstd"), path = "zstd_frames/absent.rs")]
 mod zstd_frames;
 
 pub use accelerated::Verify;

@@ -7,11 +7,16 @@ use std::{fmt, ops::RangeInclusive};
 
 use multifd::{Layout, Method};
 
+#[cfg(feature = "lz4")]
+use crate::lz4;
 use crate::{
     DecodeError,
     engine::{Software, Unpack},
-    lz4, qatzip, qpl, zlib, zstd, zstd_frames,
 };
+#[cfg(feature = "deflate")]
+use crate::{qatzip, qpl, zlib};
+#[cfg(feature = "zstd")]
+use crate::{zstd, zstd_frames};
 
 /// A method that this crate encodes and decodes.
 pub struct MethodInfo {
@@ -65,7 +70,7 @@ pub enum Framing {
     Packet,
 }
 
-/// The method's row; `None` for a method of QEMU that this crate does not implement.
+/// The method's row; `None` for a method that this crate does not implement, or was built without.
 pub fn info(method: Method) -> Option<MethodInfo> {
     let info = match method {
         Method::None => MethodInfo {
@@ -76,6 +81,7 @@ pub fn info(method: Method) -> Option<MethodInfo> {
             framing: Framing::Packet,
             unpacker: None,
         },
+        #[cfg(feature = "deflate")]
         Method::Zlib => MethodInfo {
             packets: "one zlib stream per channel",
             decoded_by: DecodedBy::AnyQemu,
@@ -84,6 +90,7 @@ pub fn info(method: Method) -> Option<MethodInfo> {
             framing: Framing::Stream,
             unpacker: Some(|_| Ok(Box::new(zlib::Unpacker::new()))),
         },
+        #[cfg(feature = "zstd")]
         Method::Zstd => MethodInfo {
             packets: "one zstd frame per channel",
             decoded_by: DecodedBy::AnyQemu,
@@ -92,6 +99,7 @@ pub fn info(method: Method) -> Option<MethodInfo> {
             framing: Framing::Stream,
             unpacker: Some(|layout| Ok(Box::new(zstd::decompressor(layout)?))),
         },
+        #[cfg(feature = "deflate")]
         Method::Qpl => MethodInfo {
             packets: "deflate per page, as Intel's IAA does it",
             decoded_by: DecodedBy::SomeQemu,
@@ -100,8 +108,7 @@ pub fn info(method: Method) -> Option<MethodInfo> {
             framing: Framing::Packet,
             unpacker: Some(|layout| Ok(Box::new(qpl::Unpacker::new(layout)?))),
         },
-        // There is no engine for UADK; delta and shared wrap another method, see the modules of their names.
-        Method::Uadk | Method::Delta | Method::Shared => return None,
+        #[cfg(feature = "deflate")]
         Method::Qatzip => MethodInfo {
             packets: "gzip members of 64 KiB, as Intel's QAT does it",
             decoded_by: DecodedBy::SomeQemu,
@@ -110,6 +117,7 @@ pub fn info(method: Method) -> Option<MethodInfo> {
             framing: Framing::Packet,
             unpacker: Some(|_| Ok(Box::new(qatzip::Unpacker::new()?))),
         },
+        #[cfg(feature = "lz4")]
         Method::Lz4 => MethodInfo {
             packets: "one LZ4 block per packet",
             decoded_by: DecodedBy::Vamoose,
@@ -121,6 +129,7 @@ pub fn info(method: Method) -> Option<MethodInfo> {
             framing: Framing::Packet,
             unpacker: Some(|_| Ok(Box::new(lz4::Unpacker))),
         },
+        #[cfg(feature = "zstd")]
         Method::ZstdFrames => MethodInfo {
             packets: "one zstd frame per packet",
             decoded_by: DecodedBy::Vamoose,
@@ -129,6 +138,8 @@ pub fn info(method: Method) -> Option<MethodInfo> {
             framing: Framing::Packet,
             unpacker: Some(|_| Ok(Box::new(zstd_frames::Unpacker::new()?))),
         },
+        // Not built in. There is no engine for UADK; delta and shared wrap another method, see the modules of their names.
+        _ => return None,
     };
     Some(info)
 }
@@ -157,6 +168,7 @@ impl Levels {
         }
     }
 
+    #[cfg(feature = "zstd")]
     fn of_zstd() -> Self {
         Self {
             zero: zstd::OWN_DEFAULT_LEVEL,

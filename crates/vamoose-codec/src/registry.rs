@@ -14,30 +14,26 @@
 //! Hardware that is named is mandatory: its absence is an error before anything is opened. Whatever a device does later, its
 //! packets are encoded: see `accelerated`.
 
+#[cfg(feature = "deflate")]
+mod devices;
+
 use std::{
-    error::Error,
-    iter,
     ops::RangeInclusive,
     path::{Path, PathBuf},
     sync::{Arc, OnceLock},
 };
 
-use idxd::{
-    Kind,
-    offload::{Choice, Devices, OffloadCounters, Options},
-};
 use multifd::{Layout, Method};
 
+#[cfg(feature = "deflate")]
+use crate::qpl;
 use crate::{
     Absence, Decoder, EncodeError, Encoder, Health, Settings, SettingsError,
     accelerated::{Accelerated, Guard, Verify},
     decode,
     encode::COPY,
     engine::{Accelerator, Missing},
-    iaa::Iaa,
     methods,
-    qat::Qat,
-    qpl,
 };
 #[cfg(feature = "fault-injection")]
 use crate::{Faults, testing::Faulty};
@@ -116,45 +112,10 @@ struct Hardware {
 type Opened = Result<Arc<dyn Accelerator>, Missing>;
 
 impl Registry {
-    /// The registry of this host, with all of its IAAs' work queues that a process can use.
-    pub fn new() -> Self {
-        Self::with_iaa(|| {
-            let options = Options::pages(qpl::PAGE_SIZE);
-            let opened = Devices::open(Kind::Iaa, &Choice::Auto, &options);
-            opened.map(Arc::new).map_err(|error| {
-                let causes = iter::successors(Some(&error as &dyn Error), |&error| error.source());
-                let causes: Vec<_> = causes.map(ToString::to_string).collect();
-                causes.join(": ")
-            })
-        })
-    }
-
-    /// The registry of this host, with the IAAs that `open` returns when they are first requested, or the reason why there
-    /// are none. Their slots have a buffer of 4096 bytes ([`Options::pages`]).
-    pub fn with_iaa(
-        open: impl Fn() -> Result<Arc<Devices>, String> + Send + Sync + 'static,
-    ) -> Self {
-        let iaa = Hardware::new(Iaa::NAME, Iaa::METHODS, Some(Accel::Iaa), move || {
-            Ok(Iaa::new(open()?))
-        });
-        let mut registry = Self::with_qat(Qat::of_host);
-        registry.hardware.push(iaa);
-        registry
-    }
-
-    /// Only software, and QAT through the libqatzip in `file`.
-    pub fn with_libqatzip(file: &Path) -> Self {
-        let file = file.to_owned();
-        Self::with_qat(move || Qat::open(file.as_os_str()))
-    }
-
-    /// Only software and QAT.
-    pub(crate) fn with_qat(
-        open: impl Fn() -> Result<Qat, Missing> + Send + Sync + 'static,
-    ) -> Self {
-        let qat = Hardware::new(Qat::NAME, Qat::METHODS, Some(Accel::Qat), open);
+    /// Only software.
+    fn software() -> Self {
         Self {
-            hardware: vec![qat],
+            hardware: Vec::new(),
         }
     }
 
@@ -213,7 +174,7 @@ impl Registry {
             if info.software.is_empty() {
                 engines.push(software(COPY, None));
             }
-            #[cfg(not(feature = "isal"))]
+            #[cfg(all(feature = "deflate", not(feature = "isal")))]
             if matches!(method, Method::Zlib | Method::Qpl | Method::Qatzip) {
                 engines.push(EngineInfo {
                     absent: Some("built without the feature `isal`".to_owned()),
@@ -276,8 +237,13 @@ impl Registry {
 }
 
 impl Default for Registry {
+    /// The registry of this host, with all of its devices that this process can use.
     fn default() -> Self {
-        Self::new()
+        #[cfg(feature = "deflate")]
+        let registry = Self::new();
+        #[cfg(not(feature = "deflate"))]
+        let registry = Self::software();
+        registry
     }
 }
 
@@ -285,9 +251,7 @@ impl Engines {
     /// Software only.
     pub fn software(settings: Settings) -> Self {
         Self {
-            registry: Arc::new(Registry {
-                hardware: Vec::new(),
-            }),
+            registry: Arc::new(Registry::software()),
             settings,
             accel: Accel::None,
             verify: Verify::Off,
@@ -305,13 +269,6 @@ impl Engines {
         hardware.map_or(self.settings.engine(), |accelerator| accelerator.name())
     }
 
-    /// Counters of the devices that work page by page, as far as these engines have used them; `None` without such devices.
-    pub fn device_work(&self) -> Option<OffloadCounters> {
-        let hardware = self.registry.hardware.iter();
-        let mut chosen = hardware.filter(|hardware| hardware.is_allowed(self.accel));
-        chosen.find_map(|hardware| hardware.opened.get()?.as_ref().ok()?.work())
-    }
-
     /// An encoder for a new channel, or another one for the same channel if the method's packets are independent. `health` is
     /// the migration's.
     ///
@@ -323,6 +280,7 @@ impl Engines {
         let Some((software, level)) = self.settings.software() else {
             return Ok(Encoder::new(method, layout, None));
         };
+        #[cfg(feature = "deflate")]
         if method == Method::Qpl && layout.page_size() != qpl::PAGE_SIZE {
             return Err(EncodeError::PageSize {
                 method,
