@@ -1,10 +1,5 @@
 //! The first 64 bytes of a data channel.
 
-use zerocopy::{
-    FromBytes, Immutable, IntoBytes, KnownLayout,
-    byteorder::big_endian::{U32, U64},
-};
-
 use crate::{InitialError, MAGIC, VERSION};
 
 /// Bytes of the initial packet.
@@ -50,42 +45,40 @@ impl Initial {
     /// announced number of channels only, where there is one: a caller that knows the number must
     /// check `channel() < number` itself, since QEMU does not.
     pub fn parse(bytes: &[u8; INITIAL_LEN]) -> Result<Self, InitialError> {
-        let raw: Raw = zerocopy::transmute!(*bytes);
-        let (magic, version) = (raw.magic.get(), raw.version.get());
+        let magic = u32::from_be_bytes(part(bytes, 0));
+        let version = u32::from_be_bytes(part(bytes, VERSION_AT));
+        let [channel, channels] = part(bytes, CHANNEL_AT);
         if magic != MAGIC {
             return Err(InitialError::Magic { found: magic });
         }
         if version != VERSION {
             return Err(InitialError::Version { found: version });
         }
-        let announced_channels = (raw.vamoose == VAMOOSE).then_some(raw.channels);
+        let announced_channels = (part(bytes, VAMOOSE_AT) == VAMOOSE).then_some(channels);
         if let Some(announced) = announced_channels
-            && raw.channel >= announced
+            && channel >= announced
         {
-            return Err(InitialError::ChannelId {
-                channel: raw.channel,
-                announced,
-            });
+            return Err(InitialError::ChannelId { channel, announced });
         }
         Ok(Self {
-            uuid: raw.uuid,
-            channel: raw.channel,
+            uuid: part(bytes, UUID_AT),
+            channel,
             announced_channels,
         })
     }
 
     /// The 64 bytes to send.
     pub fn to_bytes(&self) -> [u8; INITIAL_LEN] {
-        let raw = Raw {
-            magic: MAGIC.into(),
-            version: VERSION.into(),
-            uuid: self.uuid,
-            channel: self.channel,
-            channels: self.announced_channels.unwrap_or(0),
-            vamoose: self.announced_channels.map_or([0; 6], |_| VAMOOSE),
-            reserved: [U64::ZERO; 4],
-        };
-        zerocopy::transmute!(raw)
+        let mut bytes = [0; INITIAL_LEN];
+        bytes[..VERSION_AT].copy_from_slice(&MAGIC.to_be_bytes());
+        bytes[VERSION_AT..UUID_AT].copy_from_slice(&VERSION.to_be_bytes());
+        bytes[UUID_AT..CHANNEL_AT].copy_from_slice(&self.uuid);
+        bytes[CHANNEL_AT] = self.channel;
+        if let Some(channels) = self.announced_channels {
+            bytes[CHANNEL_AT + 1] = channels;
+            bytes[VAMOOSE_AT..RESERVED_AT].copy_from_slice(&VAMOOSE);
+        }
+        bytes
     }
 
     /// The guest's uuid; a destination QEMU refuses another than its own.
@@ -107,17 +100,17 @@ impl Initial {
 /// Marks the reserved bytes as ours.
 const VAMOOSE: [u8; 6] = *b"vamoos";
 
-#[derive(FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C)]
-struct Raw {
-    magic: U32,
-    version: U32,
-    uuid: [u8; 16],
-    channel: u8,
-    // From here on QEMU's reserved bytes.
-    channels: u8,
-    vamoose: [u8; 6],
-    reserved: [U64; 4],
+/// Where the fields are: magic, version, uuid, the channel's id. Behind it, in QEMU's reserved bytes: the announced number of channels,
+/// and the mark.
+const VERSION_AT: usize = 4;
+const UUID_AT: usize = 8;
+const CHANNEL_AT: usize = 24;
+const VAMOOSE_AT: usize = 26;
+const RESERVED_AT: usize = 32;
+
+/// The `N` bytes from `at`, which lie within the packet.
+fn part<const N: usize>(bytes: &[u8; INITIAL_LEN], at: usize) -> [u8; N] {
+    std::array::from_fn(|index| bytes[at + index])
 }
 
 #[cfg(test)]

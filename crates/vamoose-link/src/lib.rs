@@ -23,6 +23,10 @@
 //! socket, which turns a peer that stops in the middle of a packet, or stops reading, into an error.
 
 #![deny(unsafe_code)]
+#![cfg_attr(
+    not(feature = "_tls"),
+    allow(dead_code, unused_imports, reason = "what only sessions use")
+)]
 
 mod adaptive;
 mod address;
@@ -40,16 +44,19 @@ mod memory;
 mod method;
 mod pace;
 mod packet;
+#[cfg_attr(not(feature = "_tls"), path = "page_store/absent.rs")]
 mod page_store;
 mod pages;
 mod peer;
 mod queue;
 mod reader;
+#[cfg_attr(not(feature = "_tls"), path = "session/absent.rs")]
 mod session;
 mod socket;
 mod stats;
 mod stream;
 mod timeouts;
+#[cfg(feature = "_tls")]
 mod tls;
 mod wait;
 mod writer;
@@ -73,7 +80,9 @@ pub use memory::populate;
 pub use method::{MethodChoice, PacketEncoder};
 pub use pace::{Limit, Pacer};
 pub use packet::Packet;
-pub use page_store::{GuestPages, PageStore, StoreListener, StoreLister, StoreSender, StoreUse};
+#[cfg(feature = "_tls")]
+pub use page_store::{GuestPages, PageStore, StoreUse};
+pub use page_store::{StoreListener, StoreLister, StoreSender};
 pub use pages::CopyPages;
 pub use peer::{Peer, Peers, all_has_come, peer_inode, peer_of};
 pub use queue::PollQueue;
@@ -82,15 +91,17 @@ pub use reader::{ChannelReader, ReadError, Received};
 #[doc(hidden)]
 pub use session::testing as session_testing;
 pub use session::{
-    DialError, Introduced, LinkFaults, Opening, Path, PathStatus, Remote, Resumable, Session,
-    SessionConfig, Sessions, SessionsError, StreamError,
+    DialError, Introduced, Remote, Resumable, Session, SessionConfig, Sessions, StreamError,
 };
+#[cfg(feature = "_tls")]
+pub use session::{LinkFaults, Opening, Path, PathStatus, SessionsError};
 pub use socket::{Listener, Socket, SocketError, is_stall};
 pub use stats::{Snapshot, Stats};
 pub use stream::Stream;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub use tls::testing as tls_testing;
+#[cfg(feature = "_tls")]
 pub use tls::{
     Certificates, Cipher, End, FileFault, Keys, Objection, OneTimeKey, PublicKey, PublicKeyError,
     Refusal, Security, TlsError,

@@ -100,9 +100,13 @@ impl MethodChoice {
 }
 
 impl Default for MethodChoice {
-    /// The adaptive method, in software.
+    /// The adaptive method, in software; method none if one of the adaptive method's own is not built in.
     fn default() -> Self {
-        Self::Adaptive(Engines::software(Settings::default()))
+        let engines = Engines::software(Settings::default());
+        match [Method::Lz4, Method::ZstdFrames].map(vamoose_codec::info) {
+            [Some(_), Some(_)] => Self::Adaptive(engines),
+            _ => Self::Fixed(engines),
+        }
     }
 }
 

@@ -20,10 +20,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use vamoose_session::frame::Urgency;
-
 use self::shares::Shares;
-use crate::{Session, lock};
+use crate::{Session, lock, session::Urgency};
 
 /// A limit in bytes per second of many migrations together, which can be changed at any time. A clone is the same limit.
 #[derive(Clone, Debug, Default)]

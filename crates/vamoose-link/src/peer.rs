@@ -3,6 +3,7 @@
 //! Peers on a loopback address or a unix socket are not trustworthy by themselves: every local user can connect, and so can a
 //! guest behind QEMU's user-mode network.
 
+#[cfg_attr(not(feature = "peers"), path = "peer/absent.rs")]
 mod owner;
 
 use std::{

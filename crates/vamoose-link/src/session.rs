@@ -33,11 +33,12 @@ use std::{
 };
 
 use vamoose_session::{
-    frame::{Report, Urgency},
+    frame::Report,
     handshake::{Secret, SessionId},
     stream::Bounds,
 };
 
+pub(crate) use vamoose_session::frame::{MAX_LEN, Urgency};
 pub use vamoose_session::stream::StreamError;
 
 use self::{dialer::Paths, keeper::Keeper, resumable::ResumableStream};

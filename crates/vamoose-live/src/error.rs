@@ -3,7 +3,6 @@
 use std::{io, time::Duration};
 
 use handover::{GuestLocation, VersionMismatch};
-use idxd::offload::WrongVerdict;
 use multifd::{InitialError, LayoutError, PacketError};
 use thiserror::Error;
 use vamoose_codec::EncodeError;
@@ -11,7 +10,7 @@ use vamoose_link::{
     ConversationError, DialError, ReadError, SocketError, WriteError, ZeroCopyError, chain,
 };
 
-use crate::{DirtyLogError, GuestError};
+use crate::{DirtyLogError, GuestError, offload::WrongVerdict};
 
 /// A migration that failed at the source. [`SourceError::guest`] returns where the guest is.
 #[derive(Debug, Error)]

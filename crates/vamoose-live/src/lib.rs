@@ -157,28 +157,31 @@ pub use dirty::{
 pub use error::{ChannelError, DestinationError, Mismatch, SourceError};
 pub use guest::{DestinationGuest, GuestError, SourceGuest, Switchover};
 pub use handover::GuestLocation;
-pub use idxd::offload::Devices;
 pub use memory::{Ram, RamBlock, RamError, Region};
 pub use multifd::Method;
-pub use offload::{DsaDetection, OffloadCounters, PageCopy};
+pub use offload::{Devices, DsaDetection, OffloadCounters, PageCopy};
 pub use source::{
     AutoConverge, CHANNELS, OnTimeout, Source, SourceConfig, Transport, ZeroPageDetection,
 };
 pub use status::{Handle, RamStatus, State, Status};
 pub use vamoose_codec::{Accel, Engines, Registry, Settings, Verify};
 pub use vamoose_link::{
-    Address, AddressError, Certificates, Cipher, ConversationError, DowntimeParts, Keys, Listener,
-    MethodChoice, Path, PublicKey, Remote, Security, Session, SessionConfig, Sessions, Snapshot,
-    chain,
+    Address, AddressError, ConversationError, DowntimeParts, Listener, MethodChoice, Peers,
+    Snapshot, chain,
+};
+#[cfg(feature = "_tls")]
+pub use vamoose_link::{
+    Certificates, Cipher, Keys, OneTimeKey, Path, PublicKey, Remote, Security, Session,
+    SessionConfig, Sessions,
 };
 
 /// The causes of errors, from the crates below.
 pub mod causes {
+    pub use crate::offload::WrongVerdict;
     pub use handover::{FrameError, VersionMismatch};
-    pub use idxd::offload::WrongVerdict;
     pub use multifd::{InitialError, LayoutError, PacketError};
     pub use vamoose_codec::{DecodeError, EncodeError};
-    pub use vamoose_link::{
-        DialError, ReadError, SessionsError, SocketError, TlsError, WriteError, ZeroCopyError,
-    };
+    pub use vamoose_link::{DialError, ReadError, SocketError, WriteError, ZeroCopyError};
+    #[cfg(feature = "_tls")]
+    pub use vamoose_link::{SessionsError, TlsError};
 }

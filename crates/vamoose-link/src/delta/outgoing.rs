@@ -8,9 +8,9 @@ use vamoose_codec::{
     delta::{Mark, table_len, write_table},
     encoder,
 };
-use vamoose_session::frame::MAX_LEN;
 
 use super::{DeltaSender, sender::Planned};
+use crate::session::MAX_LEN;
 
 /// Builds the payloads of one writer.
 pub(crate) struct Outgoing {

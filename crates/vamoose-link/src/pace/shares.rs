@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use vamoose_session::frame::Urgency;
+use crate::session::Urgency;
 
 /// The flows of one limit.
 #[derive(Debug)]

@@ -20,13 +20,12 @@ use base64::{
 };
 use rustix::process::geteuid;
 use rustls::{
-    crypto::aws_lc_rs::sign::any_eddsa_type,
     pki_types::{CertificateDer, PrivatePkcs8KeyDer, pem::PemObject as _},
     sign::CertifiedKey,
 };
 use thiserror::Error;
 
-use super::{FileFault, Keys, TlsError, names};
+use super::{FileFault, Keys, TlsError, names, terms::crypto::sign::any_eddsa_type};
 
 /// An Ed25519 public key. Its text form is `ed25519:` and 32 bytes in base64.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]

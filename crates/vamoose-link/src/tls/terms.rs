@@ -6,15 +6,17 @@ use rustls::{
     ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection,
     SupportedCipherSuite,
     client::{AlwaysResolvesClientRawPublicKeys, ResolvesClientCert, Resumption},
-    crypto::{
-        CryptoProvider,
-        aws_lc_rs::{self, cipher_suite as suite, kx_group},
-    },
+    crypto::CryptoProvider,
     pki_types::ServerName,
     server::{AlwaysResolvesServerRawPublicKeys, NoServerSessionStorage, ResolvesServerCert},
     sign::{CertifiedKey, SingleCertAndKey},
     version::TLS13,
 };
+
+#[cfg(feature = "sessions")]
+pub(super) use rustls::crypto::aws_lc_rs as crypto;
+#[cfg(not(feature = "sessions"))]
+pub(super) use rustls::crypto::ring as crypto;
 
 use super::{
     Cipher, End, Security, TlsError,
@@ -23,6 +25,7 @@ use super::{
     verifier::{PeerVerifier, RefusalSlot, Trust},
 };
 use crate::Socket;
+use crypto::{cipher_suite as suite, kx_group};
 
 /// Terms of a client.
 pub(crate) struct ClientTerms(pub(super) Terms);
@@ -220,6 +223,8 @@ impl Terms {
     }
 }
 
+/// Given to rustls explicitly: this program's default provider may be another, or missing where features enable several.
+///
 /// TLS 1.3 ciphers, `first` preferred, and post-quantum key exchange where the peer supports it: traffic recorded today contains
 /// guest memory.
 fn provider(first: Cipher) -> Arc<CryptoProvider> {
@@ -234,12 +239,13 @@ fn provider(first: Cipher) -> Arc<CryptoProvider> {
     Arc::new(CryptoProvider {
         cipher_suites: suites,
         kx_groups: vec![
+            #[cfg(feature = "sessions")]
             kx_group::X25519MLKEM768,
             kx_group::X25519,
             kx_group::SECP256R1,
             kx_group::SECP384R1,
         ],
-        ..aws_lc_rs::default_provider()
+        ..crypto::default_provider()
     })
 }
 

@@ -1,4 +1,4 @@
-//! Finds the pages of guest memory that are zero, of which only the offset is sent.
+//! Finds zero pages with DSAs.
 
 use std::{collections::VecDeque, num::NonZeroU32, sync::Arc};
 
@@ -7,53 +7,6 @@ use vamoose_codec::Verify;
 use vm_memory::VolatileSlice;
 
 use crate::sys::memory::is_zero;
-
-/// Finds the zero pages of batches, for one thread.
-///
-/// ```text
-///   start(1)  start(2)  finish(1)  …  start(3)  finish(2)  …     finish(n)
-///                          └ encode 1, send 1      └ encode 2, send 2
-/// ```
-/// A device works on a batch between the two calls, while the caller has other work.
-#[derive(Debug)]
-pub(crate) enum ZeroScan {
-    /// The processor, at the end of a batch: the pages are read then anyway.
-    Cpu,
-    /// DSAs, and the processor for pages for which these are late, fail, or are absent.
-    Dsa(DsaScan),
-}
-
-impl ZeroScan {
-    /// Starts the scan of `pages`, the next batch. Does not wait.
-    pub(crate) fn start(&mut self, pages: &[VolatileSlice<'_>]) {
-        if let Self::Dsa(scan) = self {
-            scan.start(pages);
-        }
-    }
-
-    /// Sets for each of `pages` whether all of its bytes are zero. They are the pages of the oldest unfinished batch. The verdict
-    /// on a page that is written between start and end may be either: the page is in the dirty log, and is sent again.
-    ///
-    /// If there are fewer `verdicts`, the remaining pages are not scanned.
-    ///
-    /// # Errors
-    /// When a wrong verdict of a device was found. Verdicts of earlier batches may be wrong then.
-    pub(crate) fn finish(
-        &mut self,
-        pages: &[VolatileSlice<'_>],
-        verdicts: &mut [bool],
-    ) -> Result<(), WrongVerdict> {
-        match self {
-            Self::Dsa(scan) => scan.finish(pages, verdicts),
-            Self::Cpu => {
-                for (page, verdict) in pages.iter().zip(verdicts) {
-                    *verdict = is_zero(page);
-                }
-                Ok(())
-            }
-        }
-    }
-}
 
 /// A thread's scan by the DSAs of `devices`. Whatever they do, each page gets its verdict, and the scan takes no longer than with
 /// the processor alone.
@@ -99,7 +52,7 @@ impl DsaScan {
             .extend(pages.iter().map(|page| address(page) as u64));
     }
 
-    fn start(&mut self, pages: &[VolatileSlice<'_>]) {
+    pub(crate) fn start(&mut self, pages: &[VolatileSlice<'_>]) {
         // The device reads `page_bytes` of each page, whatever its length.
         let fit = pages.iter().all(|page| page.len() == self.page_bytes);
         let batch = if fit {
@@ -111,7 +64,7 @@ impl DsaScan {
         self.batches.push_back(batch);
     }
 
-    fn finish(
+    pub(crate) fn finish(
         &mut self,
         pages: &[VolatileSlice<'_>],
         verdicts: &mut [bool],
@@ -134,6 +87,7 @@ mod tests {
     use proptest::{collection::vec, prelude::*};
 
     use super::*;
+    use crate::offload::ZeroScan;
 
     const PAGE: usize = 4096;
 

@@ -1,0 +1,75 @@
+//! In place of module `page_store` in a build without sessions: its types have no values.
+
+use std::{io, sync::Arc, time::Instant};
+
+use multifd::{BlockName, Layout, Method, RamHeader};
+use vamoose_codec::{DecodeError, shared::Table};
+
+use crate::Stream;
+
+/// Of a page store.
+pub enum StoreLister {}
+/// Of a page store.
+pub enum StoreListener {}
+/// Of a page store.
+pub enum StoreSender {}
+pub(crate) enum StoreReader {}
+pub(crate) enum StoreWriter {}
+
+pub(crate) struct Parts {
+    pub(crate) method: Method,
+    pub(crate) len: usize,
+    pub(crate) references: usize,
+}
+
+pub(crate) struct Undecided {
+    pub(crate) block: BlockName,
+    pub(crate) offsets: Vec<u64>,
+    pub(crate) pages: Vec<u8>,
+}
+
+impl StoreLister {
+    pub(crate) fn reader(&self, _: &Arc<Stream>, _: Layout) -> Option<StoreReader> {
+        match *self {}
+    }
+}
+
+impl StoreReader {
+    pub(crate) fn open(&mut self, _: &[u8], _: usize) -> Result<Parts, DecodeError> {
+        match *self {}
+    }
+
+    pub(crate) fn keep(&mut self, _: Method, _: &[u8]) {
+        match *self {}
+    }
+
+    pub(crate) fn join(&mut self, _: &[u8], _: &mut [u8]) -> io::Result<&[usize]> {
+        match *self {}
+    }
+}
+
+impl StoreWriter {
+    pub(crate) fn new(sender: Arc<StoreSender>, _: Arc<Stream>, _: usize) -> (Self, StoreListener) {
+        match *sender {}
+    }
+
+    pub(crate) fn plan(&mut self, _: &[u8]) -> bool {
+        match *self {}
+    }
+
+    pub(crate) fn table(&self) -> &Table {
+        match *self {}
+    }
+
+    pub(crate) fn rest(&mut self, _: &[u8]) -> Option<Vec<u8>> {
+        match *self {}
+    }
+
+    pub(crate) fn note(&mut self, _: &RamHeader, _: &[u8], _: Option<Vec<u8>>, _: (Method, &[u8])) {
+        match *self {}
+    }
+
+    pub(crate) fn next_missing(&mut self, _: Option<Instant>) -> io::Result<Option<Undecided>> {
+        match *self {}
+    }
+}
