@@ -91,10 +91,11 @@ pub use reader::{ChannelReader, ReadError, Received};
 #[doc(hidden)]
 pub use session::testing as session_testing;
 pub use session::{
-    DialError, Introduced, Remote, Resumable, Session, SessionConfig, Sessions, StreamError,
+    DialError, Introduced, Remote, Resumable, Session, SessionConfig, Sessions, SessionsError,
+    StreamError,
 };
 #[cfg(feature = "_tls")]
-pub use session::{LinkFaults, Opening, Path, PathStatus, SessionsError};
+pub use session::{LinkFaults, Opening, Path, PathStatus};
 pub use socket::{Listener, Socket, SocketError, is_stall};
 pub use stats::{Snapshot, Stats};
 pub use stream::Stream;

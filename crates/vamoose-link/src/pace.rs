@@ -15,7 +15,7 @@ use std::{
     num::NonZeroU64,
     sync::{
         Arc, Condvar, Mutex, OnceLock, PoisonError,
-        atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -148,7 +148,8 @@ impl Drop for Member {
 /// Limits what all channels of a migration send together: by a limit of its own, by what its receiver reports, and by a [`Limit`]
 /// that it shares with others.
 pub struct Pacer {
-    most: Option<NonZeroU64>,
+    /// The migration's own limit; 0 for none.
+    most: AtomicU64,
     own: Member,
     host: Member,
     /// The session over which the migration goes, and what its receiver has reported last.
@@ -166,7 +167,7 @@ impl Pacer {
     /// A pacer for `most` bytes per second, that also keeps to the limit of the host.
     pub fn new(most: Option<NonZeroU64>, host: &Limit) -> Self {
         Self {
-            most,
+            most: AtomicU64::new(most.map_or(0, NonZeroU64::get)),
             own: Limit::new(most).join(),
             host: host.join(),
             session: OnceLock::new(),
@@ -179,6 +180,13 @@ impl Pacer {
     /// Keeps to what the peer of `session` reports. A further call has no effect.
     pub fn follow(&self, session: Session) {
         let _ = self.session.set(session);
+    }
+
+    /// Changes the migration's own limit.
+    pub fn set(&self, most: Option<NonZeroU64>) {
+        self.most
+            .store(most.map_or(0, NonZeroU64::get), Ordering::Relaxed);
+        self.set_own();
     }
 
     /// Waits until `bytes` may go out, or the pacer is closed.
@@ -227,6 +235,14 @@ impl Pacer {
         members.filter(|member| member.is_limited())
     }
 
+    /// Limits the migration by the least of its own limit and what its receiver reports.
+    fn set_own(&self) {
+        let reported = u64::from(self.reported.load(Ordering::Relaxed)) << 10;
+        let both = [self.most.load(Ordering::Relaxed), reported];
+        let set = both.into_iter().filter_map(NonZeroU64::new);
+        self.own.limit.set(set.min());
+    }
+
     /// Takes in what the session has heard from the receiver, and knows of the guest.
     fn listen(&self) {
         let Some(session) = self.session.get() else {
@@ -235,9 +251,7 @@ impl Pacer {
         let reported = session.reported_share();
         if self.reported.load(Ordering::Relaxed) != reported {
             self.reported.store(reported, Ordering::Relaxed);
-            let reported = NonZeroU64::new(u64::from(reported) << 10);
-            let both = self.most.into_iter().chain(reported);
-            self.own.limit.set(both.min());
+            self.set_own();
         }
         if self.host.is_limited() {
             self.host.set_urgency(session.urgency());

@@ -143,6 +143,17 @@ pub struct Remote {
 }
 
 impl Remote {
+    /// The Vamoose at `address`, with the default options of sessions.
+    ///
+    /// # Errors
+    /// When `address` is malformed.
+    pub fn new(address: &str, security: impl Into<Security>) -> Result<Self, AddressError> {
+        Ok(Self {
+            paths: vec![address.parse::<Address>()?.into()],
+            config: SessionConfig::new(security.into()),
+        })
+    }
+
     /// Begins a session.
     ///
     /// # Errors
@@ -411,6 +422,23 @@ impl Session {
     pub fn shut_down(&self) {
         for stream in self.0.streams() {
             stream.close(StreamError::ShutDown);
+        }
+    }
+
+    /// Gives up all streams but `spared`.
+    pub fn shut_down_but(&self, spared: &Stream) {
+        let is_spared = |stream| matches!(spared, Stream::Resumable(spared) if Arc::ptr_eq(spared.stream(), stream));
+        for stream in self.0.streams().iter().filter(|it| !is_spared(it)) {
+            stream.close(StreamError::ShutDown);
+        }
+    }
+
+    /// For how long the peer's host has refused the connections of a stream that lost its own, on all paths, at the client: no process
+    /// listens there.
+    pub fn refused(&self) -> Option<Duration> {
+        match &self.0.role {
+            Role::Client(paths) if paths.all_refuse() => self.disconnected(),
+            _ => None,
         }
     }
 

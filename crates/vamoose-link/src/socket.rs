@@ -5,7 +5,7 @@ use std::{
     io::{self, IoSlice, Read, Write},
     net::{self, IpAddr, TcpListener, TcpStream},
     os::{
-        fd::{AsFd, AsRawFd as _, BorrowedFd, RawFd},
+        fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd, RawFd},
         unix::{
             fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _},
             net::{UnixListener, UnixStream},
@@ -314,6 +314,23 @@ impl Socket {
         }
         self.set_stall_timeout(timeout)?;
         Ok(self)
+    }
+}
+
+/// A connected stream socket that the program has made itself: TCP, unix, vsock.
+impl TryFrom<OwnedFd> for Socket {
+    type Error = io::Error;
+
+    fn try_from(socket: OwnedFd) -> io::Result<Self> {
+        if sockopt::socket_type(&socket)? != SocketType::STREAM {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let socket = match sockopt::socket_domain(&socket)? {
+            AddressFamily::INET | AddressFamily::INET6 => Self::Tcp(socket.into()),
+            // What is done with unix sockets can be done with all others.
+            _ => Self::Unix(socket.into()),
+        };
+        socket.made_ready(timeouts::STALL)
     }
 }
 

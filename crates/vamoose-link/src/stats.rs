@@ -142,7 +142,7 @@ impl Stats {
     }
 
     /// Counts a packet of pages that was sent.
-    pub(crate) fn add_packet(&self, normal: usize, zero: usize, page_bytes: usize) {
+    pub fn add_packet(&self, normal: usize, zero: usize, page_bytes: usize) {
         add(&self.packets, 1);
         add(&self.normal_pages, normal);
         add(&self.zero_pages, zero);

@@ -57,6 +57,18 @@ pub enum Security {
     },
 }
 
+impl From<Keys> for Security {
+    fn from(keys: Keys) -> Self {
+        Self::Keys(keys)
+    }
+}
+
+impl From<Certificates> for Security {
+    fn from(certificates: Certificates) -> Self {
+        Self::Certificates(certificates)
+    }
+}
+
 /// Certificates in a directory, with the file names that QEMU and libvirt use: `ca-cert.pem`, `ca-crl.pem` (optional), and
 /// at the end that dials `client-cert.pem` and `client-key.pem`, at the other `server-cert.pem` and `server-key.pem`.
 #[derive(Clone, Debug, PartialEq, Eq)]

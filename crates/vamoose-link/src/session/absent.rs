@@ -56,6 +56,8 @@ uncallable! {
         pub(crate) fn set_finishing(is_finishing: bool);
         pub(crate) fn reported_share() -> u32;
         pub(crate) fn urgency() -> Urgency;
+        pub fn shut_down_but(spared: &Stream);
+        pub fn refused() -> Option<Duration>;
     }
     Sessions {
         pub fn try_next() -> Option<Introduced>;
@@ -134,6 +136,21 @@ pub struct Introduced {
 /// A session that could not begin.
 #[derive(Debug, Error)]
 pub enum DialError {}
+
+#[allow(missing_docs, reason = "there are no sessions")]
+impl DialError {
+    pub fn is_about_tls(&self) -> bool {
+        match *self {}
+    }
+
+    pub fn is_about_port(&self) -> bool {
+        match *self {}
+    }
+}
+
+/// Sessions that could not be accepted.
+#[derive(Debug, Error)]
+pub enum SessionsError {}
 
 /// The end of a stream.
 #[derive(Clone, Copy, Debug)]

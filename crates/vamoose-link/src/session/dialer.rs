@@ -5,7 +5,7 @@ use std::{
     io,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -178,6 +178,8 @@ type Greeting = JoinHandle<Result<Greeted, DialError>>;
 struct Counters {
     delivered: AtomicU64,
     failures: AtomicU64,
+    /// The last attempt was refused by the peer's host.
+    is_refused: AtomicBool,
 }
 
 /// A failed path: it is tried last for a while.
@@ -300,6 +302,19 @@ impl Paths {
                 time: time.min(SHUN[1]),
             });
         }
+    }
+
+    /// Notes whether an attempt on a path was refused by the peer's host.
+    fn note_refusal(&self, path: usize, is_refused: bool) {
+        if let Some(counters) = self.counters.get(path) {
+            counters.is_refused.store(is_refused, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether the last attempt on each path was refused.
+    pub(crate) fn all_refuse(&self) -> bool {
+        let mut counters = self.counters.iter();
+        counters.all(|path| path.is_refused.load(Ordering::Relaxed))
     }
 
     /// For each path, whether it has not failed recently.
@@ -534,6 +549,9 @@ fn connect(stream: &Arc<ResumableStream>, intent: Intent) -> Result<(), DialErro
             let greeted = (ahead.take()).unwrap_or_else(|| Greeted::new(paths, path, ATTEMPT));
             let attached = greeted
                 .and_then(|greeted| greeted.attach(stream, intent, target, OldConnection::Lost));
+            let refused = attached.as_ref().err();
+            let refused = refused.is_some_and(DialError::is_connection_refused);
+            paths.note_refusal(path, refused);
             match attached {
                 Ok(()) => return Ok(()),
                 Err(error) if error.refusal().is_some_and(|refusal| !refusal.may_pass()) => {

@@ -37,6 +37,14 @@ pub struct PublicKey([u8; 32]);
 pub struct PublicKeyError;
 
 impl Keys {
+    /// The keys in `directory`, and those that its file `trusted` lists.
+    pub fn at(directory: impl Into<PathBuf>) -> Self {
+        Self {
+            directory: directory.into(),
+            trusted: None,
+        }
+    }
+
     /// Generates a key in `directory`, which is created if it is missing. Returns the public half.
     ///
     /// # Errors
@@ -127,6 +135,14 @@ impl OneTimeKey {
         Ok(Self(Arc::new(own)))
     }
 
+    /// The key in `text`, which has the form of a key's file (PKCS#8, PEM).
+    ///
+    /// # Errors
+    /// When it is not an Ed25519 key.
+    pub fn from_pem(text: &[u8]) -> Result<Self, FileFault> {
+        Ok(Self(Arc::new(OwnKey::from_pem(text)?)))
+    }
+
     /// Its public half, for the other end.
     pub fn public(&self) -> PublicKey {
         self.0.public
@@ -211,9 +227,12 @@ impl OwnKey {
             return Err(FileFault::Mode { mode });
         }
         check_owner(&metadata)?;
-        let text = read_file(file)?;
-        let key = PrivatePkcs8KeyDer::from_pem_slice(&text)
-            .map_err(|_| FileFault::no_pem(PRIVATE_KEY))?;
+        Self::from_pem(&read_file(file)?)
+    }
+
+    fn from_pem(text: &[u8]) -> Result<Self, FileFault> {
+        let key =
+            PrivatePkcs8KeyDer::from_pem_slice(text).map_err(|_| FileFault::no_pem(PRIVATE_KEY))?;
         Self::new(&key)
     }
 
