@@ -142,6 +142,11 @@ impl Convergence {
         }
     }
 
+    /// Changes the longest downtime that is accepted.
+    pub fn set_downtime_limit(&mut self, limit: Duration) {
+        self.policy.downtime_limit = limit;
+    }
+
     /// Longest downtime that is accepted now.
     pub fn limit(&self) -> Duration {
         match self.policy.timeout {

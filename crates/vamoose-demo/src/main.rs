@@ -165,7 +165,7 @@ fn run(options: &Options) -> Result<()> {
     let guest = options.guest.make()?;
     let ram = ram_of(guest.memory())?;
     let log = dirty_log::open(&guest, &ram)?;
-    let source = Source::new(ram.clone(), log, config.clone())?;
+    let source = Source::with_config(ram.clone(), log, config.clone())?;
     let address: String = destination.receive()?;
     let process = destination.id();
     info!("the destination, process {process}, listens on {address}");

@@ -87,16 +87,17 @@ struct Outgoing<'a> {
 }
 
 impl SourceGuest for Outgoing<'_> {
+    fn is_running(&self) -> bool {
+        self.runs
+    }
+
     fn pause(&mut self) -> Result<(), GuestError> {
         self.guest.pause();
         Ok(())
     }
 
     fn resume(&mut self) -> Result<(), GuestError> {
-        if self.runs {
-            self.guest.resume()?;
-        }
-        Ok(())
+        Ok(self.guest.resume()?)
     }
 
     fn save(&mut self) -> Result<Vec<u8>, GuestError> {

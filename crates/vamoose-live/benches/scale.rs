@@ -107,7 +107,7 @@ fn run(gib: usize, mapped: bool, userfaultfd: bool) {
     config.channels = CHANNELS;
     config.downtime_max = Duration::from_secs(600);
     config.stall_timeout = Duration::from_secs(600);
-    let source = Source::new(here, log, config).expect("a source");
+    let source = Source::with_config(here, log, config).expect("a source");
 
     let (cpu, began) = (clock_gettime(ClockId::ProcessCPUTime), Instant::now());
     let status = thread::scope(|scope| {

@@ -160,7 +160,7 @@ fn source(shape: &Shape, ram: &Ram) -> Result<Source> {
     config.stall_timeout = STALL_TIMEOUT;
     config.settle_time = SETTLE_TIME;
     let log = UserfaultLog::new(ram)?;
-    Ok(Source::new(ram.clone(), Arc::new(log), config)?)
+    Ok(Source::with_config(ram.clone(), Arc::new(log), config)?)
 }
 
 /// Where the source thinks the guest is.

@@ -22,7 +22,7 @@ mod past_attempts;
 mod receiving;
 
 use std::{
-    sync::{Arc, atomic::AtomicUsize, mpsc},
+    sync::{Arc, Mutex, atomic::AtomicUsize, mpsc},
     thread,
     time::Duration,
 };
@@ -30,15 +30,15 @@ use std::{
 use handover::{AttemptId, Incarnation, SourceMessage};
 use multifd::Initial;
 use tracing::field;
-use vamoose_codec::Engines;
-use vamoose_link::{Address, Hangup, Session, Snapshot, Stream, random_id};
+use vamoose_codec::{Engines, Settings};
+use vamoose_link::{Address, Hangup, Session, Snapshot, Stats, Stream, lock, random_id};
 
 use crate::{
     ChannelError, DestinationError, DestinationGuest, OffloadCounters, PageCopy, Ram,
     offload::Account, spans::in_span,
 };
 use accept::Connections;
-pub use acceptor::Acceptor;
+pub use acceptor::{Accepted, Acceptor};
 use coordinator::Coordinator;
 use guest_ram::GuestRam;
 use inbox::Inbox;
@@ -50,7 +50,7 @@ pub struct Destination {
     acceptor: Acceptor,
     ram: Ram,
     config: DestinationConfig,
-    closing: Arc<Hangup>,
+    handle: DestinationHandle,
     past: PastAttempts,
     /// A guest has arrived in this memory.
     arrived: bool,
@@ -88,22 +88,40 @@ impl DestinationConfig {
     }
 }
 
-/// Ends a destination from another thread.
+impl Default for DestinationConfig {
+    /// Decodes in software.
+    fn default() -> Self {
+        Self::new(Engines::software(Settings::default()))
+    }
+}
+
+/// Watches and ends a destination from another thread.
 #[derive(Clone)]
-pub struct DestinationHandle(Arc<Hangup>);
+pub struct DestinationHandle(Arc<Mutex<Current>>);
+
+/// The call of [`Destination::run`] that is under way, or the next one.
+struct Current {
+    cancel: Arc<Hangup>,
+    stats: Arc<Stats>,
+}
 
 impl DestinationHandle {
     /// Stops waiting for a guest, or releases one that does not run here yet: it stays at the source. Without
-    /// effect on one that runs.
+    /// effect on one that runs. Ends one call of [`Destination::run`]: the one that is under way, or the next.
     pub fn cancel(&self) {
-        self.0.hang_up();
+        lock(&self.0).cancel.hang_up();
+    }
+
+    /// Counters of what the current call of [`Destination::run`] has received, or the last one.
+    pub fn moved(&self) -> Snapshot {
+        lock(&self.0).stats.snapshot()
     }
 }
 
 /// A guest that has arrived.
 #[derive(Clone, Copy, Debug)]
 pub struct Arrival {
-    /// Counters of the received data.
+    /// Counters of the received data: bytes, packets, pages, SYNCs, and the time of the decoders.
     pub moved: Snapshot,
     /// From the source's first message to the running guest.
     pub total_time: Duration,
@@ -119,6 +137,26 @@ pub struct Arrival {
 const QUEUE: usize = 64;
 
 impl Destination {
+    /// Waits at `address` for a guest with the memory `ram`, over sessions with the default options.
+    ///
+    /// # Errors
+    /// When `address` is malformed or in use, keys or certificates cannot be used, or the system is out of a resource.
+    #[cfg(feature = "_tls")]
+    pub fn listen(
+        address: &str,
+        security: impl Into<vamoose_link::Security>,
+        ram: &Ram,
+    ) -> Result<Self, DestinationError> {
+        let config = vamoose_link::SessionConfig::new(security.into());
+        let listener = vamoose_link::Listener::bind(&address.parse()?, config.stall_timeout)?;
+        let sessions = vamoose_link::Sessions::new(vec![listener], config)?;
+        Self::new(
+            Acceptor::Sessions(sessions),
+            ram.clone(),
+            DestinationConfig::default(),
+        )
+    }
+
     /// Waits at `acceptor` for a guest with the memory `ram`.
     ///
     /// # Errors
@@ -132,7 +170,10 @@ impl Destination {
             acceptor,
             ram,
             config,
-            closing: Arc::new(Hangup::new()?),
+            handle: DestinationHandle(Arc::new(Mutex::new(Current {
+                cancel: Arc::new(Hangup::new()?),
+                stats: Arc::default(),
+            }))),
             past: PastAttempts::new(Incarnation(random_id()?)),
             arrived: false,
         })
@@ -145,7 +186,7 @@ impl Destination {
 
     /// A handle that ends this destination from another thread.
     pub fn handle(&self) -> DestinationHandle {
-        DestinationHandle(self.closing.clone())
+        self.handle.clone()
     }
 
     /// Waits for a source, receives its guest and resumes `guest`. Guest memory belongs to the migration from here on: it is
@@ -161,7 +202,13 @@ impl Destination {
         }
         let span = tracing::error_span!("migration", role = "destination", attempt = field::Empty);
         let _entered = span.enter();
-        let hangup = Hangup::new()?;
+        let (hangup, next) = (Hangup::new()?, Arc::new(Hangup::new()?));
+        let stats = Arc::<Stats>::default();
+        let closing = {
+            let mut current = lock(&self.handle.0);
+            current.stats = stats.clone();
+            current.cancel.clone()
+        };
         let memory = GuestRam::new(&self.ram, self.config.punch_holes);
         let (events_in, events) = mpsc::sync_channel(QUEUE);
         let connections = Connections {
@@ -170,7 +217,7 @@ impl Destination {
             stall_timeout: self.config.stall_timeout,
             unidentified: Arc::new(AtomicUsize::new(0)),
         };
-        thread::scope(|scope| {
+        let result = thread::scope(|scope| {
             let mut coordinator = Coordinator {
                 config: &self.config,
                 memory: &memory,
@@ -179,7 +226,7 @@ impl Destination {
                 inbox: Inbox::new(events, &mut self.past),
                 events_in,
                 scope,
-                stats: Arc::default(),
+                stats,
                 copied: match &self.config.copy {
                     PageCopy::Cpu => None,
                     PageCopy::Dsa(devices) => Some(Account::open(devices)),
@@ -187,12 +234,16 @@ impl Destination {
             };
             // Also when the VMM panics: the scope waits for its threads.
             let _hang_up = hangup.guard();
-            let (acceptor, hangup, closing) = (&self.acceptor, &hangup, &self.closing);
+            let (acceptor, hangup, closing) = (&self.acceptor, &hangup, &closing);
             scope.spawn(in_span(move || {
                 accept::run(acceptor, hangup, closing, &connections, scope);
             }));
             coordinator.run(guest)
-        })
+        });
+        if closing.is_hung_up() {
+            lock(&self.handle.0).cancel = next;
+        }
+        result
     }
 }
 

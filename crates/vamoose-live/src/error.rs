@@ -7,7 +7,8 @@ use multifd::{InitialError, LayoutError, PacketError};
 use thiserror::Error;
 use vamoose_codec::EncodeError;
 use vamoose_link::{
-    ConversationError, DialError, ReadError, SocketError, WriteError, ZeroCopyError, chain,
+    AddressError, ConversationError, DialError, ReadError, SessionsError, SocketError, WriteError,
+    ZeroCopyError, chain,
 };
 
 use crate::{DirtyLogError, GuestError, offload::WrongVerdict};
@@ -43,6 +44,12 @@ pub enum SourceError {
         "the destination has closed the control connection without an answer: it has ended, or expects a session"
     )]
     Unanswered,
+    #[error("the destination answers as one that expects a session, not plain connections")]
+    SessionExpected,
+    #[error(
+        "the destination does not begin a session: it has ended, or expects plain connections, or other security"
+    )]
+    OtherTransport(#[source] DialError),
     #[error("the destination has chosen a version of the protocol that was not offered")]
     Version(#[from] VersionMismatch),
     #[error("unexpected message from the destination: {message}")]
@@ -121,7 +128,11 @@ pub enum DestinationError {
     #[error("the destination's host is out of a resource")]
     System(#[from] io::Error),
     #[error(transparent)]
+    Address(#[from] AddressError),
+    #[error(transparent)]
     Socket(#[from] SocketError),
+    #[error("cannot accept sessions")]
+    Sessions(#[from] SessionsError),
     #[error("a guest has arrived here already")]
     AlreadyArrived,
     /// The source supports other versions.

@@ -10,6 +10,11 @@ pub type GuestError = Box<dyn std::error::Error + Send + Sync>;
 /// All methods are called by the thread that runs the migration. An error of any of them ends the migration, and
 /// the guest resumes at the source.
 pub trait SourceGuest {
+    /// Whether the guest runs when the migration begins. One that is paused is never resumed, at either end.
+    fn is_running(&self) -> bool {
+        true
+    }
+
     /// Stops all vCPUs and devices. After that nothing writes guest memory.
     ///
     /// # Errors

@@ -15,7 +15,7 @@
 //! - [`Source`] and [`Destination`]: one migration. [`Handle`] watches and cancels it, [`Status`] has the names of
 //!   QEMU's `query-migrate`.
 //! - [`Transport`] and [`Acceptor`]: how both reach each other, over sessions or plain connections.
-//! - [`protocol`]: messages and connections. [`GuestLocation`]: where the guest is when something breaks.
+//! - [`GuestLocation`]: where the guest is when something breaks.
 //!
 //! Items that a VMM needs from the crates below are re-exported: methods and engines ([`MethodChoice`], [`Engines`], [`Registry`],
 //! [`Settings`]), sessions, addresses and statistics ([`Sessions`], [`Address`], [`Snapshot`]), devices ([`Devices`]), and the
@@ -35,14 +35,17 @@
 //! and the destination would be two processes, on two hosts with a key each.
 //!
 //! ```
-//! use std::{sync::Arc, thread, time::Duration};
+//! # #[cfg(not(feature = "sessions"))]
+//! # fn main() {}
+//! # #[cfg(feature = "sessions")]
+//! # mod example {
+//! use std::{sync::Arc, thread};
 //!
 //! use vamoose_live::{
-//!     Acceptor, Destination, DestinationConfig, DestinationGuest, Engines, GuestError, Keys, Listener,
-//!     Ram, RamBlock, Remote, Security, SessionConfig, Sessions, Settings, SharedBitmap, Source,
-//!     SourceConfig, SourceGuest, Transport,
+//!     Destination, DestinationGuest, GuestError, Keys, Ram, RamBlock, Remote, SharedBitmap, Source,
+//!     SourceGuest,
+//!     vm_memory::{Bytes, MmapRegion},
 //! };
-//! use vm_memory::{Bytes, MmapRegion};
 //!
 //! /// The VMM, on both sides.
 //! struct Vm {
@@ -92,33 +95,26 @@
 //!         Ok(())
 //!     }
 //! }
-//! # fn main() -> Result<(), GuestError> {
+//! # pub fn main() -> Result<(), GuestError> {
 //! # let directory = tempfile::tempdir()?;
 //! // As `vamoose keys init` does. Each side is told the other's public key.
 //! let (near, far) = (directory.path().join("near"), directory.path().join("far"));
 //! let (near_key, far_key) = (Keys::generate(&near)?, Keys::generate(&far)?);
-//! let security = |directory, key| Security::Keys(Keys { directory, trusted: Some(vec![key]) });
+//! let keys = |directory, key| Keys { directory, trusted: Some(vec![key]) };
 //!
 //! // The destination: accepts sessions, and runs the guest when it has arrived.
 //! let mut there = Vm::new()?;
-//! let listener = Listener::bind(&"tcp:127.0.0.1:0".parse()?, Duration::from_secs(15))?;
-//! let address = listener.address().clone();
-//! let sessions = Sessions::new(vec![listener], SessionConfig::new(security(far, near_key)))?;
-//! let config = DestinationConfig::new(Engines::software(Settings::default()));
 //! let mut destination =
-//!     Destination::new(Acceptor::Sessions(sessions), there.ram.clone(), config)?;
+//!     Destination::listen("tcp:127.0.0.1:0", keys(far, near_key), &there.ram)?;
+//! let address = destination.addresses()[0].clone();
 //! let arriving = thread::spawn(move || destination.run(&mut there).map(|_| there));
 //!
 //! // The source.
 //! let mut here = Vm::new()?;
 //! (here.runs, here.counter_at) = (true, 0x5000);
 //! here.set_counter(42)?;
-//! let source = Source::new(here.ram.clone(), here.log.clone(), SourceConfig::default())?;
-//! let to = Transport::Session(Remote {
-//!     paths: vec![address.into()],
-//!     config: SessionConfig::new(security(near, far_key)),
-//! });
-//! let status = source.run(&to, &mut here)?;
+//! let to = Remote::new(&address.to_string(), keys(near, far_key))?;
+//! let status = Source::new(&here.ram, here.log.clone())?.run(to, &mut here)?;
 //! println!("moved {} bytes, downtime {:?} ms", status.ram.transferred, status.downtime);
 //!
 //! let there = arriving.join().unwrap()?;
@@ -127,7 +123,21 @@
 //! assert_eq!(counter, 42);
 //! # Ok(())
 //! # }
+//! # }
+//! # #[cfg(feature = "sessions")]
+//! # use example::main;
 //! ```
+//!
+//! # Features
+//! | feature | |
+//! |---|---|
+//! | `sessions` (default) | sessions; rustls is given aws-lc-rs explicitly |
+//! | `sessions-ring` | the same where the VMM's own rustls uses ring: rustls is given ring, and the VMM's default provider stays ring |
+//! | `lz4`, `zstd` (default) | methods lz4, zstd and zstd-frames. The adaptive method and deltas need them |
+//! | `isal` | methods zlib, qpl and qatzip |
+//! | `dsa` | Intel's DSA |
+//!
+//! Without features there is no C in the build: plain connections, and pages as they are.
 
 #![deny(unsafe_code)]
 
@@ -140,6 +150,7 @@ mod memory;
 mod offload;
 mod parallel;
 mod present;
+#[doc(hidden)]
 pub mod protocol;
 mod source;
 mod spans;
@@ -149,7 +160,9 @@ mod sys;
 #[path = "tests/ram.rs"]
 mod test_ram;
 
-pub use destination::{Acceptor, Arrival, Destination, DestinationConfig, DestinationHandle};
+pub use destination::{
+    Accepted, Acceptor, Arrival, Destination, DestinationConfig, DestinationHandle,
+};
 pub use dirty::{
     Bitmap, DirtyLog, DirtyLogError, KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot, Merged,
     SharedBitmap, UserfaultLog,
@@ -161,7 +174,8 @@ pub use memory::{Ram, RamBlock, RamError, Region};
 pub use multifd::Method;
 pub use offload::{Devices, DsaDetection, OffloadCounters, PageCopy};
 pub use source::{
-    AutoConverge, CHANNELS, OnTimeout, Source, SourceConfig, Transport, ZeroPageDetection,
+    AutoConverge, CHANNELS, OnTimeout, OwnConnections, Source, SourceConfig, Transport,
+    ZeroPageDetection,
 };
 pub use status::{Handle, RamStatus, State, Status};
 pub use vamoose_codec::{Accel, Engines, Registry, Settings, Verify};
@@ -174,6 +188,7 @@ pub use vamoose_link::{
     Certificates, Cipher, Keys, OneTimeKey, Path, PublicKey, Remote, Security, Session,
     SessionConfig, Sessions,
 };
+pub use vm_memory;
 
 /// The causes of errors, from the crates below.
 pub mod causes {

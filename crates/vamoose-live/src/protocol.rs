@@ -88,6 +88,9 @@ impl Purpose {
                 kind: ConnectionKind::Control,
                 attempt,
             }) => Ok(Self::Control(attempt)),
+            _ if bytes.starts_with(&TLS) || bytes.starts_with(b"VAMOOSE\x01") => {
+                Err(UnknownConnection::Session)
+            }
             _ => Err(UnknownConnection::Foreign(bytes)),
         }
     }
@@ -100,11 +103,16 @@ impl Purpose {
 pub enum UnknownConnection {
     #[error(transparent)]
     Conversation(#[from] ConversationError),
+    #[error("it is one of a session, and this destination takes plain connections")]
+    Session,
     #[error("it begins with {0:02x?}, which is not a live migration")]
     Foreign(Vec<u8>),
     #[error("malformed initial packet of a channel")]
     Channel(#[from] InitialError),
 }
+
+/// The first bytes of a client that speaks TLS.
+const TLS: [u8; 2] = [0x16, 0x03];
 
 /// The first bytes of a control connection.
 pub(crate) fn control_preamble(attempt: AttemptId) -> [u8; PREAMBLE_LEN] {

@@ -47,7 +47,7 @@ use hand_over::HandOver;
 use link::{Link, RoundEnd};
 use rates::{Rates, Sent};
 use round::{Pages, Round};
-pub use transport::Transport;
+pub use transport::{OwnConnections, Transport};
 
 /// Migrates a guest away.
 pub struct Source {
@@ -61,11 +61,19 @@ pub struct Source {
 }
 
 impl Source {
-    /// A migration of `ram`. `log` finds the pages that the guest writes.
+    /// A migration of `ram` with the default options. `log` finds the pages that the guest writes.
+    ///
+    /// # Errors
+    /// When the system is out of a resource.
+    pub fn new(ram: &Ram, log: Arc<dyn DirtyLog>) -> Result<Self, SourceError> {
+        Self::with_config(ram.clone(), log, SourceConfig::default())
+    }
+
+    /// A migration of `ram` with the options in `config`.
     ///
     /// # Errors
     /// When an option is out of range, or zero-copy send cannot lock the memory that it needs.
-    pub fn new(
+    pub fn with_config(
         ram: Ram,
         log: Arc<dyn DirtyLog>,
         config: SourceConfig,
@@ -76,7 +84,7 @@ impl Source {
         if config.zero_copy {
             check_locked_memory(config.channels.into(), layout)?;
         }
-        let mut shared = Shared::new(&ram, config.max_bandwidth)?;
+        let mut shared = Shared::new(&ram, config.max_bandwidth, config.downtime_limit)?;
         if let ZeroPageDetection::Dsa(dsa) = &config.zero_page_detection {
             shared.zero_page_detection = Some(Account::open(&dsa.devices));
         }
@@ -104,12 +112,13 @@ impl Source {
     /// migration may be tried at once.
     pub fn run(
         self,
-        destination: &Transport,
+        destination: impl Into<Transport>,
         guest: &mut dyn SourceGuest,
     ) -> Result<Status, SourceError> {
+        let destination = &destination.into();
         self.shared.progress().start = Instant::now();
-        let is_plain = matches!(destination, Transport::Plain(_));
-        if self.config.zero_copy && !is_plain {
+        let is_session = matches!(destination, Transport::Session(_));
+        if self.config.zero_copy && is_session {
             return self.report(Err(ZeroCopyError::Session.into()));
         }
         let id = match random_id() {
@@ -118,14 +127,16 @@ impl Source {
         };
         let span = tracing::error_span!("migration", role = "source", attempt = %id);
         let _entered = span.enter();
+        let runs = guest.is_running();
         let result = thread::scope(|scope| {
-            let mut machine = handover::Source::new(true);
-            if self.config.direct_link && is_plain {
+            let mut machine = handover::Source::new(runs);
+            if self.config.direct_link && matches!(destination, Transport::Plain(_)) {
                 machine = machine.direct();
             }
             let mut attempt = Attempt {
                 source: &self,
                 guest,
+                runs,
                 paused: None,
                 not_resumed: None,
                 logging: false,
@@ -141,6 +152,7 @@ impl Source {
     }
 
     fn report(&self, result: Result<(), SourceError>) -> Result<Status, SourceError> {
+        self.shared.forget_wake();
         let mut progress = self.shared.progress();
         progress.end();
         progress.status.status = match &result {
@@ -157,6 +169,8 @@ impl Source {
 struct Attempt<'a> {
     source: &'a Source,
     guest: &'a mut dyn SourceGuest,
+    /// Whether the guest ran when the migration began. It is only resumed then.
+    runs: bool,
     convergence: Convergence,
     rates: Rates,
     /// Measures the downtime. `Some` while the guest is paused and has to be resumed on failure.
@@ -243,6 +257,9 @@ impl<'a> Attempt<'a> {
             let left = count(&dirty);
             self.rates.guest_dirtied(left, began.elapsed());
             let status = self.update_status(left);
+            let limit = source.shared.downtime_limit();
+            self.convergence
+                .set_downtime_limit(limit.min(source.config.downtime_max));
             let wish = self.guest.switchover(&status);
             if self.is_ready(left, wish, start.elapsed())? {
                 return Ok(dirty);
@@ -414,7 +431,15 @@ impl<'a> Attempt<'a> {
     /// Resumes the guest, if it was paused.
     fn resume(&mut self) -> SourceEvent {
         let resumed = match self.paused.take() {
-            Some(_) => self.guest.resume(),
+            Some(paused) => {
+                let resumed = match self.runs {
+                    true => self.guest.resume(),
+                    false => Ok(()),
+                };
+                self.source.shared.progress().status.downtime =
+                    Some(millis(paused.started.elapsed()));
+                resumed
+            }
             None => Ok(()),
         };
         self.end_throttle();

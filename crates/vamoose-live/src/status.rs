@@ -12,7 +12,7 @@ use std::{
 use serde::Serialize;
 use vamoose_link::{DowntimeParts, Hangup, Limit, Pacer, Session, Snapshot, Stats, lock, millis};
 
-use crate::{OffloadCounters, Ram, offload::Account};
+use crate::{OffloadCounters, Ram, SourceError, offload::Account};
 
 /// Watches a migration and ends it, from any thread.
 #[derive(Clone)]
@@ -26,7 +26,7 @@ pub struct Status {
     pub status: State,
     /// Time since the beginning.
     pub total_time: u64,
-    /// How long the guest was paused, once known.
+    /// How long the guest was paused, once it runs again: at the destination, or here after a failure.
     pub downtime: Option<u64>,
     /// Parts of the downtime.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -119,14 +119,22 @@ impl Handle {
             return false;
         }
         let cancelled = self.0.decide(CANCELLED);
-        if cancelled {
-            self.0.hangup.hang_up();
-            // The hangup does not know a stream that is being opened.
-            if let Some(session) = self.0.session.get() {
-                session.shut_down();
-            }
+        if cancelled && let Some(wake) = &*lock(&self.0.wake) {
+            wake();
         }
         cancelled || self.0.is_cancelled()
+    }
+
+    /// Changes the [bandwidth limit](crate::SourceConfig::max_bandwidth), in bytes per second.
+    pub fn set_max_bandwidth(&self, limit: Option<NonZeroU64>) {
+        self.0.pacer.set(limit);
+    }
+
+    /// Changes the [downtime limit](crate::SourceConfig::downtime_limit), from the next decision on. At most the longest downtime counts.
+    pub fn set_downtime_limit(&self, limit: Duration) {
+        self.0
+            .downtime_limit
+            .store(millis(limit), Ordering::Relaxed);
     }
 }
 
@@ -134,11 +142,15 @@ impl Handle {
 pub(crate) struct Shared {
     pub(crate) stats: Arc<Stats>,
     pub(crate) pacer: Arc<Pacer>,
+    /// In milliseconds.
+    downtime_limit: AtomicU64,
     pub(crate) zero_page_detection: Option<Account>,
     pub(crate) hangup: Hangup,
     /// The session of the first control connection and the channels.
     pub(crate) session: OnceLock<Session>,
     fate: AtomicU8,
+    /// Wakes the coordinator of a migration that is cancelled.
+    wake: Mutex<Option<Box<dyn Fn() + Send>>>,
     progress: Mutex<Progress>,
 }
 
@@ -180,7 +192,11 @@ const CANCELLED: u8 = 1;
 const COMMITTED: u8 = 2;
 
 impl Shared {
-    pub(crate) fn new(ram: &Ram, max_bandwidth: Option<NonZeroU64>) -> std::io::Result<Self> {
+    pub(crate) fn new(
+        ram: &Ram,
+        max_bandwidth: Option<NonZeroU64>,
+        downtime_limit: Duration,
+    ) -> std::io::Result<Self> {
         let mut status = Status::default();
         status.ram.total = ram.total_bytes();
         status.ram.remaining = ram.total_bytes();
@@ -191,10 +207,12 @@ impl Shared {
         Ok(Self {
             stats: Arc::default(),
             pacer,
+            downtime_limit: AtomicU64::new(millis(downtime_limit)),
             zero_page_detection: None,
             hangup,
             session: OnceLock::new(),
             fate: AtomicU8::new(OPEN),
+            wake: Mutex::default(),
             progress: Mutex::new(Progress {
                 status,
                 start: Instant::now(),
@@ -229,6 +247,27 @@ impl Shared {
         status.ram.normal_bytes = moved.page_bytes;
         status.ram.dirty_sync_missed_zero_copy = moved.missed_zero_copy;
         status
+    }
+
+    /// Lets `wake` be called when the migration is cancelled.
+    ///
+    /// # Errors
+    /// When it has been cancelled already.
+    pub(crate) fn wake_by(&self, wake: impl Fn() + Send + 'static) -> Result<(), SourceError> {
+        *lock(&self.wake) = Some(Box::new(wake));
+        match self.is_cancelled() {
+            true => Err(SourceError::Cancelled),
+            false => Ok(()),
+        }
+    }
+
+    /// The migration is over: nothing is to be woken.
+    pub(crate) fn forget_wake(&self) {
+        *lock(&self.wake) = None;
+    }
+
+    pub(crate) fn downtime_limit(&self) -> Duration {
+        Duration::from_millis(self.downtime_limit.load(Ordering::Relaxed))
     }
 
     pub(crate) fn is_cancelled(&self) -> bool {

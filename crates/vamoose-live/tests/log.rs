@@ -80,7 +80,7 @@ fn every_line_names_the_side_and_the_attempt() {
     let arriving = thread::spawn(move || destination.run(&mut Vm).unwrap());
     let here = ram();
     let bitmap = Arc::new(SharedBitmap::new(&here));
-    let source = Source::new(here, bitmap, SourceConfig::new(engines)).unwrap();
+    let source = Source::with_config(here, bitmap, SourceConfig::new(engines)).unwrap();
     source.run(&to, &mut Vm).unwrap();
     arriving.join().unwrap();
 

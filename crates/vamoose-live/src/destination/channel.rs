@@ -1,7 +1,7 @@
 //! A channel's thread: reads packets from the socket into guest memory.
 
 use multifd::{Layout, RamHeader};
-use vamoose_link::{ChannelReader, Received};
+use vamoose_link::{ChannelReader, Received, Stats};
 use vm_memory::VolatileSlice;
 
 use super::guest_ram::GuestRam;
@@ -17,6 +17,7 @@ pub(super) fn receive(
     layout: Layout,
     memory: &GuestRam<'_>,
     copy: &PageCopy,
+    stats: &Stats,
     synced: impl Fn(u64),
 ) -> Result<(), ChannelError> {
     let mut header = RamHeader::new(layout);
@@ -40,6 +41,8 @@ pub(super) fn receive(
             }
             memory.written(block, header.normal_offsets());
             memory.zero(block, header.zero_offsets());
+            let (normal, zero) = (header.normal_offsets().len(), header.zero_offsets().len());
+            stats.add_packet(normal, zero, normal * layout.page_size());
             unsynced = true;
         }
         last = header.sync && header.packet_num == LAST_SYNC;

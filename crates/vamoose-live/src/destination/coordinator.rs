@@ -38,7 +38,7 @@ const MAX_SETTLE_TIME: Duration = Duration::from_secs(3600);
 const FAILURE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long to wait for the reason when the source's channels break. Its guest may be paused.
-const REASON_TIMEOUT: Duration = Duration::from_millis(100);
+const REASON_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub(super) struct Coordinator<'scope, 'env> {
     pub(super) config: &'env DestinationConfig,
@@ -184,6 +184,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                     }
                 }
                 Some(Action::ReportSynced(round)) => {
+                    self.stats.add_sync();
                     self.inbox.send(&DestinationMessage::Synced { round });
                     debug!(round, "round received");
                 }
@@ -198,9 +199,9 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         // Only the migration writes the guest's memory before the guest runs here.
         reader.take_differences_in_place();
         let (memory, events) = (self.memory, self.events_in.clone());
-        let copy = &self.config.copy;
+        let (copy, stats) = (&self.config.copy, self.stats.clone());
         let receive = in_span(move || {
-            let result = channel::receive(reader, layout, memory, copy, |round| {
+            let result = channel::receive(reader, layout, memory, copy, &stats, |round| {
                 // The coordinator is gone when the attempt is over.
                 let _ = events.send(Event::Synced(number, round));
             });

@@ -63,6 +63,7 @@ enum Event {
     Message(DestinationMessage),
     /// The control connection has ended.
     Disconnected(ConversationError),
+    Cancelled,
 }
 
 /// How a round without a failure ended.
@@ -116,8 +117,24 @@ impl<'scope, 'a> Link<'scope, 'a> {
             device_state: DeviceState::Unsent,
             resume_at: None,
         };
+        link.wake_when_cancelled(false)?;
         link.spawn(move || receive(Conversation::new(control), &events_in))?;
         Ok(link)
+    }
+
+    /// Wakes this thread when the migration is cancelled; also from `opening` a stream. The control connection stays: the destination
+    /// is told.
+    fn wake_when_cancelled(&self, opening: bool) -> Result<(), SourceError> {
+        let (events, control) = (self.events_in.clone(), self.control.clone());
+        let session = self.source.shared.session.get();
+        let session = session.filter(|_| opening).cloned();
+        self.source.shared.wake_by(move || {
+            if let Some(session) = &session {
+                session.shut_down_but(&control);
+            }
+            // If the queue is full, this thread is awake.
+            let _ = events.try_send(Event::Cancelled);
+        })
     }
 
     /// Describes the guest, and waits until the destination is ready for it; returns its answer.
@@ -148,6 +165,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
     pub(super) fn open_channels(&mut self) -> Result<(), SourceError> {
         let source = self.source;
         let sent_pages = self.sent_pages();
+        self.wake_when_cancelled(true)?;
         for number in 0..source.config.channels {
             let mut writer = self.open_channel(number)?;
             if let Some(sent_pages) = &sent_pages {
@@ -162,7 +180,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
             })?;
             self.rounds.push(rounds_in);
         }
-        Ok(())
+        self.wake_when_cancelled(false)
     }
 
     /// The cache of sent pages, if pages may be sent as differences.
@@ -392,22 +410,51 @@ impl<'scope, 'a> Link<'scope, 'a> {
 
     /// The next event; `None` when `deadline` has passed.
     fn next(&self, deadline: Option<Instant>) -> Result<Option<Event>, SourceError> {
+        if self.source.shared.is_cancelled() {
+            return Err(SourceError::Cancelled);
+        }
         let until = [deadline, self.resume_at].into_iter().flatten().min();
-        match receive_until(&self.events, until) {
-            Ok(event) => {
+        match self.receive_unless_refused(until)? {
+            Some(event) => {
                 if matches!(event, Event::Disconnected(_)) {
                     self.disconnected.set(true);
                 }
                 Ok(Some(event))
             }
-            Err(_) if self.resume_at.is_some_and(|end| end <= Instant::now()) => {
+            None if self.resume_at.is_some_and(|end| end <= Instant::now()) => {
                 let max = self.source.config.downtime_max;
                 Err(SourceError::DowntimeExceeded { max })
             }
-            Err(_) => Ok(None),
+            None => Ok(None),
+        }
+    }
+
+    /// The next event by `until`. While the guest is paused, a destination that has ended is not waited for: the guest can resume here
+    /// until it is handed over.
+    fn receive_unless_refused(&self, until: Option<Instant>) -> Result<Option<Event>, SourceError> {
+        let session = self.source.shared.session.get();
+        let Some(session) = session.filter(|_| self.resume_at.is_some()) else {
+            return Ok(receive_until(&self.events, until).ok());
+        };
+        loop {
+            let look = Instant::now() + LOOK;
+            let time = until.map_or(look, |until| until.min(look));
+            match receive_until(&self.events, Some(time)) {
+                Ok(event) => return Ok(Some(event)),
+                Err(_) if session.refused().is_some_and(|time| time > REFUSED) => {
+                    return Err(SourceError::Unanswered);
+                }
+                Err(_) if until.is_some_and(|until| until <= Instant::now()) => return Ok(None),
+                Err(_) => {}
+            }
         }
     }
 }
+
+/// How long the destination's host may refuse connections of a paused guest's session: as long as a restart of the network takes.
+const REFUSED: Duration = Duration::from_secs(3);
+
+const LOOK: Duration = Duration::from_millis(100);
 
 /// How long the socket buffers may take to drain, if `sent` bytes took `took` to get into them.
 fn drain_time(channels: usize, sent: u64, took: Duration) -> Duration {
@@ -432,6 +479,7 @@ fn unexpected_event(event: Event) -> Result<(), SourceError> {
         Event::Failed(error) => error,
         Event::Message(message) => unexpected(message),
         Event::Disconnected(error) => error.into(),
+        Event::Cancelled => SourceError::Cancelled,
     })
 }
 
@@ -450,6 +498,9 @@ fn unexpected(message: DestinationMessage) -> SourceError {
 fn or_unanswered(error: SourceError) -> SourceError {
     match error {
         SourceError::Control(ConversationError::Closed) => SourceError::Unanswered,
+        SourceError::Control(ConversationError::Cut | ConversationError::Frame(_)) => {
+            SourceError::SessionExpected
+        }
         SourceError::Control(error) if error.is_reset() => SourceError::Unanswered,
         error => error,
     }

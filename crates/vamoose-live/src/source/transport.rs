@@ -1,29 +1,68 @@
 //! A source's connections to its destination: over a session, or plain.
 
-use std::{io, time::Duration};
+use std::{fmt, io, os::fd::OwnedFd, sync::Arc, time::Duration};
 
-use vamoose_link::{Address, Remote, Session, Socket, Stream, dial};
+use vamoose_link::{Address, DialError, Remote, Session, Socket, Stream, dial};
 
 use crate::SourceError;
 
 /// How a [`Source`](crate::Source) reaches its [`Destination`](crate::Destination), which has to expect the same.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum Transport {
     /// Over a session: authenticated, encrypted and checked as the [`Remote`] says. It survives the loss of connections.
     Session(Remote),
     /// Over plain connections, without authentication, encryption or checks. The loss of a connection is an error. Only
     /// plain connections support zero-copy send.
     Plain(Address),
+    /// Over plain connections that the VMM makes.
+    Own(OwnConnections),
+}
+
+/// Connects to the destination: called for the control connection, for each channel, and again for a control connection that was lost.
+#[derive(Clone)]
+pub struct OwnConnections(Arc<dyn Fn() -> io::Result<OwnedFd> + Send + Sync>);
+
+impl fmt::Debug for OwnConnections {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("own connections")
+    }
+}
+
+impl From<Remote> for Transport {
+    fn from(remote: Remote) -> Self {
+        Self::Session(remote)
+    }
+}
+
+impl From<Address> for Transport {
+    fn from(address: Address) -> Self {
+        Self::Plain(address)
+    }
+}
+
+impl From<&Transport> for Transport {
+    fn from(transport: &Transport) -> Self {
+        transport.clone()
+    }
 }
 
 impl Transport {
+    /// Over connected stream sockets that `connect` returns: TCP, unix, vsock, or descriptors that were handed over.
+    pub fn own<S: Into<OwnedFd>>(
+        connect: impl Fn() -> io::Result<S> + Send + Sync + 'static,
+    ) -> Self {
+        Self::Own(OwnConnections(Arc::new(move || Ok(connect()?.into()))))
+    }
+
     /// The first connection to the destination, and how to open others to the same one.
     pub(super) fn begin(&self, timeout: Duration) -> Result<(Redialer, Stream), SourceError> {
         match self {
             Self::Session(remote) => {
-                let (session, stream) = remote.dial()?;
+                let (session, stream) = remote.dial().map_err(or_other_transport)?;
                 Ok((Redialer::Session(session, remote.clone()), stream))
             }
+            Self::Own(own) => Ok((Redialer::Own(own.clone()), own.connect(timeout)?)),
             Self::Plain(address) => {
                 let socket = dial(address, timeout)?;
                 // An error: the connection was closed.
@@ -39,6 +78,23 @@ pub(super) enum Redialer {
     Session(Session, Remote),
     /// The address of the first connection's peer. A host name may resolve to another address the next time.
     Plain(Address),
+    Own(OwnConnections),
+}
+
+impl OwnConnections {
+    fn connect(&self, timeout: Duration) -> io::Result<Stream> {
+        let socket = Socket::try_from((self.0)()?)?;
+        socket.set_stall_timeout(timeout)?;
+        Ok(socket.into())
+    }
+}
+
+/// The error for a destination that does not know the session's first bytes.
+fn or_other_transport(error: DialError) -> SourceError {
+    match error.is_about_tls() || error.is_about_port() {
+        true => SourceError::OtherTransport(error),
+        false => error.into(),
+    }
 }
 
 impl Redialer {
@@ -47,6 +103,7 @@ impl Redialer {
         match self {
             Self::Session(session, _) => Ok(session.open()?),
             Self::Plain(address) => Ok(dial(address, timeout)?.into()),
+            Self::Own(own) => Ok(own.connect(timeout)?),
         }
     }
 
@@ -66,7 +123,7 @@ impl Redialer {
     pub(super) fn reconnect_timeout(&self) -> Duration {
         match self {
             Self::Session(session, _) => session.reconnect_timeout(),
-            Self::Plain(_) => Duration::ZERO,
+            Self::Plain(_) | Self::Own(_) => Duration::ZERO,
         }
     }
 }

@@ -161,6 +161,12 @@ fn cancelled(shape: &Shape, when: When, rng: &mut Rng) {
             assert!(matches!(error, SourceError::Cancelled), "{error}");
             assert_eq!(error.guest(), GuestLocation::Source);
             assert_eq!(handle.status().status, State::Cancelled);
+            // The destination knows why.
+            for failure in &failures {
+                let is_told =
+                    matches!(failure, DestinationError::Aborted { cause } if cause == "cancelled");
+                assert!(is_told, "{when:?}: {failure:?}");
+            }
             // It may have been over before the destination has heard of it.
             let unheard = matches!(when, When::AtOnce | When::Bytes(0));
             assert!(
@@ -243,11 +249,18 @@ fn a_destination_that_waits_is_cancelled() {
             let error = waiting.join().unwrap().unwrap_err();
             assert!(matches!(error, DestinationError::Cancelled), "{error}");
         });
-        // For good.
+        // Before it waits, and once.
+        stop.cancel();
         let error = destination.run(&mut There::new(&stage)).unwrap_err();
         assert!(matches!(error, DestinationError::Cancelled), "{error}");
+        if connects {
+            let source = stage.source(source_config(Method::None));
+            let mut there = There::new(&stage);
+            let outcome = migrate(source, &mut Here::new(&stage), &mut destination, &mut there);
+            outcome.expect_done();
+            stage.expect_there();
+        }
     }
-    stage.expect_here();
 }
 
 #[test]

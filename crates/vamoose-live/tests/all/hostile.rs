@@ -124,7 +124,7 @@ fn source(settings: impl FnOnce(&mut SourceConfig)) -> (Ram, Source) {
     let log = Arc::new(SharedBitmap::new(&here));
     let mut config = source_config(Method::None);
     settings(&mut config);
-    let source = Source::new(here.clone(), log, config).unwrap();
+    let source = Source::with_config(here.clone(), log, config).unwrap();
     (here, source)
 }
 

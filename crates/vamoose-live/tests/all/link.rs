@@ -1,7 +1,7 @@
 //! Sessions whose connections are reset, blocked and refused, again and again: the guest arrives whole and runs at one end
 //! alone. And peers that are not trusted, and links that do not come back.
 
-use std::{net::SocketAddr, num::NonZeroU64, thread, time::Duration};
+use std::{net::SocketAddr, num::NonZeroU64, os::unix::net::UnixStream, thread, time::Duration};
 
 use crate::common::{
     Here, MIB, Shape, Stage, Step, There, Watchdog, address_of,
@@ -13,7 +13,8 @@ use crate::common::{
 use lab::middlebox::{Admission, Change, Direction, Middlebox, Which};
 use multifd::Method;
 use vamoose_live::{
-    Address, Destination, DestinationError, GuestLocation, SourceConfig, SourceError, Status,
+    Accepted, Acceptor, Address, Destination, DestinationError, GuestLocation, Listener,
+    OneTimeKey, Remote, Security, SessionConfig, Sessions, SourceConfig, SourceError, Status,
     Switchover, Transport, causes, chain,
 };
 
@@ -289,7 +290,11 @@ fn a_peer_that_is_not_trusted_is_refused_at_both_ends() {
         ] {
             let mut here = Here::new(&stage).hooked(|step| panic!("{step:?}"));
             let error = stage.source(slow()).run(&to, &mut here).unwrap_err();
-            assert!(matches!(error, SourceError::Session(_)), "{error}");
+            let is_refused = matches!(
+                error,
+                SourceError::Session(_) | SourceError::OtherTransport(_)
+            );
+            assert!(is_refused, "{error}");
             assert!(chain(&error).contains(told), "{}", chain(&error));
         }
         stage.expect_here();
@@ -310,7 +315,6 @@ fn plain_connections_and_sessions_do_not_mix() {
         return;
     }
     let _watchdog = Watchdog::new("plain and sessions".to_owned());
-    let hosts = Hosts::insecure(true);
     let stage = Stage::new(&shape());
     let run = |destination: &mut Destination, to: Transport| {
         let stop = destination.handle();
@@ -325,16 +329,130 @@ fn plain_connections_and_sessions_do_not_mix() {
             error
         })
     };
-    let mut sessions = stage.destination_at(hosts.acceptor(), |_| {});
-    let to = plain(&address_of(&sessions));
-    let error = run(&mut sessions, to);
-    assert!(matches!(error, SourceError::Unanswered), "{error}");
-    assert!(error.to_string().contains("expects a session"), "{error}");
-    let mut sockets = stage.destination_at(listen(&loopback()), |_| {});
-    let to = hosts.to(&address_of(&sockets));
-    let error = run(&mut sockets, to);
-    assert!(matches!(error, SourceError::Session(_)), "{error}");
+    for hosts in [Hosts::insecure(true), Hosts::new()] {
+        let mut sessions = stage.destination_at(hosts.acceptor(), |_| {});
+        let to = plain(&address_of(&sessions));
+        let error = run(&mut sessions, to);
+        let is_told = matches!(
+            error,
+            SourceError::Unanswered | SourceError::SessionExpected
+        );
+        assert!(is_told, "{error}");
+        assert!(error.to_string().contains("expects a session"), "{error}");
+        let mut sockets = stage.destination_at(listen(&loopback()), |_| {});
+        let to = hosts.to(&address_of(&sockets));
+        let error = run(&mut sockets, to);
+        assert!(matches!(error, SourceError::OtherTransport(_)), "{error}");
+        assert!(
+            error.to_string().contains("expects plain connections"),
+            "{error}"
+        );
+    }
     stage.expect_here();
+}
+
+/// The host refuses connections when the destination's process has ended.
+#[test]
+fn a_paused_guest_does_not_wait_for_a_destination_that_has_ended() {
+    if nothing_to_migrate() {
+        return;
+    }
+    let _watchdog = Watchdog::new("a destination that has ended".to_owned());
+    let hosts = Hosts::new();
+    let stage = Stage::new(&shape());
+    let mut destination = stage.destination_at(hosts.acceptor(), |_| {});
+    let (middlebox, address) = middlebox(&destination);
+    let stop = destination.handle();
+    thread::scope(|scope| {
+        let mut there = There::new(&stage).hooked(|step| {
+            if step == Step::Load {
+                middlebox.admit(Admission::Refuse).unwrap();
+                middlebox.apply(Which::All, Change::Reset);
+            }
+            Ok(())
+        });
+        let waiting = scope.spawn(move || destination.run(&mut there));
+        let source = stage.source(slow());
+        let handle = source.handle();
+        let error = source
+            .run(&hosts.to(&address), &mut Here::new(&stage))
+            .unwrap_err();
+        assert!(matches!(error, SourceError::Unanswered), "{error}");
+        // It was paused, and runs again.
+        assert!(handle.status().downtime.is_some());
+        stage.expect_here();
+        stop.cancel();
+        waiting.join().unwrap().unwrap_err();
+    });
+}
+
+/// Sockets that the VMM has made: no address, no listener.
+#[test]
+fn a_guest_moves_over_connections_of_the_vmm() {
+    if nothing_to_migrate() {
+        return;
+    }
+    let _watchdog = Watchdog::new("connections of the VMM".to_owned());
+    let accepted = Accepted::new().unwrap();
+    let stage = Stage::new(&shape());
+    let mut destination = stage.destination_at(Acceptor::Own(accepted.clone()), |_| {});
+    let to = Transport::own(move || {
+        let (near, far) = UnixStream::pair()?;
+        accepted.add(far)?;
+        Ok(near)
+    });
+    let (watched, source) = (destination.handle(), stage.source(slow()));
+    let mut there = There::new(&stage);
+    let outcome = migrate_over(
+        &to,
+        source,
+        &mut Here::new(&stage),
+        &mut destination,
+        &mut there,
+    );
+    let (status, arrival) = outcome.expect_done();
+    stage.expect_there();
+    assert!(arrival.running);
+    let moved = watched.moved();
+    assert_eq!(moved, arrival.moved);
+    assert_eq!(moved.normal_pages, status.ram.normal);
+    assert_eq!(moved.zero_pages, status.ram.duplicate);
+    assert_eq!(moved.page_bytes, status.ram.normal_bytes);
+    assert_eq!(moved.syncs, status.ram.dirty_sync_count);
+    let file = std::fs::File::open("/proc/self/status").unwrap();
+    assert!(Accepted::new().unwrap().add(file).is_err(), "no socket");
+}
+
+/// The keys of a VMM that has no directory for them.
+#[test]
+fn a_guest_moves_by_keys_in_memory() {
+    if nothing_to_migrate() {
+        return;
+    }
+    let _watchdog = Watchdog::new("keys in memory".to_owned());
+    let [near, far] = [(); 2].map(|()| OneTimeKey::generate().unwrap());
+    let (near_key, far_key) = (near.public(), far.public());
+    let config = |own, peer| SessionConfig::new(Security::OneTime { own, peer });
+    let listener = Listener::bind(&loopback(), Duration::from_secs(60)).unwrap();
+    let address = listener.address().to_string();
+    let sessions = Sessions::new(vec![listener], config(far, near_key)).unwrap();
+    let stage = Stage::new(&shape());
+    let mut destination = stage.destination_at(Acceptor::Sessions(sessions), |_| {});
+    let security = Security::OneTime {
+        own: near,
+        peer: far_key,
+    };
+    let to = Transport::from(Remote::new(&address, security).unwrap());
+    let (source, mut there) = (stage.source(slow()), There::new(&stage));
+    let outcome = migrate_over(
+        &to,
+        source,
+        &mut Here::new(&stage),
+        &mut destination,
+        &mut there,
+    );
+    outcome.expect_done();
+    stage.expect_there();
 }
 
 #[test]
@@ -350,7 +468,7 @@ fn zero_copy_with_a_session_is_refused() {
     config.packet_bytes = 64 << 10;
     config.zero_copy = true;
     let log = stage.rig.log(&stage.guest, &stage.ram);
-    let source = match vamoose_live::Source::new(stage.ram.clone(), log, config) {
+    let source = match vamoose_live::Source::with_config(stage.ram.clone(), log, config) {
         Err(error @ SourceError::ZeroCopy(causes::ZeroCopyError::LockedMemory { .. })) => {
             lab::skipped(&error.to_string()).unwrap();
             return;

@@ -505,7 +505,7 @@ fn pages_go_with_zero_copy() {
     let mut config = source_config(Method::None);
     config.zero_copy = true;
     let log = stage.rig.log(&stage.guest, &stage.ram);
-    match Source::new(stage.ram.clone(), log, config) {
+    match Source::with_config(stage.ram.clone(), log, config) {
         Ok(source) => {
             let outcome = migrate(
                 source,
@@ -582,7 +582,7 @@ fn pages_become_zero(backing: Backing, change: impl Fn(&Ram, std::ops::Range<usi
         }
         let mut config = source_config(Method::None);
         config.zero_page_detection = detection;
-        let source = Source::new(here.clone(), log.clone(), config).unwrap();
+        let source = Source::with_config(here.clone(), log.clone(), config).unwrap();
         let mut decisions = DestinationConfig::new(engines(Method::None));
         decisions.punch_holes = punch_holes;
         let mut destination =
@@ -659,7 +659,8 @@ fn memory_filled_from_a_snapshot_arrives() {
         Err(error) => return lab::skipped(&format!("userfaultfd: {error}")).unwrap(),
     };
     let log = Arc::new(SharedBitmap::new(&here));
-    let source = Source::new(here.clone(), log.clone(), source_config(Method::None)).unwrap();
+    let source =
+        Source::with_config(here.clone(), log.clone(), source_config(Method::None)).unwrap();
     let decisions = DestinationConfig::new(engines(Method::None));
     let mut destination = Destination::new(listen(&loopback()), there.clone(), decisions).unwrap();
     let address = address_of(&destination);

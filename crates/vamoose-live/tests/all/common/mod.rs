@@ -250,7 +250,7 @@ impl Stage {
     /// A source for the guest.
     pub(crate) fn source(&self, config: SourceConfig) -> Source {
         let log = self.rig.log(&self.guest, &self.ram);
-        Source::new(self.ram.clone(), log, config).unwrap()
+        Source::with_config(self.ram.clone(), log, config).unwrap()
     }
 
     /// The guest is at the source alone, writes there, and what it wrote is right.
@@ -544,6 +544,7 @@ pub(crate) fn move_in_the_end(stage: &Arc<Stage>, to: &Transport) {
                         error,
                         SourceError::Unanswered
                             | SourceError::Session(_)
+                            | SourceError::OtherTransport(_)
                             | SourceError::Control(_)
                             | SourceError::Channel { .. }
                             | SourceError::Refused { .. }

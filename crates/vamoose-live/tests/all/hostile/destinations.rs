@@ -139,7 +139,7 @@ fn run(
         let there = ram();
         let mut destination = destination_of(&there);
         let log = Arc::new(SharedBitmap::new(&here));
-        let source = Source::new(here.clone(), log, source_config(Method::Lz4)).unwrap();
+        let source = Source::with_config(here.clone(), log, source_config(Method::Lz4)).unwrap();
         let address = address_of(&destination);
         let mut to = Vmm::default();
         thread::scope(|scope| {
