@@ -220,7 +220,7 @@ fn a_source_that_waits_for_an_answer_is_cancelled() {
             assert!(handle.cancel());
             drop(connection);
         });
-        source.run(&plain(&address.parse().unwrap()), &mut Here::new(&stage))
+        source.run(plain(&address.parse().unwrap()), &mut Here::new(&stage))
     });
     assert!(matches!(result, Err(SourceError::Cancelled)));
     stage.expect_here();

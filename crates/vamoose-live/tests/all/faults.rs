@@ -66,7 +66,7 @@ fn survive(
             until_one_arrives(&mut destination, &mut there)
         });
         let mut here = Here::new(&stage).hooked(hook()).switching(in_round_three);
-        let result = stage.source(config).run(&plain(proxy.address()), &mut here);
+        let result = stage.source(config).run(plain(proxy.address()), &mut here);
         match &result {
             Ok(_) => {
                 stage.expect_there();
@@ -268,7 +268,7 @@ fn a_source_that_was_not_heard_to_the_end_is_answered() {
         let arriving = scope.spawn(|| destination.run(&mut There::new(&stage)));
         let source = stage.source(source_config(Method::None));
         source
-            .run(&plain(proxy.address()), &mut Here::new(&stage))
+            .run(plain(proxy.address()), &mut Here::new(&stage))
             .unwrap();
         stage.expect_there();
         for _ in 0..3 {
@@ -306,7 +306,7 @@ fn a_link_that_is_gone_for_good_leaves_the_guest_in_doubt() {
                 assert_ne!(step, Step::TakeBack, "nobody knows where the guest is");
                 Ok(())
             });
-            let error = stage.source(config).run(&plain(proxy.address()), &mut here);
+            let error = stage.source(config).run(plain(proxy.address()), &mut here);
             let error = error.unwrap_err();
             assert!(matches!(error, SourceError::InDoubt { .. }), "{error}");
             assert_eq!(error.guest(), GuestLocation::InDoubt);
@@ -421,7 +421,7 @@ fn a_guest_that_cannot_run_is_taken_back_over_a_broken_link() {
             destination.run(&mut there)
         });
         let source = stage.source(source_config(Method::None));
-        let told = source.run(&plain(proxy.address()), &mut Here::new(&stage));
+        let told = source.run(plain(proxy.address()), &mut Here::new(&stage));
         let told = told.unwrap_err();
         assert!(
             matches!(&told, SourceError::Destination { cause } if cause.ends_with("no CPU left")),
@@ -645,7 +645,7 @@ fn migrate_to_a_process(
             at_step(&remote, step);
             Ok(())
         });
-        let result = source.run(&plain(&address), &mut here);
+        let result = source.run(plain(&address), &mut here);
         over.store(true, Ordering::SeqCst);
         result.map(drop)
     });
@@ -769,7 +769,7 @@ fn another_process_at_the_destinations_address_does_not_answer_for_it() {
         });
         let mut here = Here::new(&stage).hooked(not_taken_back);
         let source = stage.source(source_config(Method::None));
-        let error = source.run(&plain(proxy.address()), &mut here).unwrap_err();
+        let error = source.run(plain(proxy.address()), &mut here).unwrap_err();
         assert!(matches!(error, SourceError::InDoubt { .. }), "{error}");
         drop(second.join().unwrap());
     });
@@ -793,7 +793,7 @@ fn a_proxy_that_is_gone_is_no_proof_that_the_destination_is() {
         let arriving = scope.spawn(|| destination.run(&mut There::new(&stage)));
         let mut here = Here::new(&stage).hooked(not_taken_back);
         let source = stage.source(config);
-        let error = source.run(&plain(proxy.address()), &mut here).unwrap_err();
+        let error = source.run(plain(proxy.address()), &mut here).unwrap_err();
         assert!(matches!(error, SourceError::InDoubt { .. }), "{error}");
         settle(&address, proxy.id());
         arriving.join().unwrap().unwrap();
@@ -827,7 +827,7 @@ fn a_destination_that_is_out_of_descriptors_for_a_while_answers_afterwards() {
             remote.tell("feed");
         });
         let source = stage.source(source_config(Method::None));
-        let result = source.run(&plain(proxy.address()), &mut Here::new(&stage));
+        let result = source.run(plain(proxy.address()), &mut Here::new(&stage));
         over.store(true, Ordering::SeqCst);
         result.unwrap();
     });

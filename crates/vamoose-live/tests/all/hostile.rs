@@ -109,7 +109,7 @@ fn serve_a_correct_one(destination: &mut Destination, there: &Ram) -> Arrival {
 fn move_correct_one(address: &Address, there: &Ram) {
     let (here, source) = source(|_| {});
     let mut from = Vmm::default();
-    source.run(&plain(address), &mut from).unwrap();
+    source.run(plain(address), &mut from).unwrap();
     assert!(!from.runs);
     expect_equal(&here, there);
 }

@@ -247,7 +247,7 @@ fn a_cut_is_no_reason_for_more_downtime_than_there_may_be() {
             }
             Ok(())
         });
-        let error = stage.source(config).run(&hosts.to(&address), &mut here);
+        let error = stage.source(config).run(hosts.to(&address), &mut here);
         let error = error.unwrap_err();
         let max = Duration::from_secs(2);
         assert!(
@@ -257,7 +257,7 @@ fn a_cut_is_no_reason_for_more_downtime_than_there_may_be() {
         stage.expect_here();
         // Until it knows, the destination waits for the first one.
         let again = || stage.source(source_config(Method::None));
-        while let Err(error) = again().run(&hosts.to(&address), &mut Here::new(&stage)) {
+        while let Err(error) = again().run(hosts.to(&address), &mut Here::new(&stage)) {
             assert_eq!(error.guest(), GuestLocation::Source, "{error}");
             assert!(matches!(error, SourceError::Refused { .. }), "{error}");
             thread::sleep(Duration::from_millis(200));
@@ -375,7 +375,7 @@ fn a_paused_guest_does_not_wait_for_a_destination_that_has_ended() {
         let source = stage.source(slow());
         let handle = source.handle();
         let error = source
-            .run(&hosts.to(&address), &mut Here::new(&stage))
+            .run(hosts.to(&address), &mut Here::new(&stage))
             .unwrap_err();
         assert!(matches!(error, SourceError::Unanswered), "{error}");
         // It was paused, and runs again.

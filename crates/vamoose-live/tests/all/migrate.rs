@@ -614,7 +614,7 @@ fn pages_become_zero(backing: Backing, change: impl Fn(&Ram, std::ops::Range<usi
         });
         std::thread::scope(|scope| {
             let arriving = scope.spawn(|| destination.run(&mut expect).map(drop));
-            source.run(&plain(&address), &mut vmm).unwrap();
+            source.run(plain(&address), &mut vmm).unwrap();
             arriving.join().unwrap().unwrap();
         });
         assert!(*lock(&compared));
@@ -676,7 +676,7 @@ fn memory_filled_from_a_snapshot_arrives() {
     std::thread::scope(|scope| {
         scope.spawn(|| snapshot.serve());
         let arriving = scope.spawn(|| destination.run(&mut expect).map(drop));
-        let moved = source.run(&plain(&address), &mut vmm);
+        let moved = source.run(plain(&address), &mut vmm);
         snapshot.stop();
         moved.unwrap();
         arriving.join().unwrap().unwrap();

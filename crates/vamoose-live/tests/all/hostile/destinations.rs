@@ -124,7 +124,7 @@ fn run(
     let result = thread::scope(|scope| {
         scope.spawn(move || play(listener));
         source
-            .run(&plain(&address.parse().unwrap()), &mut vmm)
+            .run(plain(&address.parse().unwrap()), &mut vmm)
             .map(drop)
     });
     let location = result.as_ref().err().map(SourceError::guest);
@@ -144,7 +144,7 @@ fn run(
         let mut to = Vmm::default();
         thread::scope(|scope| {
             let serving = scope.spawn(|| destination.run(&mut to).map(drop));
-            source.run(&plain(&address), &mut vmm).unwrap();
+            source.run(plain(&address), &mut vmm).unwrap();
             serving.join().unwrap().unwrap();
         });
         expect_equal(&here, &there);
@@ -327,7 +327,7 @@ fn a_destination_that_is_not_there() {
     let (_, source) = source(|_| {});
     let mut vmm = Vmm::default();
     let error = source
-        .run(&plain(&address.parse().unwrap()), &mut vmm)
+        .run(plain(&address.parse().unwrap()), &mut vmm)
         .unwrap_err();
     assert!(matches!(error, SourceError::Dial(_)), "{error}");
     assert!(vmm.calls.is_empty());
