@@ -498,9 +498,8 @@ fn unexpected(message: DestinationMessage) -> SourceError {
 fn or_unanswered(error: SourceError) -> SourceError {
     match error {
         SourceError::Control(ConversationError::Closed) => SourceError::Unanswered,
-        SourceError::Control(ConversationError::Cut | ConversationError::Frame(_)) => {
-            SourceError::SessionExpected
-        }
+        // A refusal in the session's protocol is no line.
+        SourceError::Control(ConversationError::Cut) => SourceError::SessionExpected,
         SourceError::Control(error) if error.is_reset() => SourceError::Unanswered,
         error => error,
     }
