@@ -26,6 +26,6 @@ pub(crate) fn open(guest: &Guest, ram: &Ram) -> Result<Arc<dyn DirtyLog>> {
     // SAFETY: a `Guest` never changes its slots, which it describes itself: each shows a whole
     // block of its memory, and `ram` has the same mappings in the same order. The log keeps `ram`, and its mappings with it.
     Ok(Arc::new(unsafe {
-        KvmDirtyLog::new(vm, slots.collect(), ram)
+        KvmDirtyLog::new(&vm, slots.collect(), ram)
     }?))
 }

@@ -30,8 +30,10 @@ mod collect;
 mod kvm;
 mod kvm_ring;
 mod merged;
+mod physical;
 mod shared;
 mod userfaultfd;
+mod vm_memory_bitmap;
 
 use std::{io, ops::Range};
 
@@ -39,12 +41,14 @@ use thiserror::Error;
 
 pub use bitmap::Bitmap;
 pub(crate) use bitmap::{count, masks, ones, pages_in, set_pages};
-pub(crate) use collect::collect;
+pub(crate) use collect::{clear, collect};
 pub use kvm::{KvmDirtyLog, KvmSlot};
 pub use kvm_ring::{KvmDirtyRing, KvmRings};
 pub use merged::Merged;
+pub use physical::{PhysicalLog, Place, Placed, VhostLog};
 pub use shared::SharedBitmap;
 pub use userfaultfd::UserfaultLog;
+pub use vm_memory_bitmap::VmMemoryLog;
 
 /// Finds the pages that were written. Blocks are named by their index in [`Ram`](crate::Ram).
 ///

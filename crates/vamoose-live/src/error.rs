@@ -74,6 +74,12 @@ pub enum SourceError {
         what: &'static str,
         source: GuestError,
     },
+    /// Memory was written behind [`pause`](crate::SourceGuest::pause) and [`save`](crate::SourceGuest::save), so the destination
+    /// would have missed it. Found only with [`SourceConfig::check_pause`](crate::SourceConfig::check_pause).
+    #[error(
+        "page {page} of RAM block `{block}` was written while the guest was paused: the VMM has to stop all that writes guest memory"
+    )]
+    WrittenWhilePaused { block: String, page: usize },
     #[error(
         "not converged within {seconds} s: {remaining} bytes are dirty, and the guest dirties {dirty_rate} bytes/s where {bandwidth} bytes/s are moved"
     )]

@@ -165,7 +165,7 @@ pub use destination::{
 };
 pub use dirty::{
     Bitmap, DirtyLog, DirtyLogError, KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot, Merged,
-    SharedBitmap, UserfaultLog,
+    PhysicalLog, Place, Placed, SharedBitmap, UserfaultLog, VhostLog, VmMemoryLog,
 };
 pub use error::{ChannelError, DestinationError, Mismatch, SourceError};
 pub use guest::{DestinationGuest, GuestError, SourceGuest, Switchover};

@@ -34,7 +34,7 @@ use vamoose_link::{Conversation, ZeroCopyError, check_locked_memory, millis, ran
 use crate::{
     Bitmap, DirtyLog, GuestError, Handle, Ram, SourceError, SourceGuest, State, Status, Switchover,
     chain,
-    dirty::{collect, count},
+    dirty::{clear, collect, count},
     mapping::backings,
     offload::Account,
     parallel,
@@ -332,15 +332,37 @@ impl<'a> Attempt<'a> {
         paused.lap(|parts| &mut parts.device_state);
         // The paused guest does not need its processors.
         let dirty = self.collect(rest, parallel::processors())?;
+        if source.config.check_pause {
+            // Before the pages are read: what is written from here on is found later.
+            clear(source.log.as_ref(), &dirty, source.ram.page_size())?;
+        }
         self.send(link, Pages::Last(dirty), None)?;
         link.end_channels();
         paused.lap(|parts| &mut parts.last_round);
         link.send_state(state)?;
         paused.lap(|parts| &mut parts.device_state);
         link.wait_for_loaded()?;
+        self.check_pause()?;
         paused.lap(|parts| &mut parts.load);
         self.paused = Some(paused);
         Ok(())
+    }
+
+    /// Fails if a page was written since the last pages were collected.
+    fn check_pause(&self) -> Result<(), SourceError> {
+        let Source {
+            ram, log, config, ..
+        } = self.source;
+        let mut written = Bitmap::for_blocks(ram);
+        if config.check_pause {
+            collect(log.as_ref(), &mut written, parallel::processors())?;
+        }
+        let found = written.iter().zip(ram.blocks());
+        let mut found = found.filter_map(|(pages, block)| Some((block, pages.iter().next()?)));
+        found.next().map_or(Ok(()), |(block, page)| {
+            let block = block.name().to_string();
+            Err(SourceError::WrittenWhilePaused { block, page })
+        })
     }
 
     /// Sends `pages` and waits until they are written at the destination.

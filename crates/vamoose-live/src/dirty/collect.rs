@@ -1,10 +1,10 @@
-//! Collecting from a dirty log, by several threads.
+//! Collecting from a dirty log, by several threads, and clearing it.
 
 use std::sync::Mutex;
 
 use vamoose_link::lock;
 
-use super::{Bitmap, DirtyLog, DirtyLogError};
+use super::{Bitmap, COLLECT_BYTES, DirtyLog, DirtyLogError};
 use crate::parallel;
 
 /// Adds the pages that `log` has found to `dirty`, which has a bitmap for each block, on up to `threads` threads.
@@ -33,4 +33,22 @@ pub(crate) fn collect(
         .into_inner()
         .unwrap_or_else(|poisoned| poisoned.into_inner());
     failure.map_or(Ok(()), Err)
+}
+
+/// Clears all pages of `dirty`, of which one has `page_size` bytes, in windows that no log finds too long.
+///
+/// # Errors
+/// The first failure of the log.
+pub(crate) fn clear(
+    log: &dyn DirtyLog,
+    dirty: &[Bitmap],
+    page_size: usize,
+) -> Result<(), DirtyLogError> {
+    let words = (COLLECT_BYTES / page_size / 64).max(1);
+    for (block, bitmap) in dirty.iter().enumerate() {
+        for (nth, part) in bitmap.words().chunks(words).enumerate() {
+            log.clear(block, nth * words * 64, part)?;
+        }
+    }
+    Ok(())
 }

@@ -11,7 +11,7 @@
 use std::{
     io,
     ops::Range,
-    os::fd::{AsFd, BorrowedFd},
+    os::fd::{AsRawFd, BorrowedFd},
     sync::Mutex,
 };
 
@@ -71,19 +71,20 @@ impl KvmDirtyLog {
     /// mapped.
     ///
     /// # Safety
-    /// The VM has to have these slots, each with this length and guest address and at the block's address in this
-    /// process, for as long as the log is used.
+    /// `vm` has to own its file descriptor, as kvm-ioctls' `VmFd` does: it stays open during this call. The VM has to have these
+    /// slots, each with this length and guest address and at the block's address in this process, for as long as the log is used.
     ///
     /// # Errors
     /// [`DirtyLogError::Setup`] if `slots` do not fit `ram`, [`DirtyLogError::System`] if `vm` is not a VM,
     /// [`DirtyLogError::Unsupported`] before Linux 5.1.
     #[allow(unsafe_code, reason = "declares what only the VMM can know")]
     pub unsafe fn new(
-        vm: impl AsFd,
+        vm: &impl AsRawFd,
         slots: Vec<KvmSlot>,
         ram: &Ram,
     ) -> Result<Self, DirtyLogError> {
-        let vm = open(vm.as_fd())?;
+        // SAFETY: it is open while `vm` is borrowed, as the caller promises.
+        let vm = open(unsafe { BorrowedFd::borrow_raw(vm.as_raw_fd()) })?;
         let capability = vm
             .check_extension(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)
             .map_err(failed("KVM_CHECK_EXTENSION"))?;

@@ -6,7 +6,9 @@
 //! the flag reads the old page. An OR and a swap of the same word are ordered: either the swap comes after the mark, and
 //! the swapping thread sees the data, or it comes before, and the mark stays.
 
-use super::{COLLECT_BYTES, DirtyLog, DirtyLogError, masks};
+use vm_memory::GuestAddress;
+
+use super::{COLLECT_BYTES, DirtyLog, DirtyLogError, Place, masks};
 use crate::Ram;
 
 #[cfg(feature = "loom")]
@@ -20,6 +22,8 @@ pub struct SharedBitmap {
     /// A bit for each page of each block, and the number of its pages.
     blocks: Vec<(Box<[AtomicU64]>, usize)>,
     page_size: u64,
+    /// Where the guest has the blocks.
+    places: Vec<Place>,
 }
 
 impl SharedBitmap {
@@ -33,6 +37,23 @@ impl SharedBitmap {
         Self {
             blocks: blocks.collect(),
             page_size: ram.page_size() as u64,
+            places: Vec::new(),
+        }
+    }
+
+    /// The same log, which knows where the guest has its blocks, for [`mark_at`](SharedBitmap::mark_at).
+    pub fn placed(mut self, places: impl IntoIterator<Item = impl Into<Place>>) -> Self {
+        self.places = places.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// Marks the pages that the `len` bytes at `address` of the guest's physical memory lie in, as
+    /// [`mark`](SharedBitmap::mark) does. Bytes outside of all [places](SharedBitmap::placed) are ignored.
+    pub fn mark_at(&self, address: GuestAddress, len: u64) {
+        for place in &self.places {
+            if let Some((offset, len)) = place.part(address, len) {
+                self.mark(place.block, offset, len);
+            }
         }
     }
 

@@ -51,6 +51,10 @@ pub struct SourceConfig {
     /// Without the guarantee such a guest stays paused and [in doubt](SourceError::InDoubt), for an operator to decide. For plain
     /// connections only: how a session's connections end is not known here.
     pub direct_link: bool,
+    /// Looks for writes while the guest is paused, and fails with [`SourceError::WrittenWhilePaused`] if there is one. For the
+    /// development of a VMM: a device that still writes behind [`pause`](crate::SourceGuest::pause) corrupts memory at
+    /// the destination in silence otherwise. It costs downtime: the dirty log is cleared and read once more.
+    pub check_pause: bool,
 }
 
 /// How zero pages are found.
@@ -95,6 +99,7 @@ impl SourceConfig {
             stall_timeout: Duration::from_secs(15),
             settle_time: Duration::from_secs(60),
             direct_link: false,
+            check_pause: false,
         }
     }
 

@@ -8,8 +8,8 @@ use std::{
 };
 
 use crate::common::{
-    Here, MIB, Outcome, PAGE, Rig, Rng, Shape, Stage, There, Watchdog, address_of, by_dsas, dsas,
-    engines, expect_equal, listen, lock, loopback, migrate, migrate_over, move_guest,
+    Here, MIB, Outcome, PAGE, Rig, Rng, Shape, Stage, Step, There, Watchdog, address_of, by_dsas,
+    dsas, engines, expect_equal, listen, lock, loopback, migrate, migrate_over, move_guest,
     nothing_to_migrate, plain,
     sessions::{Hosts, acceptor_for, way_to},
     snapshot::Snapshot,
@@ -690,4 +690,54 @@ fn page_that_is_not_of_the_snapshot(block: &RamBlock) -> Option<String> {
     let mut pages = bytes.chunks(PAGE).enumerate();
     let found = pages.find(|(page, bytes)| *bytes != [Snapshot::content(*page); PAGE]);
     found.map(|(page, bytes)| format!("page {page} of {block:?} holds {:#x}", bytes[0]))
+}
+
+/// A device that a VMM forgets to stop. Without the check the destination would miss its last write.
+#[test]
+fn a_write_behind_pause_is_found() {
+    for rig in Rig::all() {
+        for forgets in [true, false] {
+            let _watchdog = Watchdog::new(format!("{rig:?}, forgets a device: {forgets}"));
+            let stage = Stage::new(&Shape {
+                rig,
+                ..Shape::default()
+            });
+            let mut config = source_config(Method::None);
+            config.check_pause = true;
+            let mut here = Here::new(&stage);
+            let mut there = There::new(&stage).hooked(|step| {
+                if forgets && step == Step::Load {
+                    // All memory is at the destination already.
+                    let before = stage.guest.written();
+                    stage.guest.resume()?;
+                    while stage.guest.written() == before {
+                        std::thread::yield_now();
+                    }
+                    stage.guest.pause();
+                }
+                Ok(())
+            });
+            let mut destination = stage.destination(|_| {});
+            let outcome = migrate(
+                stage.source(config),
+                &mut here,
+                &mut destination,
+                &mut there,
+            );
+            if forgets {
+                let error = outcome.source.unwrap_err();
+                assert!(
+                    matches!(&error, SourceError::WrittenWhilePaused { block, page }
+                        if block == "block1" && *page < 1536),
+                    "{error}"
+                );
+                assert_eq!(error.guest(), GuestLocation::Source);
+                assert!(outcome.destination.is_err());
+                stage.expect_here();
+            } else {
+                outcome.expect_done();
+                stage.expect_there();
+            }
+        }
+    }
 }

@@ -107,7 +107,7 @@ impl Guest {
     /// KVM's bitmap of it.
     pub(crate) fn bitmap(&self) -> Arc<KvmDirtyLog> {
         // SAFETY: these are the VM's slots.
-        let log = unsafe { KvmDirtyLog::new(self.vm(), self.slots.clone(), &self.ram) };
+        let log = unsafe { KvmDirtyLog::new(&self.vm(), self.slots.clone(), &self.ram) };
         Arc::new(log.unwrap())
     }
 

@@ -214,7 +214,7 @@ mod kvm {
         };
         let new = |slots: &[KvmSlot]| {
             // SAFETY: nothing is done with it, and the VM has none of these slots.
-            unsafe { KvmDirtyLog::new(guest.vm(), slots.to_vec(), &ram) }
+            unsafe { KvmDirtyLog::new(&guest.vm(), slots.to_vec(), &ram) }
         };
         // In any order, overlapping: the same memory may be shown twice.
         new(&[slot(9, 1, 2, 2), slot(1, 0, 0, 4), slot(3, 1, 0, 3)]).unwrap();

@@ -106,7 +106,7 @@ fn kvm_log(guest: &Guest, ram: &Ram) -> KvmDirtyLog {
     });
     // SAFETY: a guest never changes its slots; they show its memory, of which `ram` has the same mappings in
     // the same order.
-    unsafe { KvmDirtyLog::new(guest.vm_fd().unwrap(), slots.collect(), ram) }.unwrap()
+    unsafe { KvmDirtyLog::new(&guest.vm_fd().unwrap(), slots.collect(), ram) }.unwrap()
 }
 
 /// Whether guests cannot be migrated here, which it prints.
