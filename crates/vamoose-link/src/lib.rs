@@ -104,8 +104,8 @@ pub use stream::Stream;
 pub use tls::testing as tls_testing;
 #[cfg(feature = "_tls")]
 pub use tls::{
-    Certificates, Cipher, End, FileFault, Keys, Objection, OneTimeKey, PublicKey, PublicKeyError,
-    Refusal, Security, TlsError,
+    Certificates, Cipher, End, FileCipher, FileFault, FileKey, Keys, Objection, OneTimeKey,
+    PublicKey, PublicKeyError, Refusal, Security, TlsError,
 };
 pub(crate) use wait::try_lock;
 pub use wait::{left, lock, receive_until, wait_for, wait_until};

@@ -14,6 +14,7 @@
 
 mod certificates;
 mod error;
+mod file_key;
 mod handshake;
 mod keys;
 mod names;
@@ -30,6 +31,7 @@ mod verifier;
 use std::path::PathBuf;
 
 pub use error::{End, FileFault, Objection, Refusal, TlsError};
+pub use file_key::{FileCipher, FileKey};
 pub use keys::{OneTimeKey, PublicKey, PublicKeyError};
 pub(crate) use names::matches;
 pub(crate) use {

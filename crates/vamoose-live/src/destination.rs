@@ -19,6 +19,7 @@ mod guest_ram;
 mod inbox;
 mod make_zero;
 mod past_attempts;
+mod post_copy;
 mod receiving;
 
 use std::{
@@ -63,7 +64,7 @@ pub struct DestinationConfig {
     pub engines: Engines,
     /// How long the source may stop in the middle of a message or packet.
     pub stall_timeout: Duration,
-    /// Most bytes of device state.
+    /// Most bytes of device state; in a post-copy it comes with a bit for each page of memory.
     pub max_state: u64,
     /// The VMM guarantees that guest memory reads as zeros (it has just been mapped), so that it need not be searched.
     pub memory_is_zero: bool,
@@ -247,6 +248,12 @@ impl Destination {
     }
 }
 
+/// Makes all memory of `ram` read as zeros, without touching untouched memory.
+#[cfg(feature = "_tls")]
+pub(crate) fn make_zero(ram: &Ram) {
+    GuestRam::new(ram, true).make_zero(&make_zero::Progress::default());
+}
+
 /// A connection of a source.
 #[derive(Clone)]
 struct Connection {
@@ -273,5 +280,7 @@ enum Event {
     Synced(usize, u64),
     /// A channel has ended.
     Ended(usize, Result<(), ChannelError>),
+    /// Something may have become of the missing pages.
+    PostCopy,
     Cancelled,
 }

@@ -11,7 +11,7 @@ use vamoose_link::{
     ZeroCopyError, chain,
 };
 
-use crate::{DirtyLogError, GuestError, offload::WrongVerdict};
+use crate::{DirtyLogError, GuestError, MissingPagesError, offload::WrongVerdict};
 
 /// A migration that failed at the source. [`SourceError::guest`] returns where the guest is.
 #[derive(Debug, Error)]
@@ -74,6 +74,13 @@ pub enum SourceError {
         what: &'static str,
         source: GuestError,
     },
+    /// In a post-copy the guest has been handed over, and pages that it has at the source alone cannot be sent any more. The guest
+    /// belongs to the destination, where it stops at the first page that is missing. It stays paused here, and must not
+    /// be resumed: it has run there.
+    #[error(
+        "the guest runs at the destination and has lost memory that was still at the source: it has to be ended there"
+    )]
+    PagesLost { source: Box<SourceError> },
     /// Memory was written behind [`pause`](crate::SourceGuest::pause) and [`save`](crate::SourceGuest::save), so the destination
     /// would have missed it. Found only with [`SourceConfig::check_pause`](crate::SourceConfig::check_pause).
     #[error(
@@ -121,12 +128,14 @@ impl SourceError {
         match self {
             Self::InDoubt { .. } => GuestLocation::InDoubt,
             Self::Lost { .. } => GuestLocation::Lost,
+            Self::PagesLost { .. } => GuestLocation::Destination,
             _ => GuestLocation::Source,
         }
     }
 }
 
-/// A destination that did not receive a guest. The content of its memory is undefined; it can be used for another attempt.
+/// A destination that did not receive a guest, or not all of it. If [the guest is not here](DestinationError::guest), the content of
+/// the memory is undefined, and it can be used for another attempt.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -177,8 +186,31 @@ pub enum DestinationError {
     Aborted { cause: String },
     #[error("the source has not handed the guest over within {seconds} s: it stays there")]
     NotCommitted { seconds: u64 },
+    #[error("a guest cannot be received by post-copy here")]
+    PostCopy(#[from] MissingPagesError),
+    #[error(
+        "the source's pages that are missing, before the device state, are not those of this guest"
+    )]
+    MissingPages,
+    /// In a post-copy the guest runs here, and pages of it do not come any more. Threads that touch one wait until the process
+    /// ends. The guest is not at the source: it has to be ended.
+    #[error("the guest runs here, and {pages} pages of its memory are lost: it has to be ended")]
+    PagesLost {
+        pages: usize,
+        source: Box<DestinationError>,
+    },
     #[error("cancelled")]
     Cancelled,
+}
+
+impl DestinationError {
+    /// Where the guest is: here only with [`PagesLost`](Self::PagesLost).
+    pub fn guest(&self) -> GuestLocation {
+        match self {
+            Self::PagesLost { .. } => GuestLocation::Destination,
+            _ => GuestLocation::Source,
+        }
+    }
 }
 
 /// A difference between the source's guest and the destination's.
@@ -221,6 +253,8 @@ pub enum ChannelError {
         block: String,
         len: usize,
     },
+    #[error("a missing page cannot be filled")]
+    Fill(#[source] io::Error),
     /// Pages behind the last round.
     #[error("pages that belong to no round")]
     PagesAfterSync,

@@ -49,8 +49,8 @@ pub trait SourceGuest {
 
 /// The guest at the destination.
 pub trait DestinationGuest {
-    /// Takes the state of vCPUs and devices. All of guest memory is there, and no other thread writes it. The guest
-    /// must not run yet.
+    /// Takes the state of vCPUs and devices. All of guest memory is there, and no other thread writes it; in a post-copy, who
+    /// touches a missing page waits for it. The guest must not run yet.
     ///
     /// # Errors
     /// When the state is not this VMM's. The guest resumes at the source then.
@@ -69,7 +69,8 @@ pub enum Switchover {
     /// When the rest fits into the downtime limit.
     #[default]
     Auto,
-    /// Now, however long it takes.
+    /// Now, however long it takes. With [`SourceConfig::post_copy`](crate::SourceConfig::post_copy) the guest does not wait for
+    /// the rest of its memory.
     Force,
     /// Not yet: another round.
     Forbid,

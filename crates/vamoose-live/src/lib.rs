@@ -15,6 +15,7 @@
 //! - [`Source`] and [`Destination`]: one migration. [`Handle`] watches and cancels it, [`Status`] has the names of
 //!   QEMU's `query-migrate`.
 //! - [`Transport`] and [`Acceptor`]: how both reach each other, over sessions or plain connections.
+//! - [`snapshot`]: a guest that goes to a file, and comes from one.
 //! - [`GuestLocation`]: where the guest is when something breaks.
 //!
 //! Items that a VMM needs from the crates below are re-exported: methods and engines ([`MethodChoice`], [`Engines`], [`Registry`],
@@ -147,11 +148,14 @@ mod error;
 mod guest;
 mod mapping;
 mod memory;
+mod missing;
 mod offload;
 mod parallel;
 mod present;
 #[doc(hidden)]
 pub mod protocol;
+#[cfg(feature = "_tls")]
+pub mod snapshot;
 mod source;
 mod spans;
 mod status;
@@ -171,6 +175,7 @@ pub use error::{ChannelError, DestinationError, Mismatch, SourceError};
 pub use guest::{DestinationGuest, GuestError, SourceGuest, Switchover};
 pub use handover::GuestLocation;
 pub use memory::{Ram, RamBlock, RamError, Region};
+pub use missing::MissingPagesError;
 pub use multifd::Method;
 pub use offload::{Devices, DsaDetection, OffloadCounters, PageCopy};
 pub use source::{
@@ -185,7 +190,7 @@ pub use vamoose_link::{
 };
 #[cfg(feature = "_tls")]
 pub use vamoose_link::{
-    Certificates, Cipher, Keys, OneTimeKey, Path, PublicKey, Remote, Security, Session,
+    Certificates, Cipher, FileKey, Keys, OneTimeKey, Path, PublicKey, Remote, Security, Session,
     SessionConfig, Sessions,
 };
 pub use vm_memory;

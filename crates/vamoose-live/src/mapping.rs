@@ -335,7 +335,10 @@ const TMPFS_MAGIC: FsWord = 0x0102_1994;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::test_ram::{self, HUGE_PAGE};
+    use crate::{
+        sys::faults::Faults,
+        test_ram::{self, HUGE_PAGE},
+    };
 
     const MAPS: &str = "\
 1000-3000 rw-p 00000000 00:00 0
@@ -476,13 +479,12 @@ e000-f000 rw-s 00000000 00:01 4714 [anon_shmem:guest]
 
     #[test]
     fn memory_of_another_userfaultfd_is_looked_up_in_smaps() {
-        let opened = Userfaultfd::open().and_then(|userfaultfd| {
-            userfaultfd.choose_async_write_protection()?;
+        let opened = Faults::open().and_then(|faults| {
             Procmap::open()?.page_size(MAPS.as_ptr().addr())?;
-            Ok(userfaultfd)
+            Ok(faults)
         });
-        let userfaultfd = match opened {
-            Ok(userfaultfd) => userfaultfd,
+        let faults = match opened {
+            Ok(faults) => faults,
             Err(error) => {
                 return lab::skipped(&format!("userfaultfd, Linux 6.11: {error}")).unwrap();
             }
@@ -494,7 +496,7 @@ e000-f000 rw-s 00000000 00:01 4714 [anon_shmem:guest]
             Mappings::in_base_pages(&ram).unwrap();
             // The last page only: a mapping of its own.
             let end = block.address() + block.len();
-            userfaultfd.register_missing(end - 4096..end).unwrap();
+            faults.register(&(end - 4096..end)).unwrap();
             assert!(Mappings::in_base_pages(&ram).is_err());
             assert_eq!(backings(&ram), [Backing::Other]);
         }

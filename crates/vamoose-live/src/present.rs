@@ -159,7 +159,7 @@ mod tests {
     use vm_memory::{Bytes, MmapRegion, VolatileSlice, mmap::MmapRegionBuilder};
 
     use super::*;
-    use crate::{Region, dirty::pages_in, mapping, sys::userfaultfd::Userfaultfd};
+    use crate::{Region, dirty::pages_in, mapping, sys::faults::Faults};
 
     /// Not a multiple of 64, and enough for several page tables.
     const PAGES: usize = 5000;
@@ -229,17 +229,12 @@ mod tests {
 
     #[test]
     fn memory_filled_by_userfaultfd_is_present() {
-        let opened = Userfaultfd::open().and_then(|userfaultfd| {
-            userfaultfd.choose_async_write_protection()?;
-            Ok(userfaultfd)
-        });
-        let userfaultfd = match opened {
-            Ok(userfaultfd) => userfaultfd,
+        let faults = match Faults::open() {
+            Ok(faults) => faults,
             Err(error) => return lab::skipped(&format!("userfaultfd: {error}")).unwrap(),
         };
         for block in [anonymous(), map(&memfd(), libc::MAP_SHARED)] {
-            let registered = userfaultfd.register_missing(block.addresses());
-            registered.unwrap();
+            faults.register(&block.addresses()).unwrap();
             assert_eq!(found(&block).len(), PAGES);
         }
     }

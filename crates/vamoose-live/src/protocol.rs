@@ -29,6 +29,24 @@
 //!     ── settled ───────────────────────────────────────────────────>  the source will not ask again
 //! ```
 //!
+//! In a post-copy the guest switches over before all of its memory is there. The device state begins with the pages that are missing
+//! at the destination, and nothing has the guest before `commit`, as ever. The pages follow it on further streams, that are opened
+//! before the state is sent: one for pages on demand, and one in the background for each channel.
+//!
+//! ```text
+//!  pauses the guest
+//!     ══ last SYNC ═════════════════════════════════════════════════>   all channels end
+//!     ── state (length), the missing pages, the state ──────────────>
+//!     <───────────────────────────────────────────────────── loaded ──  who touches a missing page waits for it
+//!     ── commit ── … ── settled ────────────────────────────────────>   as above: the guest runs there
+//!     <─────────────────────────────────────────── demand: a page ───  touched, and missing
+//!     ══ demand: that page ═════════════════════════════════════════>
+//!     ══ background: all missing pages ══ SYNC ══ last SYNC ════════>
+//!     <────────────────────────────────────────── demand: complete ──  nothing is missing
+//! ```
+//!
+//! A failure behind `commit` never gives the guest back: it has run at the destination, and its memory is in two parts.
+//!
 //! Because the source waits for `synced` before it continues, no page of a round can overtake a page of the
 //! previous round on another channel.
 //!
@@ -51,7 +69,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vamoose_link::{Conversation, ConversationError, millis};
 
-use crate::{Ram, SourceConfig, error::Mismatch, source::CHANNELS};
+use crate::{Bitmap, Ram, SourceConfig, error::Mismatch, source::CHANNELS};
 
 /// Number of the SYNC that ends a channel.
 pub const LAST_SYNC: u64 = u64::MAX;
@@ -134,6 +152,9 @@ pub struct PrepareDetails {
     pub channels: u8,
     /// How long the source asks after `commit` where the guest is, in milliseconds.
     pub settle_ms: u64,
+    /// Pages may follow the guest: the device state begins with the pages that are missing.
+    #[serde(default)]
+    pub post_copy: bool,
 }
 
 /// A RAM block that both sides must have.
@@ -148,16 +169,13 @@ pub struct BlockShape {
 impl PrepareDetails {
     pub(crate) fn new(ram: &Ram, layout: Layout, config: &SourceConfig) -> Self {
         let number = |value| u32::try_from(value).unwrap_or(u32::MAX);
-        let blocks = ram.blocks().iter().map(|block| BlockShape {
-            name: block.name().to_string(),
-            len: block.len() as u64,
-        });
         Self {
-            blocks: blocks.collect(),
+            blocks: block_shapes(ram),
             page_size: number(layout.page_size()),
             packet_bytes: number(layout.packet_bytes()),
             channels: config.channels,
             settle_ms: millis(config.settle_time),
+            post_copy: config.post_copy,
         }
     }
 
@@ -191,9 +209,77 @@ impl PrepareDetails {
         }
     }
 
+    /// How many streams of pages there may be.
+    pub(crate) fn page_streams(&self) -> u8 {
+        page_streams(self.channels, self.post_copy)
+    }
+
     pub(crate) fn settle_time(&self) -> Duration {
         Duration::from_millis(self.settle_ms)
     }
+}
+
+/// The RAM blocks of `ram`.
+pub(crate) fn block_shapes(ram: &Ram) -> Vec<BlockShape> {
+    let blocks = ram.blocks().iter().map(|block| BlockShape {
+        name: block.name().to_string(),
+        len: block.len() as u64,
+    });
+    blocks.collect()
+}
+
+/// How many streams of pages a migration has, numbered from 0: the channels, and for post-copy as many in the background and one
+/// for pages on demand, which is the last.
+pub(crate) fn page_streams(channels: u8, post_copy: bool) -> u8 {
+    match post_copy {
+        true => channels.saturating_mul(2).saturating_add(1),
+        false => channels,
+    }
+}
+
+/// What a destination sends on the stream of pages on demand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "want", rename_all = "kebab-case")]
+pub enum Request {
+    /// This page, now.
+    Page {
+        /// Index of the RAM block, as in `prepare`.
+        block: usize,
+        /// Number of the page in the block.
+        page: usize,
+    },
+    /// Nothing: all pages are there.
+    Complete,
+}
+
+/// The pages that are missing, as they precede the device state: the length, and a bit for each page of each block.
+pub(crate) fn missing_bytes(missing: &[Bitmap]) -> Vec<u8> {
+    let words = missing.iter().flat_map(Bitmap::words);
+    let bitmap = words.flat_map(|word| word.to_le_bytes());
+    let len: usize = missing.iter().map(|bitmap| bitmap.words().len() * 8).sum();
+    let mut bytes = (len as u64).to_be_bytes().to_vec();
+    bytes.extend(bitmap);
+    bytes
+}
+
+/// Splits what [`missing_bytes`] precedes: the missing pages, if pages are to follow the guest, and the device state. `None` if this
+/// is not what `ram` can have.
+pub(crate) fn split_missing(ram: &Ram, bytes: &[u8]) -> Option<(Option<Vec<Bitmap>>, Vec<u8>)> {
+    let (len, bytes) = bytes.split_first_chunk()?;
+    let len = usize::try_from(u64::from_be_bytes(*len)).ok()?;
+    let (mut bitmap, state) = bytes.split_at_checked(len)?;
+    if len == 0 {
+        return Some((None, state.to_vec()));
+    }
+    let mut missing = Bitmap::for_blocks(ram);
+    for block in &mut missing {
+        for word in block.words_mut() {
+            let (first, rest) = bitmap.split_first_chunk()?;
+            (*word, bitmap) = (u64::from_le_bytes(*first), rest);
+        }
+        block.trim();
+    }
+    bitmap.is_empty().then(|| (Some(missing), state.to_vec()))
 }
 
 #[cfg(test)]
@@ -226,16 +312,20 @@ mod tests {
             any::<u32>(),
             any::<u8>(),
             any::<u64>(),
+            any::<bool>(),
         )
-            .prop_map(|(blocks, page_size, packet_bytes, channels, settle_ms)| {
-                PrepareDetails {
-                    blocks,
-                    page_size,
-                    packet_bytes,
-                    channels,
-                    settle_ms,
-                }
-            })
+            .prop_map(
+                |(blocks, page_size, packet_bytes, channels, settle_ms, post_copy)| {
+                    PrepareDetails {
+                        blocks,
+                        page_size,
+                        packet_bytes,
+                        channels,
+                        settle_ms,
+                        post_copy,
+                    }
+                },
+            )
     }
 
     proptest! {
@@ -248,6 +338,24 @@ mod tests {
                 panic!("not understood");
             };
             prop_assert_eq!(from_details::<PrepareDetails>(prepare.details).unwrap(), sent);
+        }
+
+        #[test]
+        fn missing_pages_arrive_before_the_state(
+            pages in vec(vec(0..300_usize, 0..40), 2),
+            state in vec(any::<u8>(), 0..40),
+            cut in any::<usize>(),
+        ) {
+            let ram = crate::test_ram::blocks([300 * 4096, 64 * 4096].into_iter());
+            let mut missing = Bitmap::for_blocks(&ram);
+            for (bitmap, pages) in missing.iter_mut().zip(&pages) {
+                pages.iter().for_each(|page| bitmap.set(*page));
+            }
+            let mut bytes = missing_bytes(&missing);
+            let without_state = bytes.len();
+            bytes.extend(&state);
+            prop_assert_eq!(split_missing(&ram, &bytes), Some((Some(missing), state)));
+            prop_assert_eq!(split_missing(&ram, &bytes[..cut % without_state]), None);
         }
 
         #[test]

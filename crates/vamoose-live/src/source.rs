@@ -15,12 +15,16 @@ mod channel;
 mod config;
 mod hand_over;
 mod link;
+mod post_copy;
 mod rates;
-mod round;
+pub(crate) mod round;
 mod transport;
 
 use std::{
-    sync::{Arc, atomic::AtomicU64},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -39,12 +43,14 @@ use crate::{
     offload::Account,
     parallel,
     present::Touched,
+    protocol::missing_bytes,
     status::{Shared, Stopwatch},
 };
 pub use config::{CHANNELS, SourceConfig, ZeroPageDetection};
 pub use convergence::{AutoConverge, OnTimeout};
 use hand_over::HandOver;
 use link::{Link, RoundEnd};
+use post_copy::PostCopy;
 use rates::{Rates, Sent};
 use round::{Pages, Round};
 pub use transport::{OwnConnections, Transport};
@@ -143,6 +149,7 @@ impl Source {
                 round: 0,
                 convergence: Convergence::new(self.config.policy()),
                 rates: Rates::default(),
+                post_copy: None,
             };
             // Also when the VMM panics: the scope waits for its threads.
             let _hang_up = self.shared.hangup.guard();
@@ -180,6 +187,8 @@ struct Attempt<'a> {
     /// Why the guest could not be resumed.
     not_resumed: Option<GuestError>,
     round: u64,
+    /// What follows the guest, once it has been handed over.
+    post_copy: Option<PostCopy>,
 }
 
 impl<'a> Attempt<'a> {
@@ -209,28 +218,43 @@ impl<'a> Attempt<'a> {
             self.end_throttle();
         }
         self.stop_logging();
+        let result = self.result(decision, driver.state(), failure);
+        let followed = match self.post_copy.take() {
+            Some(post_copy) if result.is_ok() => self.follow(&link, post_copy),
+            _ => result,
+        };
         link.finish(control.as_ref().map(Conversation::stream), is_there);
-        self.result(decision, driver.state(), failure)
+        followed
+    }
+
+    /// Sends the guest the memory that it has not been sent, now that it runs at the destination.
+    fn follow(&mut self, link: &Link<'_, 'a>, post_copy: PostCopy) -> Result<(), SourceError> {
+        self.source.shared.progress().status.status = State::PostcopyActive;
+        let sent = post_copy.run(self.source, link, self.round + 1);
+        sent.map_err(|error| SourceError::PagesLost {
+            source: Box::new(error),
+        })
     }
 
     /// Moves the guest, until the destination has loaded it. The guest is paused then.
     fn migrate(
         &mut self,
-        link: &mut Link<'_, '_>,
+        link: &mut Link<'_, 'a>,
         driver: &mut SourceDriver,
     ) -> Result<(), SourceError> {
         let prepared = link.prepare()?;
         driver.handle(SourceEvent::Message(prepared));
         link.open_channels()?;
-        let rest = self.precopy(link)?;
-        self.switch_over(link, rest)?;
+        let (rest, forced) = self.precopy(link)?;
+        self.switch_over(link, rest, forced && self.source.config.post_copy)?;
         // From here on it cannot be cancelled.
         let committed = self.source.shared.commit();
         committed.then_some(()).ok_or(SourceError::Cancelled)
     }
 
-    /// Sends rounds until it is time to pause the guest. Returns the pages that are dirty then.
-    fn precopy(&mut self, link: &Link<'_, '_>) -> Result<Vec<Bitmap>, SourceError> {
+    /// Sends rounds until it is time to pause the guest. Returns the pages that are dirty then, and whether the time has come because
+    /// somebody wanted it.
+    fn precopy(&mut self, link: &Link<'_, '_>) -> Result<(Vec<Bitmap>, bool), SourceError> {
         let source = self.source;
         // Before the log, which may register the memory with a userfaultfd of its own.
         let mut pages = Pages::Touched(Touched::new(backings(&source.ram)));
@@ -260,9 +284,12 @@ impl<'a> Attempt<'a> {
             let limit = source.shared.downtime_limit();
             self.convergence
                 .set_downtime_limit(limit.min(source.config.downtime_max));
-            let wish = self.guest.switchover(&status);
+            let wish = match source.shared.switch_over.load(Ordering::Relaxed) {
+                true => Switchover::Force,
+                false => self.guest.switchover(&status),
+            };
             if self.is_ready(left, wish, start.elapsed())? {
-                return Ok(dirty);
+                return Ok((dirty, wish == Switchover::Force));
             }
             let sent = self.rates.last_normal;
             if left == 0 {
@@ -305,11 +332,12 @@ impl<'a> Attempt<'a> {
     }
 
     /// Pauses the guest and sends `rest`, the pages that have become dirty since, and the device state. Returns when
-    /// the destination has loaded the guest.
+    /// the destination has loaded the guest. In a post-copy `rest` is sent after the guest, when it runs there.
     fn switch_over(
         &mut self,
-        link: &mut Link<'_, '_>,
+        link: &mut Link<'_, 'a>,
         rest: Vec<Bitmap>,
+        post_copy: bool,
     ) -> Result<(), SourceError> {
         let source = self.source;
         // A guest is not paused for a migration that has ended already.
@@ -328,7 +356,7 @@ impl<'a> Attempt<'a> {
         }
         paused.lap(|parts| &mut parts.last_round);
         let state = self.guest.save();
-        let state = state.map_err(|error| guest_error("save the state of", error))?;
+        let mut state = state.map_err(|error| guest_error("save the state of", error))?;
         paused.lap(|parts| &mut parts.device_state);
         // The paused guest does not need its processors.
         let dirty = self.collect(rest, parallel::processors())?;
@@ -336,8 +364,19 @@ impl<'a> Attempt<'a> {
             // Before the pages are read: what is written from here on is found later.
             clear(source.log.as_ref(), &dirty, source.ram.page_size())?;
         }
-        self.send(link, Pages::Last(dirty), None)?;
-        link.end_channels();
+        if post_copy {
+            link.end_channels();
+            self.post_copy = Some(PostCopy::start(source, link, dirty)?);
+        } else {
+            self.send(link, Pages::Last(dirty), None)?;
+            link.end_channels();
+        }
+        if source.config.post_copy {
+            let missing = self.post_copy.as_ref();
+            let mut bytes = missing.map_or_else(|| missing_bytes(&[]), PostCopy::missing);
+            bytes.append(&mut state);
+            state = bytes;
+        }
         paused.lap(|parts| &mut parts.last_round);
         link.send_state(state)?;
         paused.lap(|parts| &mut parts.device_state);

@@ -4,7 +4,7 @@ use std::{
     num::NonZeroU64,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock,
-        atomic::{AtomicU8, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -88,6 +88,8 @@ pub enum State {
     Active,
     /// Sending the rest of the paused guest.
     Device,
+    /// Sending the rest of the memory to the guest, which runs at the destination.
+    PostcopyActive,
     /// The guest runs at the destination.
     Completed,
     /// The migration failed. The error tells where the guest is.
@@ -110,6 +112,12 @@ impl Handle {
     /// The session with the destination, once it is established.
     pub fn session(&self) -> Option<Session> {
         self.0.session.get().cloned()
+    }
+
+    /// Has the guest switch over after the round that is under way, as by [`Switchover::Force`](crate::Switchover::Force): with
+    /// [`SourceConfig::post_copy`](crate::SourceConfig::post_copy) it then runs at the destination at once.
+    pub fn switch_over(&self) {
+        self.0.switch_over.store(true, Ordering::Relaxed);
     }
 
     /// Cancels the migration: the guest resumes at the source. False if it is too late: the destination was told
@@ -151,6 +159,8 @@ pub(crate) struct Shared {
     fate: AtomicU8,
     /// Wakes the coordinator of a migration that is cancelled.
     wake: Mutex<Option<Box<dyn Fn() + Send>>>,
+    /// A handle wants the guest to switch over.
+    pub(crate) switch_over: AtomicBool,
     progress: Mutex<Progress>,
 }
 
@@ -213,6 +223,7 @@ impl Shared {
             session: OnceLock::new(),
             fate: AtomicU8::new(OPEN),
             wake: Mutex::default(),
+            switch_over: AtomicBool::new(false),
             progress: Mutex::new(Progress {
                 status,
                 start: Instant::now(),

@@ -6,6 +6,7 @@
     reason = "ioctls take addresses; each call has its proof at the block"
 )]
 
+pub(crate) mod faults;
 pub(crate) mod kvm;
 pub(crate) mod memory;
 pub(crate) mod pagemap;

@@ -220,14 +220,7 @@ impl OwnKey {
     }
 
     fn read(path: &Path) -> Result<Self, FileFault> {
-        let file = File::open(path)?;
-        let metadata = file.metadata()?;
-        let mode = metadata.mode() & 0o7777;
-        if mode & 0o077 != 0 {
-            return Err(FileFault::Mode { mode });
-        }
-        check_owner(&metadata)?;
-        Self::from_pem(&read_file(file)?)
+        Self::from_pem(&read_secret(path)?)
     }
 
     fn from_pem(text: &[u8]) -> Result<Self, FileFault> {
@@ -245,6 +238,18 @@ impl OwnKey {
         let certified = Arc::new(CertifiedKey::new(shown, key));
         Ok(Self { public, certified })
     }
+}
+
+/// Reads a file that nobody but its owner may read.
+pub(super) fn read_secret(path: &Path) -> Result<Vec<u8>, FileFault> {
+    let file = File::open(path)?;
+    let metadata = file.metadata()?;
+    let mode = metadata.mode() & 0o7777;
+    if mode & 0o077 != 0 {
+        return Err(FileFault::Mode { mode });
+    }
+    check_owner(&metadata)?;
+    read_file(file)
 }
 
 fn read_trusted(path: &Path) -> Result<Vec<Trusted>, FileFault> {

@@ -20,11 +20,16 @@ use super::{
     guest_ram::GuestRam,
     inbox::Inbox,
     make_zero::{HEARTBEAT, MakeZero},
+    post_copy::{Following, PostCopy},
     receiving::{Action, Receiving, unexpected},
 };
 use crate::{
-    ChannelError, DestinationError, DestinationGuest, chain, offload::Account,
-    protocol::PrepareDetails, spans::in_span,
+    ChannelError, DestinationError, DestinationGuest, MissingPagesError, chain,
+    dirty::count,
+    missing::Missing,
+    offload::Account,
+    protocol::{PrepareDetails, split_missing},
+    spans::in_span,
 };
 
 /// How much longer the destination answers than the source asks. A source whose connections are refused may conclude that the guest
@@ -56,13 +61,15 @@ pub(super) struct Coordinator<'scope, 'env> {
 }
 
 /// The current attempt.
-struct Attempt {
+struct Attempt<'env> {
     id: AttemptId,
     driver: DestinationDriver,
     details: PrepareDetails,
     layout: Layout,
     start: Instant,
     done: Done,
+    /// Pages follow the guest.
+    following: Option<Following<'env>>,
 }
 
 /// Results of the driver's actions.
@@ -98,7 +105,11 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
     }
 
     /// Checks a source's offer, and accepts or refuses the guest.
-    fn prepare(&mut self, id: AttemptId, prepare: Prepare) -> Result<Attempt, DestinationError> {
+    fn prepare(
+        &mut self,
+        id: AttemptId,
+        prepare: Prepare,
+    ) -> Result<Attempt<'env>, DestinationError> {
         let start = Instant::now();
         let refuse = |error: DestinationError| {
             let reason = chain(&error);
@@ -111,6 +122,13 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         let layout = details
             .check(self.memory.ram)
             .map_err(|error| refuse(error.into()))?;
+        if details.post_copy {
+            let can_follow = match self.config.punch_holes {
+                true => Missing::check(self.memory.ram),
+                false => Err(MissingPagesError::Pinned),
+            };
+            can_follow.map_err(|error| refuse(error.into()))?;
+        }
         self.finish_making_zero();
         let incarnation = self.inbox.past.incarnation;
         let prepared = DestinationMessage::Prepared {
@@ -127,6 +145,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
             layout,
             start,
             done: Done::default(),
+            following: None,
         })
     }
 
@@ -143,7 +162,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
     /// Receives and loads the guest. Returns the source's `commit`.
     fn receive_and_load(
         &mut self,
-        attempt: &mut Attempt,
+        attempt: &mut Attempt<'env>,
         guest: &mut dyn DestinationGuest,
     ) -> Result<SourceMessage, DestinationError> {
         let state = self.receive(attempt)?;
@@ -155,24 +174,25 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                 source,
             })?;
         debug!(took = ?began.elapsed(), bytes = state.len(), "device state loaded");
+        attempt.check()?;
         self.report(attempt, guest, DestinationEvent::Loaded);
         self.wait_for_commit(attempt)
     }
 
-    /// Receives all memory and the device state. When this returns, no page is written any more.
-    fn receive(&mut self, attempt: &Attempt) -> Result<Vec<u8>, DestinationError> {
-        let channels = attempt.details.channels;
+    /// Receives all memory and the device state. When this returns, no page is written any more, but those that are missing.
+    fn receive(&mut self, attempt: &mut Attempt<'env>) -> Result<Vec<u8>, DestinationError> {
+        let details = &attempt.details;
         let timeout = self.config.stall_timeout;
         let timeout = timeout.saturating_add(self.inbox.reconnect_timeout());
         let connected_by = Instant::now().checked_add(timeout);
-        let mut receiving = Receiving::new(channels);
+        let mut receiving = Receiving::new(details.channels, details.page_streams());
         loop {
             // `None` once all channels are connected: then there is no deadline.
             let connected = receiving.connected();
             let Some(event) = self.inbox.next(attempt.id, connected.and(connected_by)) else {
                 return Err(DestinationError::Channels {
                     arrived: connected.unwrap_or_default(),
-                    channels: channels.into(),
+                    channels: details.channels.into(),
                     seconds: timeout.as_secs(),
                 });
             };
@@ -188,14 +208,66 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                     self.inbox.send(&DestinationMessage::Synced { round });
                     debug!(round, "round received");
                 }
-                Some(Action::Load(state)) => return Ok(state),
+                Some(Action::Load(state)) if !details.post_copy => return Ok(state),
+                Some(Action::Load(bytes)) => {
+                    return self.begin_post_copy(attempt, receiving, &bytes);
+                }
             }
         }
     }
 
-    fn start_channel(&self, layout: Layout, number: usize, stream: Arc<Stream>) -> io::Result<()> {
+    /// The device state in `bytes`. If pages are missing, has them follow.
+    fn begin_post_copy(
+        &mut self,
+        attempt: &mut Attempt<'env>,
+        mut receiving: Receiving,
+        bytes: &[u8],
+    ) -> Result<Vec<u8>, DestinationError> {
+        let (missing, state) =
+            split_missing(self.memory.ram, bytes).ok_or(DestinationError::MissingPages)?;
+        let Some(missing) = missing else {
+            return Ok(state);
+        };
+        let channels = usize::from(attempt.details.channels);
+        let timeout = self.config.stall_timeout;
+        let timeout = timeout.saturating_add(self.inbox.reconnect_timeout());
+        let connected_by = Instant::now().checked_add(timeout);
+        let streams = loop {
+            if let Some(streams) = receiving.take_later() {
+                break streams;
+            }
+            let Some(event) = self.inbox.next(attempt.id, connected_by) else {
+                return Err(DestinationError::Channels {
+                    arrived: channels,
+                    channels: attempt.details.page_streams().into(),
+                    seconds: timeout.as_secs(),
+                });
+            };
+            receiving.handle(event)?;
+        };
+        let Some(demand) = streams.last() else {
+            return Err(DestinationError::MissingPages);
+        };
+        let (memory, layout) = (self.memory, attempt.layout);
+        let post_copy = PostCopy::new(memory, layout, &missing, demand.clone(), channels)?;
+        info!(pages = count(&missing), "pages follow the guest");
+        for (number, stream) in streams.iter().enumerate() {
+            let reader = self.reader(layout, stream.clone());
+            let stream = (channels + number, stream, reader);
+            post_copy.receive(self.scope, stream, self.events_in.clone())?;
+        }
+        post_copy.serve_faults(self.scope, self.events_in.clone())?;
+        attempt.following = Some(Following(post_copy));
+        Ok(state)
+    }
+
+    fn reader(&self, layout: Layout, stream: Arc<Stream>) -> ChannelReader {
         let decoder = self.config.engines.decoder(layout, self.stats.health());
-        let mut reader = ChannelReader::new(stream, layout, decoder, self.stats.clone());
+        ChannelReader::new(stream, layout, decoder, self.stats.clone())
+    }
+
+    fn start_channel(&self, layout: Layout, number: usize, stream: Arc<Stream>) -> io::Result<()> {
+        let mut reader = self.reader(layout, stream);
         // Only the migration writes the guest's memory before the guest runs here.
         reader.take_differences_in_place();
         let (memory, events) = (self.memory, self.events_in.clone());
@@ -211,7 +283,10 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         Ok(())
     }
 
-    fn wait_for_commit(&mut self, attempt: &Attempt) -> Result<SourceMessage, DestinationError> {
+    fn wait_for_commit(
+        &mut self,
+        attempt: &Attempt<'_>,
+    ) -> Result<SourceMessage, DestinationError> {
         let timeout = attempt.settle_time();
         let deadline = Instant::now() + timeout;
         loop {
@@ -221,6 +296,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                 }
                 // The source may have committed. It connects again, or the timeout ends the wait.
                 Some(Event::Disconnected(number, _)) => self.inbox.forget(number),
+                Some(Event::PostCopy) => attempt.check()?,
                 Some(event) => unexpected(event)?,
                 None => {
                     let seconds = timeout.as_secs();
@@ -233,7 +309,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
     /// Ends a failed attempt, and returns the cause.
     fn fail(
         &mut self,
-        attempt: &mut Attempt,
+        attempt: &mut Attempt<'env>,
         guest: &mut dyn DestinationGuest,
         error: DestinationError,
     ) -> DestinationError {
@@ -246,7 +322,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
     }
 
     /// Replaces an error of a connection by the source's reason, if the source sends one.
-    fn explain(&mut self, attempt: &Attempt, error: DestinationError) -> DestinationError {
+    fn explain(&mut self, attempt: &Attempt<'_>, error: DestinationError) -> DestinationError {
         let cut_short = matches!(
             &error,
             DestinationError::Channel {
@@ -270,29 +346,44 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
     /// Resumes the guest, and answers the source until it has acknowledged that.
     fn start(
         &mut self,
-        attempt: &mut Attempt,
+        attempt: &mut Attempt<'env>,
         guest: &mut dyn DestinationGuest,
         commit: SourceMessage,
     ) -> Result<Arrival, DestinationError> {
         let deadline = Instant::now() + attempt.settle_time() + LINGER;
+        let following = attempt.following.take();
+        if let Some(Following(post_copy)) = &following
+            && let Err(error) = post_copy.own()
+        {
+            return Err(self.fail(attempt, guest, error));
+        }
         self.report(attempt, guest, DestinationEvent::Message(commit));
         let total_time = attempt.start.elapsed();
-        while !attempt.done.settled
-            && let Some(event) = self.inbox.next(attempt.id, Some(deadline))
-        {
-            match event {
-                Event::Message(_, message) => {
+        loop {
+            let is_over = attempt.done.failure.is_some()
+                || following.as_ref().is_none_or(|pages| pages.0.is_over());
+            if is_over && attempt.done.settled {
+                break;
+            }
+            match self.inbox.next(attempt.id, is_over.then_some(deadline)) {
+                Some(Event::Message(_, message)) => {
                     self.report(attempt, guest, DestinationEvent::Message(message));
                 }
-                Event::Disconnected(number, _) => self.inbox.forget(number),
-                _ => {}
+                Some(Event::Disconnected(number, _)) => self.inbox.forget(number),
+                Some(_) => {}
+                None => break,
             }
         }
         if !attempt.done.settled {
             warn!("the source has not acknowledged where the guest is");
         }
-        if let Some(error) = attempt.done.failure.take() {
-            return Err(error);
+        match (attempt.done.failure.take(), following) {
+            (Some(error), following) => {
+                following.iter().for_each(|pages| pages.0.disown());
+                return Err(error);
+            }
+            (None, Some(following)) => following.0.finish()?,
+            (None, None) => {}
         }
         Ok(Arrival {
             moved: self.stats.snapshot(),
@@ -306,7 +397,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
     /// Reports `event` to the attempt's state machine, and carries out its actions.
     fn report(
         &mut self,
-        attempt: &mut Attempt,
+        attempt: &mut Attempt<'env>,
         guest: &mut dyn DestinationGuest,
         event: DestinationEvent,
     ) {
@@ -314,7 +405,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         self.drive(attempt, guest);
     }
 
-    fn drive(&mut self, attempt: &mut Attempt, guest: &mut dyn DestinationGuest) {
+    fn drive(&mut self, attempt: &mut Attempt<'env>, guest: &mut dyn DestinationGuest) {
         attempt.driver.drive(&mut Host {
             inbox: &self.inbox,
             arrived: self.arrived,
@@ -374,7 +465,13 @@ impl DestinationHost for Host<'_, '_> {
     }
 }
 
-impl Attempt {
+impl Attempt<'_> {
+    /// Fails if pages that are missing are lost.
+    fn check(&self) -> Result<(), DestinationError> {
+        let following = self.following.as_ref();
+        following.map_or(Ok(()), |pages| pages.0.check())
+    }
+
     fn settle_time(&self) -> Duration {
         self.details.settle_time().min(MAX_SETTLE_TIME)
     }

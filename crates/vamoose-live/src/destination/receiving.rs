@@ -19,7 +19,11 @@ use crate::{ChannelError, DestinationError};
 /// How much of a guest has been received.
 pub(super) enum Receiving {
     /// Not all channels are connected. Nothing is read from any of them yet.
-    Connecting(Vec<Option<Arc<Stream>>>),
+    Connecting {
+        channels: Vec<Option<Arc<Stream>>>,
+        /// Streams that may follow for a post-copy.
+        later: usize,
+    },
     Rounds(Rounds),
 }
 
@@ -30,6 +34,8 @@ pub(super) struct Rounds {
     channels: Vec<Channel>,
     /// The device state. No page of a further round may follow it.
     state: Option<Vec<u8>>,
+    /// The streams of a post-copy, numbered behind the channels.
+    later: Vec<Option<Arc<Stream>>>,
 }
 
 /// A channel in the current round.
@@ -51,14 +57,28 @@ pub(super) enum Action {
 }
 
 impl Receiving {
-    pub(super) fn new(channels: u8) -> Self {
-        Self::Connecting(vec![None; channels.into()])
+    /// Of `streams` streams that may come, `channels` come first.
+    pub(super) fn new(channels: u8, streams: u8) -> Self {
+        Self::Connecting {
+            channels: vec![None; channels.into()],
+            later: streams.saturating_sub(channels).into(),
+        }
+    }
+
+    /// The streams of a post-copy, once all have connected.
+    pub(super) fn take_later(&mut self) -> Option<Vec<Arc<Stream>>> {
+        match self {
+            Self::Rounds(rounds) if rounds.later.iter().all(Option::is_some) => {
+                Some(rounds.later.drain(..).flatten().collect())
+            }
+            _ => None,
+        }
     }
 
     /// The number of channels that have connected, until all have.
     pub(super) fn connected(&self) -> Option<usize> {
         match self {
-            Self::Connecting(streams) => Some(streams.iter().flatten().count()),
+            Self::Connecting { channels, .. } => Some(channels.iter().flatten().count()),
             Self::Rounds(_) => None,
         }
     }
@@ -69,12 +89,19 @@ impl Receiving {
     /// When the source does not follow the protocol, aborts, or a connection has failed.
     pub(super) fn handle(&mut self, event: Event) -> Result<Option<Action>, DestinationError> {
         match (&mut *self, event) {
-            (Self::Connecting(streams), Event::Channel(initial, connection)) => {
+            (
+                Self::Connecting {
+                    channels: streams,
+                    later,
+                },
+                Event::Channel(initial, connection),
+            ) => {
                 let channel = initial.channel();
                 match streams.get_mut(usize::from(channel)) {
                     Some(free @ None) => *free = Some(connection.stream),
                     _ => return Err(DestinationError::ChannelNumber { channel }),
                 }
+                let later = vec![None; *later];
                 if streams.iter().any(Option::is_none) {
                     return Ok(None);
                 }
@@ -83,6 +110,7 @@ impl Receiving {
                     complete: 0,
                     channels: vec![Channel::default(); streams.len()],
                     state: None,
+                    later,
                 });
                 Ok(Some(Action::StartChannels(streams)))
             }
@@ -94,6 +122,12 @@ impl Receiving {
 
 impl Rounds {
     fn handle(&mut self, event: Event) -> Result<Option<Action>, DestinationError> {
+        if let Event::Channel(initial, connection) = &event
+            && let Some(free @ None) = self.later_stream(initial.channel())
+        {
+            *free = Some(connection.stream.clone());
+            return Ok(None);
+        }
         match event {
             Event::Synced(channel, round) if self.awaits_sync(channel, round) => {
                 self.channels[channel].synced = true;
@@ -118,6 +152,11 @@ impl Rounds {
             }
             event => unexpected(event).map(|()| None),
         }
+    }
+
+    fn later_stream(&mut self, number: u8) -> Option<&mut Option<Arc<Stream>>> {
+        let index = usize::from(number).checked_sub(self.channels.len())?;
+        self.later.get_mut(index)
     }
 
     fn awaits_sync(&self, channel: usize, round: u64) -> bool {
@@ -150,7 +189,7 @@ impl Rounds {
     }
 }
 
-/// The error for an unexpected event. Only an unexpected channel is harmless.
+/// The error for an unexpected event. An unexpected channel is harmless.
 pub(super) fn unexpected(event: Event) -> Result<(), DestinationError> {
     let out_of_turn = |message| Err(DestinationError::OutOfTurn { message });
     match event {
@@ -167,6 +206,7 @@ pub(super) fn unexpected(event: Event) -> Result<(), DestinationError> {
         Event::Synced(_, number) => out_of_turn(format!("SYNC {number}")),
         Event::State(..) => out_of_turn("state".to_owned()),
         Event::Disconnected(_, error) => Err(error),
+        Event::PostCopy => Ok(()),
         Event::Cancelled => Err(DestinationError::Cancelled),
         Event::Channel(_, connection) => {
             refuse_channel(&connection.stream);
@@ -212,7 +252,7 @@ mod tests {
 
     /// The reported rounds, and the device state or the error, if it came to either.
     fn receive(events: &str) -> (Vec<u64>, Option<Result<Vec<u8>, DestinationError>>) {
-        let (mut receiving, mut rounds) = (Receiving::new(2), Vec::new());
+        let (mut receiving, mut rounds) = (Receiving::new(2, 2), Vec::new());
         for name in events.split(' ') {
             match receiving.handle(event(name)) {
                 Err(error) => return (rounds, Some(Err(error))),

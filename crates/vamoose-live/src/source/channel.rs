@@ -8,7 +8,10 @@
 
 use std::{
     mem,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use multifd::{Layout, PacketError, RamHeader};
@@ -21,6 +24,7 @@ use super::{
 };
 use crate::{
     DirtyLog, Ram, SourceError,
+    missing::AtomicPages,
     offload::{DsaScan, ZeroScan},
     protocol::LAST_SYNC,
 };
@@ -45,6 +49,8 @@ pub(super) struct Channel<'a> {
     normal: Vec<u64>,
     zero: Vec<u64>,
     header: RamHeader,
+    /// Pages that are sent elsewhere.
+    skipped: Option<Arc<AtomicPages>>,
 }
 
 /// Pages of a packet, all of one block. Its vectors are as long as a packet from the beginning.
@@ -73,7 +79,28 @@ impl<'a> Channel<'a> {
             normal: Vec::with_capacity(pages),
             zero: Vec::with_capacity(pages),
             header: RamHeader::new(layout),
+            skipped: None,
         }
+    }
+
+    /// Does not send pages that are set in `skipped` by then.
+    pub(super) fn skip(&mut self, skipped: Arc<AtomicPages>) {
+        self.skipped = Some(skipped);
+    }
+
+    /// Sends one page, at once.
+    ///
+    /// # Errors
+    /// Also when the guest has no such page.
+    pub(super) fn send_page(&mut self, block: usize, page: usize) -> Result<(), SourceError> {
+        self.filling.block = block;
+        if block >= self.ram.blocks().len() || !self.push(block, page)? {
+            let message =
+                format!("page {page} of RAM block {block}, which the guest does not have");
+            return Err(SourceError::OutOfTurn { message });
+        }
+        self.turn_over()?;
+        self.send_scanned()
     }
 
     /// Sends this channel's share of `round`, and the SYNC behind it.
@@ -105,21 +132,32 @@ impl<'a> Channel<'a> {
             self.turn_over()?;
             self.filling.block = chunk.block;
         }
-        let size = self.ram.page_size();
-        let memory = self.ram.blocks()[chunk.block].memory();
         for page in chunk.pages() {
-            let offset = page * size;
-            // The bitmaps have no bits beyond the block's end, so there is a slice for each page.
-            let Ok(slice) = memory.subslice(offset, size) else {
+            let skipped = self.skipped.as_ref();
+            if skipped.is_some_and(|skipped| skipped.get(chunk.block, page)) {
+                continue;
+            }
+            // The bitmaps have no bits beyond the block's end.
+            if !self.push(chunk.block, page)? {
                 break;
-            };
-            self.filling.offsets.push(offset as u64);
-            self.filling.slices.push(slice);
-            if self.filling.slices.len() == self.layout.page_count() {
-                self.turn_over()?;
             }
         }
         Ok(())
+    }
+
+    /// Adds a page to the batch of its block. False if the block has no such page.
+    fn push(&mut self, block: usize, page: usize) -> Result<bool, SourceError> {
+        let size = self.ram.page_size();
+        let offset = page.saturating_mul(size);
+        let Ok(slice) = self.ram.blocks()[block].memory().subslice(offset, size) else {
+            return Ok(false);
+        };
+        self.filling.offsets.push(offset as u64);
+        self.filling.slices.push(slice);
+        if self.filling.slices.len() == self.layout.page_count() {
+            self.turn_over()?;
+        }
+        Ok(true)
     }
 
     /// Starts the scan of the pages that have been collected, and sends those before them.

@@ -51,6 +51,14 @@ pub struct SourceConfig {
     /// Without the guarantee such a guest stays paused and [in doubt](SourceError::InDoubt), for an operator to decide. For plain
     /// connections only: how a session's connections end is not known here.
     pub direct_link: bool,
+    /// Prepares for a post-copy: when the guest is [forced](crate::Switchover::Force) to switch over, it resumes at the
+    /// destination at once, and its memory follows it. The destination has to have userfaultfd for the kernel's faults, and
+    /// memory in pages of the base size; it refuses the guest otherwise.
+    ///
+    /// From then on the guest is in two parts, until all of its memory is there. If the link is lost for longer than
+    /// [`reconnect_timeout`](crate::SessionConfig::reconnect_timeout), or one of the two processes ends, the guest is lost:
+    /// [`SourceError::PagesLost`].
+    pub post_copy: bool,
     /// Looks for writes while the guest is paused, and fails with [`SourceError::WrittenWhilePaused`] if there is one. For the
     /// development of a VMM: a device that still writes behind [`pause`](crate::SourceGuest::pause) corrupts memory at
     /// the destination in silence otherwise. It costs downtime: the dirty log is cleared and read once more.
@@ -99,6 +107,7 @@ impl SourceConfig {
             stall_timeout: Duration::from_secs(15),
             settle_time: Duration::from_secs(60),
             direct_link: false,
+            post_copy: false,
             check_pause: false,
         }
     }

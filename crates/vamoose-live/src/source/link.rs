@@ -15,14 +15,14 @@ use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, negotiate,
 use multifd::Initial;
 use tracing::warn;
 use vamoose_link::{
-    ChannelWriter, Conversation, ConversationError, DeltaSender, Stream, receive_until,
+    ChannelWriter, Conversation, ConversationError, DeltaSender, Pacer, Stream, receive_until,
     send_message,
 };
 
 use super::{Source, Transport, channel::Channel, round::Round, transport::Redialer};
 use crate::{
     SourceError,
-    protocol::{PrepareDetails, control_preamble},
+    protocol::{PrepareDetails, control_preamble, page_streams},
     spans::in_span,
 };
 
@@ -167,7 +167,10 @@ impl<'scope, 'a> Link<'scope, 'a> {
         let sent_pages = self.sent_pages();
         self.wake_when_cancelled(true)?;
         for number in 0..source.config.channels {
-            let mut writer = self.open_channel(number)?;
+            let (_, mut writer) = self.open_channel(number, Some(source.shared.pacer.clone()))?;
+            if source.config.zero_copy {
+                writer.enable_zero_copy()?;
+            }
             if let Some(sent_pages) = &sent_pages {
                 writer.send_differences(sent_pages.clone())?;
             }
@@ -380,32 +383,35 @@ impl<'scope, 'a> Link<'scope, 'a> {
         timeout.saturating_add(self.redialer.reconnect_timeout())
     }
 
-    fn spawn(&self, run: impl FnOnce() + Send + 'scope) -> io::Result<()> {
+    pub(super) fn spawn(&self, run: impl FnOnce() + Send + 'scope) -> io::Result<()> {
         thread::Builder::new().spawn_scoped(self.scope, in_span(run))?;
         Ok(())
     }
 
-    fn open_channel(&self, number: u8) -> Result<ChannelWriter, SourceError> {
+    /// Opens stream `number` of pages, which are limited by `pacer`.
+    pub(super) fn open_channel(
+        &self,
+        number: u8,
+        pacer: Option<Arc<Pacer>>,
+    ) -> Result<(Arc<Stream>, ChannelWriter), SourceError> {
         let source = self.source;
         let config = &source.config;
-        let opening = Initial::new(self.id.0, number, config.channels.into())?.to_bytes();
+        let streams = page_streams(config.channels, config.post_copy);
+        let opening = Initial::new(self.id.0, number, streams.into())?.to_bytes();
         let stream = self.redialer.open(config.stall_timeout)?;
         let stream = register(source, stream)?;
         stream
             .write_both(&opening, &[])
             .map_err(ConversationError::from)?;
         let stats = &source.shared.stats;
-        let mut writer = ChannelWriter::new(
-            stream,
+        let writer = ChannelWriter::new(
+            stream.clone(),
             source.layout,
             config.method.encoder(source.layout, stats.health())?,
-            Some(source.shared.pacer.clone()),
+            pacer,
             stats.clone(),
         );
-        if config.zero_copy {
-            writer.enable_zero_copy()?;
-        }
-        Ok(writer)
+        Ok((stream, writer))
     }
 
     /// The next event; `None` when `deadline` has passed.

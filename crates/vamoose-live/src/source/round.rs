@@ -27,8 +27,8 @@ use crate::{
 };
 
 /// The pages that all channels send in a round.
-pub(super) struct Round {
-    pub(super) number: u64,
+pub(crate) struct Round {
+    pub(crate) number: u64,
     pages: Pages,
     windows: Vec<Window>,
     /// The first window that no channel has taken.
@@ -36,7 +36,7 @@ pub(super) struct Round {
 }
 
 /// The pages of a round.
-pub(super) enum Pages {
+pub(crate) enum Pages {
     /// All pages that were ever touched, in the first round. They are found window by window.
     Touched(Touched),
     /// The pages that the log has collected, a bitmap per block.
@@ -58,14 +58,14 @@ struct Window {
 
 /// Contiguous pages of a block. Those whose bits are set are to be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Chunk<'a> {
-    pub(super) block: usize,
+pub(crate) struct Chunk<'a> {
+    pub(crate) block: usize,
     first_page: usize,
     words: &'a [u64],
 }
 
 /// A channel's share of a round.
-pub(super) struct Share<'a> {
+pub(crate) struct Share<'a> {
     round: &'a Round,
     ram: &'a Ram,
     log: &'a dyn DirtyLog,
@@ -85,7 +85,7 @@ const WINDOW_BYTES: usize = 1 << 30;
 
 impl Round {
     /// A round of `pages` of `ram` over `channels` channels.
-    pub(super) fn new(number: u64, pages: Pages, ram: &Ram, channels: usize) -> Self {
+    pub(crate) fn new(number: u64, pages: Pages, ram: &Ram, channels: usize) -> Self {
         let most_pages = pages.count(ram) / (WINDOWS * channels.max(1));
         let most_words = WINDOW_BYTES / ram.page_size() / 64;
         let windows = (0..ram.blocks().len()).flat_map(|block| {
@@ -107,7 +107,7 @@ impl Round {
     }
 
     /// The chunks of a channel, with pages that no other one gets.
-    pub(super) fn share<'a>(&'a self, ram: &'a Ram, log: &'a dyn DirtyLog) -> Share<'a> {
+    pub(crate) fn share<'a>(&'a self, ram: &'a Ram, log: &'a dyn DirtyLog) -> Share<'a> {
         Share {
             round: self,
             ram,
@@ -149,7 +149,7 @@ impl Round {
 
 impl<'a> Share<'a> {
     /// The next chunk. Its pages may be read: the log has begun anew for them before.
-    pub(super) fn next(&mut self) -> Result<Option<Chunk<'a>>, DirtyLogError> {
+    pub(crate) fn next(&mut self) -> Result<Option<Chunk<'a>>, DirtyLogError> {
         let round = self.round;
         loop {
             if let Some(chunk) = self.window.and_then(|window| round.chunk(window)) {
@@ -193,7 +193,7 @@ impl<'a> Share<'a> {
 
 impl Pages {
     /// The number of pages; an upper limit while touched pages are still unknown.
-    pub(super) fn count(&self, ram: &Ram) -> usize {
+    pub(crate) fn count(&self, ram: &Ram) -> usize {
         match self {
             Self::Touched(_) => (0..ram.blocks().len()).map(|block| ram.pages(block)).sum(),
             Self::Written(dirty) | Self::Last(dirty) => count(dirty),
@@ -240,7 +240,7 @@ fn join(
 
 impl Chunk<'_> {
     /// The pages to send, in their order.
-    pub(super) fn pages(&self) -> impl Iterator<Item = usize> {
+    pub(crate) fn pages(&self) -> impl Iterator<Item = usize> {
         pages_in(self.first_page, self.words)
     }
 }

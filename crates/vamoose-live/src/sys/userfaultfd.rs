@@ -61,27 +61,13 @@ impl Userfaultfd {
 
     /// Registers `addresses` for write protection.
     pub(crate) fn register(&self, addresses: Range<usize>) -> io::Result<()> {
-        // SAFETY: no thread waits for a fault in this memory, since the protection is asynchronous.
-        unsafe { self.register_for(UFFDIO_REGISTER_MODE_WP, addresses) }
-    }
-
-    /// Makes threads that touch a missing page of `addresses` wait until it is filled.
-    #[cfg(test)]
-    pub(crate) fn register_missing(&self, addresses: Range<usize>) -> io::Result<()> {
-        use linux_raw_sys::general::UFFDIO_REGISTER_MODE_MISSING;
-        // SAFETY: a test that touches such a page waits, and nothing else happens.
-        unsafe { self.register_for(UFFDIO_REGISTER_MODE_MISSING, addresses) }
-    }
-
-    /// # Safety
-    /// Nothing may go wrong when faults of this `mode` are delivered for `addresses`.
-    unsafe fn register_for(&self, mode: u32, addresses: Range<usize>) -> io::Result<()> {
         let mut argument = uffdio_register {
             range: range(&addresses),
-            mode: mode.into(),
+            mode: UFFDIO_REGISTER_MODE_WP.into(),
             ioctls: 0,
         };
-        // SAFETY: the request takes this argument; the caller vouches for its effect.
+        // SAFETY: the request takes this argument. No thread waits for a fault in this memory, since the protection is
+        // asynchronous.
         unsafe { super::ioctl(self.0.as_fd(), UFFDIO_REGISTER, &mut argument) }.map(drop)
     }
 
@@ -104,7 +90,7 @@ impl Userfaultfd {
     }
 }
 
-fn range(addresses: &Range<usize>) -> uffdio_range {
+pub(super) fn range(addresses: &Range<usize>) -> uffdio_range {
     uffdio_range {
         start: addresses.start as u64,
         len: addresses.len() as u64,

@@ -17,3 +17,5 @@ mod faults;
 mod hostile;
 mod link;
 mod migrate;
+mod post_copy;
+mod snapshots;

@@ -389,6 +389,8 @@ pub(crate) struct There<'a> {
     pub(crate) hook: Hook<'a>,
     /// It was let run, at least once.
     started: AtomicBool,
+    /// Not all of its memory is there when it is loaded.
+    is_partial: bool,
 }
 
 impl<'a> There<'a> {
@@ -397,7 +399,14 @@ impl<'a> There<'a> {
             stage: stage.clone(),
             hook: Box::new(|_| Ok(())),
             started: AtomicBool::new(false),
+            is_partial: false,
         }
+    }
+
+    /// Compares nothing while it is loaded, which would touch all memory.
+    pub(crate) fn partial(mut self) -> Self {
+        self.is_partial = true;
+        self
     }
 
     pub(crate) fn hooked(
@@ -414,7 +423,7 @@ impl DestinationGuest for There<'_> {
         (self.hook)(Step::Load)?;
         let turn = lock(&self.stage.turn);
         // A source that gave up meanwhile has resumed its guest, which writes.
-        let handed_over = !self.stage.guest.is_running();
+        let handed_over = !self.is_partial && !self.stage.guest.is_running();
         let saved = handed_over.then(|| {
             expect_equal(&self.stage.ram, &self.stage.there);
             self.stage.guest.verify().unwrap()
@@ -422,9 +431,11 @@ impl DestinationGuest for There<'_> {
         drop(turn);
         let guest = Guest::incoming(&self.stage.config)?;
         guest.load(state)?;
-        let proof = guest.verify()?;
-        if let Some(saved) = saved {
-            assert_eq!(saved, proof);
+        if !self.is_partial {
+            let proof = guest.verify()?;
+            if let Some(saved) = saved {
+                assert_eq!(saved, proof);
+            }
         }
         *lock(&self.stage.arrived) = Some(Arc::new(guest));
         Ok(())

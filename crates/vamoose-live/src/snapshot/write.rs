@@ -1,0 +1,357 @@
+//! Writes a guest to a file.
+
+use std::{
+    ffi::OsString,
+    fs::{self, File, OpenOptions},
+    io,
+    os::unix::fs::{FileExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex},
+    thread,
+    time::{Duration, Instant},
+};
+
+use multifd::Layout;
+use vamoose_codec::{Encoder, Health, is_zero};
+use vamoose_link::{lock, random_id};
+
+use super::{
+    SnapshotError, SnapshotOptions, Written,
+    format::{Check, Index, Packet, STATE, Trailer, number},
+};
+use crate::{
+    Bitmap, DirtyLog, Merged, Ram, SourceGuest,
+    dirty::collect,
+    mapping::backings,
+    parallel,
+    present::Touched,
+    protocol::block_shapes,
+    source::round::{Pages, Round},
+    spans::in_span,
+};
+
+pub(super) fn write(
+    path: &Path,
+    ram: &Ram,
+    guest: &mut dyn SourceGuest,
+    options: &SnapshotOptions,
+) -> Result<Written, SnapshotError> {
+    let method = options.engines.settings().method();
+    number(method).ok_or(SnapshotError::Method { method })?;
+    for (index, block) in ram.blocks().iter().enumerate() {
+        if u32::try_from(ram.pages(index)).is_err() {
+            let block = block.name().to_string();
+            return Err(SnapshotError::Block { block });
+        }
+    }
+    let unfinished = Unfinished::create(path)?;
+    let page_size = u32::try_from(ram.page_size()).unwrap_or(u32::MAX);
+    let layout = Layout::new(page_size)?;
+    let mut trailer = Trailer {
+        is_sealed: options.key.is_some(),
+        page_size,
+        packet_bytes: u32::try_from(layout.packet_bytes()).unwrap_or(u32::MAX),
+        salt: random_id()?,
+        index: 0..0,
+    };
+    let check = match &options.key {
+        None => Check::Sum,
+        Some(key) => Check::Seal(key.of_file(&trailer.salt)?),
+    };
+    let writer = Writer {
+        ram,
+        layout,
+        options,
+        check,
+        file: &unfinished.file,
+        tail: Mutex::default(),
+    };
+    let (mut state, downtime) = writer.write_guest(guest)?;
+    let Writer { check, tail, .. } = writer;
+    let tail = tail
+        .into_inner()
+        .unwrap_or_else(|poisoned| poisoned.into_inner());
+    check.add(STATE, &[], &mut state)?;
+    unfinished.put(&state, tail.offset)?;
+    trailer.index.start = tail.offset + state.len() as u64;
+    let index = Index {
+        blocks: block_shapes(ram),
+        state: tail.offset..trailer.index.start,
+        packets: tail.packets,
+    };
+    let record = index.to_record(&mut trailer, &check)?;
+    unfinished.put(&record, trailer.index.start)?;
+    unfinished.put(&trailer.to_bytes(), trailer.index.end)?;
+    let bytes = unfinished.finish()?;
+    Ok(Written { bytes, downtime })
+}
+
+/// A file that gets its name when it is complete. Removed otherwise.
+struct Unfinished {
+    file: File,
+    temporary: PathBuf,
+    path: PathBuf,
+    is_finished: bool,
+}
+
+impl Unfinished {
+    fn create(path: &Path) -> Result<Self, SnapshotError> {
+        let name = path.file_name().ok_or(io::ErrorKind::InvalidInput);
+        let name = name.map_err(|kind| SnapshotError::file("its name")(kind.into()))?;
+        let mut temporary = OsString::from(".");
+        temporary.push(name);
+        temporary.push(format!(".{}", std::process::id()));
+        let temporary = path.with_file_name(temporary);
+        let file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&temporary)
+            .map_err(SnapshotError::file("creating it"))?;
+        Ok(Self {
+            file,
+            temporary,
+            path: path.to_owned(),
+            is_finished: false,
+        })
+    }
+
+    fn put(&self, bytes: &[u8], offset: u64) -> Result<(), SnapshotError> {
+        let written = self.file.write_all_at(bytes, offset);
+        written.map_err(SnapshotError::file("writing it"))
+    }
+
+    /// Gives the file its name; returns its length.
+    fn finish(mut self) -> Result<u64, SnapshotError> {
+        let directory = match self.path.parent() {
+            Some(directory) if !directory.as_os_str().is_empty() => directory,
+            _ => Path::new("."),
+        };
+        let finished = (|| {
+            self.file.sync_all()?;
+            fs::rename(&self.temporary, &self.path)?;
+            File::open(directory)?.sync_all()?;
+            Ok(self.file.metadata()?.len())
+        })();
+        let len = finished.map_err(SnapshotError::file("naming it"))?;
+        self.is_finished = true;
+        Ok(len)
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        if !self.is_finished {
+            // It may have got its name.
+            let _ = fs::remove_file(&self.temporary);
+        }
+    }
+}
+
+struct Writer<'a> {
+    ram: &'a Ram,
+    layout: Layout,
+    options: &'a SnapshotOptions,
+    check: Check,
+    file: &'a File,
+    tail: Mutex<Tail>,
+}
+
+/// Where the next record goes.
+#[derive(Default)]
+struct Tail {
+    offset: u64,
+    packets: Vec<Packet>,
+}
+
+impl Writer<'_> {
+    /// Writes all memory; returns the device state and how long the guest was paused.
+    fn write_guest(
+        &self,
+        guest: &mut dyn SourceGuest,
+    ) -> Result<(Vec<u8>, Duration), SnapshotError> {
+        let all = Pages::Touched(Touched::new(backings(self.ram)));
+        let log = self.options.log.as_deref().map(Logged);
+        let rest = match &log {
+            None => Some(all),
+            Some(Logged(log)) => {
+                log.start()?;
+                self.write_round(all, *log)?;
+                None
+            }
+        };
+        let began = Instant::now();
+        let paused = guest.pause().map_err(SnapshotError::guest_call("pause"));
+        let written = paused.and_then(|()| {
+            let state = guest.save();
+            let state = state.map_err(SnapshotError::guest_call("save the state of"))?;
+            let rest = match rest {
+                Some(all) => all,
+                None => Pages::Last(self.written()?),
+            };
+            // It writes nothing.
+            self.write_round(rest, &Merged::new(Vec::new()))?;
+            Ok(state)
+        });
+        if written.is_err() || self.options.resume {
+            guest
+                .resume()
+                .map_err(SnapshotError::guest_call("resume"))?;
+        }
+        Ok((written?, began.elapsed()))
+    }
+
+    /// The pages that the log has found.
+    fn written(&self) -> Result<Vec<Bitmap>, SnapshotError> {
+        let mut written = Bitmap::for_blocks(self.ram);
+        if let Some(log) = &self.options.log {
+            collect(log.as_ref(), &mut written, parallel::processors())?;
+        }
+        Ok(written)
+    }
+
+    fn write_round(&self, pages: Pages, log: &dyn DirtyLog) -> Result<(), SnapshotError> {
+        // A page that is zero now may not have been in an earlier round.
+        let keeps_zeros = matches!(pages, Pages::Last(_));
+        let threads = parallel::processors();
+        let round = Round::new(1, pages, self.ram, threads);
+        let failure = Mutex::new(None);
+        let run = || {
+            let written = self.write_share(&round, log, keeps_zeros);
+            if let Err(error) = written {
+                lock(&failure).get_or_insert(error);
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 1..threads {
+                // Without it, the others do its share.
+                let _ = thread::Builder::new().spawn_scoped(scope, in_span(run));
+            }
+            run();
+        });
+        let failure = failure
+            .into_inner()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        failure.map_or(Ok(()), Err)
+    }
+
+    fn write_share(
+        &self,
+        round: &Round,
+        log: &dyn DirtyLog,
+        keeps_zeros: bool,
+    ) -> Result<(), SnapshotError> {
+        let layout = self.layout;
+        let encoder = self
+            .options
+            .engines
+            .encoder(layout, &Arc::<Health>::default())?;
+        let mut packer = Packer {
+            writer: self,
+            encoder,
+            block: 0,
+            pages: Vec::with_capacity(layout.packet_bytes()),
+            numbers: Vec::with_capacity(layout.page_count()),
+            zero: Vec::with_capacity(layout.page_count()),
+            out: vec![0; layout.max_payload()],
+        };
+        let mut share = round.share(self.ram, log);
+        while let Some(chunk) = share.next()? {
+            for page in chunk.pages() {
+                packer.add(chunk.block, page, keeps_zeros)?;
+            }
+        }
+        packer.flush()
+    }
+
+    fn put(&self, mut packet: Packet, record: &mut Vec<u8>) -> Result<(), SnapshotError> {
+        let mut tail = lock(&self.tail);
+        let (number, offset) = (tail.packets.len() as u64, tail.offset);
+        if packet.method.is_some() {
+            tail.offset += (record.len() + self.check.len()) as u64;
+            packet.place = offset..tail.offset;
+        }
+        let is_zero = packet.method.is_none();
+        tail.packets.push(packet);
+        drop(tail);
+        if is_zero {
+            return Ok(());
+        }
+        self.check.add(number, &[], record)?;
+        let written = self.file.write_all_at(record, offset);
+        written.map_err(SnapshotError::file("writing it"))
+    }
+}
+
+/// Collects the pages of packets.
+struct Packer<'a> {
+    writer: &'a Writer<'a>,
+    encoder: Encoder,
+    block: usize,
+    /// Copies of pages that are not zero, and their numbers.
+    pages: Vec<u8>,
+    numbers: Vec<u32>,
+    zero: Vec<u32>,
+    out: Vec<u8>,
+}
+
+impl Packer<'_> {
+    fn add(&mut self, block: usize, page: usize, keeps_zeros: bool) -> Result<(), SnapshotError> {
+        if self.block != block {
+            self.flush()?;
+            self.block = block;
+        }
+        let size = self.writer.layout.page_size();
+        let memory = self.writer.ram.blocks()[block].memory();
+        // Checked at the beginning.
+        let number = u32::try_from(page).unwrap_or(u32::MAX);
+        let (Ok(slice), start) = (memory.subslice(page * size, size), self.pages.len()) else {
+            return Ok(());
+        };
+        self.pages.resize(start + size, 0);
+        slice.copy_to(&mut self.pages[start..]);
+        if is_zero(&self.pages[start..]) {
+            self.pages.truncate(start);
+            if keeps_zeros {
+                self.zero.push(number);
+            }
+        } else {
+            self.numbers.push(number);
+        }
+        let most = self.writer.layout.page_count();
+        if self.numbers.len() == most || self.zero.len() == most {
+            self.flush()?;
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<(), SnapshotError> {
+        if !self.zero.is_empty() {
+            let packet = Packet::new(self.block, None, &self.zero);
+            self.writer.put(packet, &mut Vec::new())?;
+            self.zero.clear();
+        }
+        if !self.numbers.is_empty() {
+            let encoded = self.encoder.encode(&self.pages, &mut self.out)?;
+            let packet = Packet::new(self.block, Some(encoded.method), &self.numbers);
+            self.writer.put(packet, &mut encoded.payload.to_vec())?;
+            self.numbers.clear();
+            self.pages.clear();
+        }
+        Ok(())
+    }
+}
+
+/// Stops a log that has been started.
+struct Logged<'a>(&'a dyn DirtyLog);
+
+impl Drop for Logged<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.0.stop() {
+            tracing::warn!(
+                "the guest may be slower from now on: {}",
+                crate::chain(&error)
+            );
+        }
+    }
+}

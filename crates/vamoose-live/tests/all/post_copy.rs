@@ -1,0 +1,398 @@
+//! Guests that run at the destination before their memory is there.
+
+use std::{
+    mem,
+    net::SocketAddr,
+    num::NonZeroU64,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use lab::middlebox::{Admission, Change, Middlebox, Which};
+use multifd::Method;
+use testguest::Backing;
+use vamoose_live::{
+    Address, Destination, DestinationError, DestinationGuest, GuestError, GuestLocation, Handle,
+    MissingPagesError, Ram, SharedBitmap, Source, SourceConfig, SourceError, SourceGuest, State,
+    Status, Switchover, chain,
+};
+use vm_memory::Bytes;
+
+use crate::common::{
+    Here, MIB, PAGE, Rig, Shape, Stage, Step, There, Watchdog, address_of, expect_equal, lock,
+    migrate, migrate_over, nothing_to_migrate,
+    sessions::{Hosts, acceptor_for, way_to},
+    source_config,
+};
+
+/// All of the working set is dirty when the guest switches over: 2 s of memory.
+fn shape(rig: Rig, backing: Backing) -> Shape {
+    Shape {
+        rig,
+        backing,
+        blocks: vec![2 * MIB, 10 * MIB],
+        working_set: Some(MIB..9 * MIB),
+        ..Shape::default()
+    }
+}
+
+fn config(method: Method) -> SourceConfig {
+    let mut config = source_config(method);
+    config.post_copy = true;
+    config.max_bandwidth = NonZeroU64::new(4 * MIB);
+    config
+}
+
+/// Waits until the guest follows.
+fn wait_for_post_copy(handle: &Handle) {
+    while handle.status().status != State::PostcopyActive {
+        assert_ne!(handle.status().status, State::Failed);
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The guest is at the destination with all of its memory: what it has not written there is the source's.
+fn expect_whole(stage: &Arc<Stage>) {
+    stage.expect_there();
+    let guest = stage.arrived().unwrap();
+    guest.pause();
+    guest.verify().unwrap();
+    let offset = |byte: u64| usize::try_from(byte).unwrap();
+    for (block, unwritten) in [(0, 0..offset(MIB)), (1, offset(7 * MIB)..offset(10 * MIB))] {
+        let part = |ram: &Ram| {
+            let mut bytes = vec![0; unwritten.len()];
+            let memory = ram.blocks()[block].memory();
+            memory.read_slice(&mut bytes, unwritten.start).unwrap();
+            bytes
+        };
+        assert!(
+            part(&stage.ram) == part(&stage.there),
+            "block {block} differs"
+        );
+    }
+}
+
+#[test]
+fn a_guest_writes_while_its_memory_follows() {
+    let hosts = Hosts::new();
+    for (rig, backing, method, hosts) in [
+        (Rig::Threads, Backing::Anonymous, Method::Zstd, Some(&hosts)),
+        (Rig::Threads, Backing::Memfd, Method::None, None),
+        (Rig::KvmLog, Backing::Anonymous, Method::Lz4, Some(&hosts)),
+        (Rig::Kvm, Backing::Memfd, Method::ZstdFrames, None),
+    ] {
+        if !Rig::all().contains(&rig) {
+            continue;
+        }
+        let _watchdog = Watchdog::new(format!("post-copy of {rig:?} over {backing:?}"));
+        let stage = Stage::new(&shape(rig, backing));
+        let mut destination = stage.destination_at(acceptor_for(hosts), |_| {});
+        let source = stage.source(config(method));
+        let handle = source.handle();
+        let wrote = AtomicBool::new(false);
+        let to = way_to(hosts, &destination);
+        let mut here = Here::new(&stage).switching(|_| Switchover::Force);
+        let mut there = There::new(&stage).partial();
+        let outcome = thread::scope(|scope| {
+            scope.spawn(|| {
+                wait_for_post_copy(&handle);
+                let guest = stage.arrived().unwrap();
+                while handle.status().status == State::PostcopyActive {
+                    wrote.fetch_or(guest.written() > 0, Ordering::Relaxed);
+                }
+            });
+            migrate_over(&to, source, &mut here, &mut destination, &mut there)
+        });
+        let (status, _) = outcome.expect_done();
+        assert!(wrote.into_inner(), "it has waited for all of its memory");
+        assert_eq!(status.status, State::Completed);
+        assert!(
+            status.downtime.unwrap() < status.total_time / 2,
+            "{status:?}"
+        );
+        expect_whole(&stage);
+    }
+}
+
+/// Loading touches memory: all of it is compared with the source's.
+#[test]
+fn all_memory_can_be_touched_before_the_guest_runs() {
+    if nothing_to_migrate() {
+        return;
+    }
+    let _watchdog = Watchdog::new("loading touches all memory".into());
+    let stage = Stage::new(&shape(Rig::Threads, Backing::Anonymous));
+    let source = stage.source(config(Method::Lz4));
+    source.handle().switch_over();
+    let mut destination = stage.destination(|_| {});
+    let (mut here, mut there) = (Here::new(&stage), There::new(&stage));
+    migrate(source, &mut here, &mut destination, &mut there).expect_done();
+    expect_whole(&stage);
+}
+
+/// A guest that converges is moved as any other.
+#[test]
+fn nothing_follows_a_guest_that_is_not_forced() {
+    if nothing_to_migrate() {
+        return;
+    }
+    let _watchdog = Watchdog::new("no post-copy".into());
+    let stage = Stage::new(&Shape::default());
+    let mut config = config(Method::Zstd);
+    config.max_bandwidth = None;
+    let mut destination = stage.destination(|_| {});
+    let (mut here, mut there) = (Here::new(&stage), There::new(&stage));
+    migrate(
+        stage.source(config),
+        &mut here,
+        &mut destination,
+        &mut there,
+    )
+    .expect_done();
+    stage.expect_there();
+}
+
+fn middlebox(destination: &Destination) -> (Middlebox, Address) {
+    let address = address_of(destination).to_string();
+    let address: SocketAddr = address.trim_start_matches("tcp:").parse().unwrap();
+    let middlebox = Middlebox::new(address).unwrap();
+    let address = format!("tcp:{}", middlebox.address()).parse().unwrap();
+    (middlebox, address)
+}
+
+#[test]
+fn a_cut_of_some_seconds_is_survived() {
+    if nothing_to_migrate() {
+        return;
+    }
+    let _watchdog = Watchdog::new("a cut in a post-copy".into());
+    let hosts = Hosts::new();
+    let stage = Stage::new(&shape(Rig::Threads, Backing::Anonymous));
+    let mut destination = stage.destination_at(hosts.acceptor(), |_| {});
+    let (middlebox, address) = middlebox(&destination);
+    let source = stage.source(config(Method::Zstd));
+    let handle = source.handle();
+    let mut here = Here::new(&stage).switching(|_| Switchover::Force);
+    let mut there = There::new(&stage).partial();
+    let outcome = thread::scope(|scope| {
+        scope.spawn(|| {
+            wait_for_post_copy(&handle);
+            middlebox.admit(Admission::Refuse).unwrap();
+            middlebox.apply(Which::All, Change::Reset);
+            // The length of the cut, not a wait for anything.
+            thread::sleep(Duration::from_secs(3));
+            assert_eq!(handle.status().status, State::PostcopyActive);
+            middlebox.admit(Admission::Pass).unwrap();
+        });
+        let to = hosts.to(&address);
+        migrate_over(&to, source, &mut here, &mut destination, &mut there)
+    });
+    outcome.expect_done();
+    assert!(handle.session().unwrap().reconnects() > 0);
+    expect_whole(&stage);
+}
+
+#[test]
+fn a_link_that_does_not_come_back_leaves_the_guest_at_the_destination() {
+    if nothing_to_migrate() {
+        return;
+    }
+    let _watchdog = Watchdog::new("a lost link in a post-copy".into());
+    let hosts = Hosts::new().reconnecting_for(Duration::from_secs(2));
+    let stage = Stage::new(&shape(Rig::Threads, Backing::Anonymous));
+    let mut destination = stage.destination_at(hosts.acceptor(), |_| {});
+    let (middlebox, address) = middlebox(&destination);
+    let mut config = config(Method::Zstd);
+    // The source's last word may be lost with the link: the destination listens for it that long.
+    config.settle_time = Duration::from_secs(1);
+    let source = stage.source(config);
+    let handle = source.handle();
+    let mut here = Here::new(&stage).switching(|_| Switchover::Force);
+    let mut there = There::new(&stage).partial();
+    let outcome = thread::scope(|scope| {
+        scope.spawn(|| {
+            wait_for_post_copy(&handle);
+            middlebox.admit(Admission::Refuse).unwrap();
+            middlebox.apply(Which::All, Change::Reset);
+        });
+        let to = hosts.to(&address);
+        migrate_over(&to, source, &mut here, &mut destination, &mut there)
+    });
+    let error = outcome.source.unwrap_err();
+    assert!(matches!(error, SourceError::PagesLost { .. }), "{error}");
+    assert_eq!(error.guest(), GuestLocation::Destination);
+    let error = outcome.destination.unwrap_err();
+    assert!(
+        matches!(error, DestinationError::PagesLost { pages: 1.., .. }),
+        "{}",
+        chain(&error)
+    );
+    assert_eq!(error.guest(), GuestLocation::Destination);
+    assert!(!stage.guest.is_running(), "it runs at both ends");
+    // Its threads wait for pages until this process ends.
+    mem::forget(stage.arrived());
+    mem::forget(stage);
+}
+
+/// And nobody waits for a page that does not come.
+#[test]
+fn before_the_commit_a_lost_link_leaves_the_guest_at_the_source() {
+    if nothing_to_migrate() {
+        return;
+    }
+    let _watchdog = Watchdog::new("a lost link before the commit".into());
+    let hosts = Hosts::new().reconnecting_for(Duration::from_secs(2));
+    let stage = Stage::new(&shape(Rig::Threads, Backing::Anonymous));
+    let mut destination = stage.destination_at(hosts.acceptor(), |_| {});
+    let (middlebox, address) = middlebox(&destination);
+    let mut here = Here::new(&stage).switching(|_| Switchover::Force);
+    let mut there = There::new(&stage).partial().hooked(|step| {
+        if step == Step::Load {
+            middlebox.admit(Admission::Refuse)?;
+            middlebox.apply(Which::All, Change::Reset);
+            for block in stage.there.blocks() {
+                let mut bytes = vec![0; block.len()];
+                block.memory().read_slice(&mut bytes, 0)?;
+            }
+        }
+        Ok(())
+    });
+    let source = stage.source(config(Method::Zstd));
+    let to = hosts.to(&address);
+    let outcome = migrate_over(&to, source, &mut here, &mut destination, &mut there);
+    assert_eq!(outcome.source.unwrap_err().guest(), GuestLocation::Source);
+    let error = outcome.destination.unwrap_err();
+    assert_eq!(error.guest(), GuestLocation::Source);
+    stage.expect_here();
+    // The same memory can be used again.
+    middlebox.admit(Admission::Pass).unwrap();
+    let source = stage.source(config(Method::Zstd));
+    let mut here = Here::new(&stage).switching(|_| Switchover::Force);
+    let mut there = There::new(&stage).partial();
+    migrate_over(&to, source, &mut here, &mut destination, &mut there).expect_done();
+    expect_whole(&stage);
+}
+
+#[test]
+fn a_destination_that_cannot_have_missing_pages_refuses_the_guest() {
+    if nothing_to_migrate() {
+        return;
+    }
+    let stage = Stage::new(&Shape::default());
+    let mut destination = stage.destination(|config| config.punch_holes = false);
+    let source = stage.source(config(Method::None));
+    let (mut here, mut there) = (Here::new(&stage), There::new(&stage));
+    let outcome = migrate(source, &mut here, &mut destination, &mut there);
+    let refusal = outcome.source.unwrap_err();
+    assert!(
+        matches!(&refusal, SourceError::Refused { cause } if cause.contains("post-copy")),
+        "{refusal}"
+    );
+    assert!(matches!(
+        outcome.destination.unwrap_err(),
+        DestinationError::PostCopy(MissingPagesError::Pinned)
+    ));
+    stage.expect_here();
+}
+
+/// A VMM without a guest, whose memory is all dirty when it is paused.
+struct Dirty<'a>(&'a SharedBitmap);
+
+impl SourceGuest for Dirty<'_> {
+    fn pause(&mut self) -> Result<(), GuestError> {
+        self.0.mark(0, 0, u64::MAX);
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<Vec<u8>, GuestError> {
+        Ok(Vec::new())
+    }
+
+    fn switchover(&mut self, _: &Status) -> Switchover {
+        Switchover::Force
+    }
+}
+
+/// Measures how long a page is waited for, from its resume on.
+struct Touching {
+    ram: Ram,
+    touching: Option<thread::JoinHandle<Vec<Duration>>>,
+}
+
+impl DestinationGuest for Touching {
+    fn load(&mut self, _: &[u8]) -> Result<(), GuestError> {
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), GuestError> {
+        let ram = self.ram.clone();
+        self.touching = Some(thread::spawn(move || {
+            let (memory, pages) = (ram.blocks()[0].memory(), ram.pages(0));
+            // A number without a factor of two: every page once, in no order.
+            let touched = (0..pages).map(|page| page * 40_503 % pages);
+            let touched = touched.map(|page| {
+                let began = Instant::now();
+                let _: u8 = memory.read_obj(page * PAGE).unwrap();
+                began.elapsed()
+            });
+            touched.collect()
+        }));
+        Ok(())
+    }
+}
+
+/// `cargo test --release -p vamoose-live --test all -- --ignored --nocapture latency`
+#[test]
+#[ignore = "a measurement"]
+fn latency_of_a_page_on_demand() {
+    for is_insecure in [true, false] {
+        let hosts = Hosts::insecure(is_insecure);
+        let shape = Shape {
+            blocks: vec![512 * MIB],
+            ..Shape::default()
+        };
+        let ((_, here), (_, there)) = (shape.memory(), shape.memory());
+        let log = Arc::new(SharedBitmap::new(&here));
+        let block = here.blocks()[0].memory();
+        for page in 0..here.pages(0) {
+            block.write_obj(page | 1, page * PAGE).unwrap();
+        }
+        let mut config = config(Method::None);
+        config.max_bandwidth = None;
+        let source = Source::with_config(here.clone(), log.clone(), config).unwrap();
+        let engines = vamoose_codec::Engines::software(vamoose_codec::Settings::default());
+        let config = vamoose_live::DestinationConfig::new(engines);
+        let mut destination = Destination::new(hosts.acceptor(), there.clone(), config).unwrap();
+        let to = hosts.to(&address_of(&destination));
+        let guest = std::sync::Mutex::new(Touching {
+            ram: there.clone(),
+            touching: None,
+        });
+        thread::scope(|scope| {
+            scope.spawn(|| destination.run(&mut *lock(&guest)).unwrap());
+            source.run(&to, &mut Dirty(&log)).unwrap();
+        });
+        let touching = lock(&guest).touching.take().unwrap();
+        let mut waits = touching.join().unwrap();
+        waits.retain(|wait| *wait > Duration::from_micros(20));
+        waits.sort_unstable();
+        let (count, at) = (waits.len(), |share: usize| {
+            waits[(waits.len() - 1) * share / 100]
+        });
+        eprintln!(
+            "insecure {is_insecure}: {count} pages waited for, median {:?}, p99 {:?}, most {:?}",
+            at(50),
+            at(99),
+            at(100)
+        );
+        expect_equal(&here, &there);
+    }
+}
