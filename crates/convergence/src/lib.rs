@@ -44,8 +44,6 @@ pub enum OnTimeout {
     Throttle,
     /// Pause the guest and send the rest, however long that takes.
     Pause,
-    /// Let the guest run at the destination, and send the rest afterwards.
-    PostCopy,
     /// Accept any downtime up to the longest.
     Force,
 }
@@ -56,7 +54,6 @@ impl fmt::Display for OnTimeout {
             Self::Abort => "abort",
             Self::Throttle => "throttle",
             Self::Pause => "pause",
-            Self::PostCopy => "postcopy",
             Self::Force => "force",
         })
     }
@@ -346,13 +343,12 @@ mod tests {
 
     #[test]
     fn an_action_comes_once_and_changes_what_is_allowed() {
-        use OnTimeout::{Abort, Force, Pause, PostCopy, Throttle};
+        use OnTimeout::{Abort, Force, Pause, Throttle};
         let limit = millis(300);
         for (action, limit_then, allowed) in [
             (Abort, limit, LEAST),
             (Throttle, limit, LEAST),
             (Pause, Duration::MAX, Duration::MAX),
-            (PostCopy, limit, LEAST),
             (Force, Duration::from_secs(10), LEAST),
         ] {
             let mut convergence = Convergence::new(policy(Some((millis(500), action))));

@@ -163,6 +163,7 @@ mod tests {
             knows_zero_pages: true,
             keeps_suspended: true,
             machine: Machine::default(),
+            disks: None,
             measures: true,
         };
         let mut details = to_details(&offer).unwrap();

@@ -618,6 +618,7 @@ mod tests {
         let hello = |lowest, highest| Hello {
             lowest,
             highest,
+            takes_store: false,
             nonce: [0; 32],
         };
         assert_eq!(Answer::to(&hello(1, 9), [0; 32]).accepted(), Ok(VERSION));

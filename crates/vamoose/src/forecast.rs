@@ -17,8 +17,6 @@ pub fn report(name: &str, forecast: &Forecast) -> Value {
         json!({
             "downtime-limit": it.downtime_limit.map(millis),
             "slowdown": it.slowdown,
-            "postcopy-total-time": millis(it.postcopy.0),
-            "postcopy-wire-bytes": it.postcopy.1,
         })
     });
     json!({
@@ -121,12 +119,12 @@ fn remedy(remedies: &Remedies) -> String {
     let limit = remedies
         .downtime_limit
         .map(|it| format!("--downtime-limit {}ms", millis(it)));
-    let slow = remedies
-        .slowdown
-        .map(|lost| format!("the guest slowed down by {:.0} %", lost * 100.0));
-    let (time, bytes) = remedies.postcopy;
-    let post = format!("post-copy ({}, {} sent)", brief(time), mib(bytes as f64));
-    let all: Vec<_> = limit.into_iter().chain(slow).chain([post]).collect();
+    let slow = remedies.slowdown.map(|lost| {
+        let percent = lost * 100.0;
+        format!("--auto-converge (the guest slowed down by {percent:.0} %)")
+    });
+    let pause = "--timeout with --on-timeout pause".to_owned();
+    let all: Vec<_> = limit.into_iter().chain(slow).chain([pause]).collect();
     all.join(", or ")
 }
 
@@ -203,7 +201,6 @@ Not known: link not measured: serve on kvm2 is older.
         let stuck = forecast(Some(Remedies {
             downtime_limit: Some(Duration::from_millis(2400)),
             slowdown: Some(0.6),
-            postcopy: (Duration::from_secs(300), 2_000_000_000),
         }));
         let text = text(&stuck);
         assert!(

@@ -30,7 +30,7 @@ fn guest(number: usize) -> Vec<u8> {
     for (index, page) in memory.chunks_mut(PAGE).enumerate() {
         // Not in the same order in each guest.
         let content = (index * 7 + number * 101) % PAGES;
-        let is_common = content % 3 > 0;
+        let is_common = !content.is_multiple_of(3);
         let seed = content + if is_common { 0 } else { (number + 1) * PAGES };
         let mut random = fastrand::Rng::with_seed(seed as u64);
         page.fill_with(|| random.u8(..16));

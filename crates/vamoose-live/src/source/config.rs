@@ -146,9 +146,6 @@ impl SourceConfig {
                 "downtime limit: {limit:?} is more than the longest downtime, {max:?}"
             ));
         }
-        if self.on_timeout == OnTimeout::PostCopy {
-            return refuse("on timeout: the migration is not prepared for post-copy".to_owned());
-        }
         if let Some(steps) = self.auto_converge.filter(|steps| !steps.is_valid()) {
             return refuse(format!(
                 "auto-converge: {steps:?} does not increase to at most 99 %"

@@ -76,9 +76,6 @@ pub enum Cause {
         /// Bytes per second.
         rate: u64,
     },
-    /// At a timeout with [`OnTimeout::PostCopy`](convergence::OnTimeout::PostCopy).
-    #[error("the migration was not prepared for post-copy")]
-    NotPrepared,
     /// The source's QEMU has ended, which is proven.
     #[error("the source's QEMU has ended")]
     SourceEnded,

@@ -108,7 +108,6 @@ impl Guide {
         };
         let consequence = match action {
             OnTimeout::Abort => return Ok(Some(cause)),
-            OnTimeout::PostCopy => return Ok(Some(Cause::NotPrepared)),
             OnTimeout::Throttle => {
                 let steps = self.remainder.convergence.auto_converge();
                 source.throttle(steps.unwrap_or_default())?;

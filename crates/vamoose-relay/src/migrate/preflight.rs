@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use convergence::OnTimeout;
 use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, from_details, to_details};
 use tracing::{info, warn};
 use vamoose_link::{Conversation, Opening, random_id};
@@ -52,9 +51,6 @@ impl Migration<'_> {
 
     /// Refuses a source that cannot migrate its guest in this way.
     pub(super) fn check_source(&self, source: &mut SourceQemu) -> Result<(), Cause> {
-        if matches!(self.timeout, Some((_, OnTimeout::PostCopy))) {
-            return Err(Cause::NotPrepared);
-        }
         Ok(source.check(self.zero_page_detection, &self.capabilities())?)
     }
 

@@ -175,8 +175,6 @@ enum OnTimeoutName {
     Throttle,
     /// Pause the guest and send the rest, however long that takes
     Pause,
-    /// Let the guest run at the destination, and send the rest afterwards
-    Postcopy,
     /// Accept any downtime up to --downtime-max
     Force,
 }
@@ -187,7 +185,6 @@ impl OnTimeoutName {
             Self::Abort => OnTimeout::Abort,
             Self::Throttle => OnTimeout::Throttle,
             Self::Pause => OnTimeout::Pause,
-            Self::Postcopy => OnTimeout::PostCopy,
             Self::Force => OnTimeout::Force,
         }
     }

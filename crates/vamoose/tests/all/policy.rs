@@ -186,12 +186,6 @@ fn what_the_source_lacks_is_refused() -> Result<()> {
     for (version, option, code, reason) in [
         ((7, 2), &["--dirty-limit", "10M"][..], 1, "`dirty-limit`"),
         ((10, 0), &["--dirty-limit", "10M"], 1, "dirty-ring"),
-        (
-            (10, 0),
-            &["--timeout", "9", "--on-timeout", "postcopy"],
-            1,
-            "post-copy",
-        ),
         ((10, 0), &["--on-timeout", "pause"], 2, "--timeout"),
         (
             (10, 0),

@@ -107,11 +107,6 @@ fn a_guest_that_writes_more_than_the_link_carries_does_not_converge() -> Result<
     ensure!(slow["converges"] == false, "{text}{slow}");
     ensure!(text.contains("it does not converge"), "{text}");
     ensure!(number(&slow, "/ram/dirty-rate")? > 4e6, "{slow}");
-    // Its memory once, and what it writes meanwhile.
-    ensure!(
-        number(&slow, "/remedies/postcopy-total-time")? > 20_000.0,
-        "{slow}"
-    );
     ensure!(slow["remedies"]["downtime-limit"].is_u64(), "{slow}");
     // Its working set fits into this downtime.
     let patient = ["--max-bandwidth", "20M", "--downtime-limit", "5s"];

@@ -72,8 +72,6 @@ pub struct Remedies {
     pub downtime_limit: Option<Duration>,
     /// Share of its speed that the guest has to lose.
     pub slowdown: Option<f64>,
-    /// Time and bytes of a migration that continues by post-copy after one round.
-    pub postcopy: (Duration, u64),
 }
 
 /// Connections, checks, and setting up both QEMUs.
@@ -202,16 +200,9 @@ impl Inputs {
         let helps = limit <= MOST_DOWNTIME && self.precopy(limit, 1.0).converges;
         let limit_now = self.downtime_limit.as_secs_f64();
         let mut slowdowns = (1..=19).map(|step| f64::from(step) * 0.05);
-        let pace = stuck.pace;
-        let round = (self.ram - self.used).max(0.0) / ZERO_PACE + self.used / pace.rate;
-        let again = self.writes.within(round).min(self.used);
         Remedies {
             downtime_limit: helps.then(|| seconds(limit)),
             slowdown: slowdowns.find(|lost| self.precopy(limit_now, 1.0 - lost).converges),
-            postcopy: (
-                seconds(SETUP + round + again / pace.rate),
-                whole((self.used + again) * pace.wire),
-            ),
         }
     }
 
@@ -455,7 +446,6 @@ mod tests {
             ..stuck.writes
         };
         assert!(inputs(slower).predict().remedies.is_none());
-        assert!(is_near(remedies.postcopy.0.as_secs_f64(), 11.0));
         // No downtime that a guest could bear.
         let everywhere = inputs(Writes::everywhere(500.0 * MB)).predict();
         assert_eq!(everywhere.remedies.unwrap().downtime_limit, None);
