@@ -211,7 +211,7 @@ Not known: link not measured: serve on kvm2 is older.
             "does not",
             "--downtime-limit 2400ms",
             "by 60 %",
-            "(6 min, 1907 MiB sent)",
+            "--on-timeout pause",
         ] {
             assert!(text.replace('\n', " ").contains(part), "{part}: {text}");
         }
