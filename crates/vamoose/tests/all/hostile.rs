@@ -230,13 +230,15 @@ fn bad_packets() -> Result<()> {
 #[test]
 fn a_wrong_method_bit() -> Result<()> {
     for method in Method::ALL {
-        if !matches!(method, Method::None | Method::Uadk | Method::Delta) {
+        let is_own = matches!(method, Method::Delta | Method::Shared);
+        if !is_own && !matches!(method, Method::None | Method::Uadk) {
             bad_channel(&packet(method, &[0x42; 8192]), "bad payload")?;
         }
     }
     bad_channel(&packet(Method::Uadk, &[0x42; 8192]), "uadk")?;
     // A QEMU has no session, and with it no pages that both ends know.
-    bad_channel(&packet(Method::Delta, &[0x42; 8192]), "differences")
+    bad_channel(&packet(Method::Delta, &[0x42; 8192]), "differences")?;
+    bad_channel(&packet(Method::Shared, &[0x42; 8192]), "page store")
 }
 
 #[test]
