@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, Permissions},
-    io::{BufRead as _, BufReader, Read as _},
+    io::{self, BufRead as _, BufReader, Read as _},
     os::unix::fs::{PermissionsExt as _, symlink},
     path::{Path, PathBuf},
     process::{ChildStderr, Command, ExitStatus, Stdio},
@@ -168,6 +168,7 @@ pub struct Vamoose {
     child: Child,
     said: Arc<Watched<Said>>,
     reader: JoinHandle<()>,
+    output: JoinHandle<io::Result<String>>,
 }
 
 #[derive(Default)]
@@ -187,10 +188,18 @@ impl Vamoose {
             let said = said.clone();
             move || read_lines(stderr, &said)
         });
+        // A report may be longer than what a pipe takes.
+        let stdout = child.pipes.stdout.take();
+        let output = thread::spawn(move || {
+            let mut output = String::new();
+            let read = stdout.map(|mut pipe| pipe.read_to_string(&mut output));
+            read.transpose().map(|_| output)
+        });
         Ok(Self {
             child,
             said,
             reader,
+            output,
         })
     }
 
@@ -258,11 +267,8 @@ impl Vamoose {
         let ended = self.child.finish(within);
         let (status, cpu_seconds) =
             ended.with_context(|| format!("vamoose said:\n{}", self.stderr()))?;
-        let mut stdout = String::new();
-        if let Some(mut pipe) = self.child.pipes.stdout.take() {
-            pipe.read_to_string(&mut stdout)?;
-        }
-        // The reader ends with the process.
+        // The readers end with the process.
+        let stdout = self.output.join().unwrap_or_else(|_| Ok(String::new()))?;
         let _ = self.reader.join();
         let stderr = self.said.lock().lines.join("\n");
         Ok(Ended {

@@ -335,7 +335,7 @@ fn frames_that_break_the_protocol_end_their_stream() {
         ("a frame has unknown flags: 0x81", with(1, 0x81)),
         (
             "bytes of a frame's header that must be 0 are not",
-            with(35, 1),
+            with(27, 1),
         ),
         ("a frame has a payload of 2097153 bytes", with(5, 0x20)),
         (

@@ -153,8 +153,8 @@ fn common_pages_are_sent_once() {
     let first = migrate(&guest(0), (None, Some(&far)), ("first", 0), |_| ());
     assert_eq!((first.shared_pages, first.missed_pages), (0, 0));
     let second = migrate(&guest(1), (None, Some(&far)), ("second", PAGES - 9), |_| ());
-    // All that are common, but for pages with one fingerprint.
-    assert!((990..=1000).contains(&second.shared_pages), "{second:?}");
+    // All that are common, but for pages with one fingerprint. Some that have changed had changed in the first guest, too.
+    assert!((990..1300).contains(&second.shared_pages), "{second:?}");
     assert!(second.missed_pages < 5, "{second:?}");
     assert!(second.wire_bytes < first.wire_bytes * 6 / 10, "{second:?}");
     let pages = second.normal_pages - second.missed_pages;
