@@ -110,9 +110,12 @@ mod tests {
 
     /// The texts of links alone.
     fn without_links(row: &str) -> String {
-        let mut pieces = row.split("](");
-        let first = pieces.next().unwrap_or_default().to_owned();
-        let rest = pieces.filter_map(|piece| Some(piece.split_once(')')?.1));
-        rest.fold(first, |row, piece| row + piece).replace('[', "")
+        let mut row = row.to_owned();
+        while let Some(end) = row.find("](") {
+            let target = end + row[end..].find(')').unwrap();
+            row.replace_range(end..=target, "");
+            row.remove(row[..end].rfind('[').unwrap());
+        }
+        row
     }
 }
