@@ -273,8 +273,7 @@ impl ChannelReader {
             error,
         })?;
         header.method = parts.method;
-        let shortened = header.set_payload_len(parts.len, self.layout);
-        shortened?;
+        header.set_payload_len(parts.len, self.layout)?;
         let whole = (parts.method, parts.references) == (Method::ZstdFrames, 0);
         if may_stay && whole && checks_itself(&self.payload[..parts.len], pages.len()) {
             store.keep(parts.method, &self.payload[..parts.len]);

@@ -417,7 +417,7 @@ impl ChannelWriter {
 impl ChannelWriter {
     /// Sends the pages that the destination has not found in its store. If it `waits`, then until each reference has its verdict.
     fn send_missing(&mut self, waits: bool) -> Result<(), WriteError> {
-        let Some(mut store) = self.store.take() else {
+        let Some(mut store) = self.store.take_if(|store| store.has_undecided()) else {
             return Ok(());
         };
         let stream = self.sender.channel.stream.clone();

@@ -69,6 +69,10 @@ impl StoreWriter {
         match *self {}
     }
 
+    pub(crate) fn has_undecided(&self) -> bool {
+        match *self {}
+    }
+
     pub(crate) fn next_missing(&mut self, _: Option<Instant>) -> io::Result<Option<Undecided>> {
         match *self {}
     }

@@ -261,6 +261,11 @@ impl StoreWriter {
         self.undecided.push_back(undecided);
     }
 
+    /// Whether references have no verdict yet.
+    pub(crate) fn has_undecided(&self) -> bool {
+        !self.undecided.is_empty()
+    }
+
     /// Pages that the destination has not found, to be sent next. Waits until `deadline` for the verdicts on all references; without
     /// one, returns `None` when no verdict has come.
     ///
