@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!  copy     a mirror job for each disk writes its content, and what the guest changes meanwhile, to an export at the destination
+//!  follow   a disk that the guest writes faster than the job copies is written at both ends at once (QEMU 8.2 and later)
 //!  ready    when all jobs have caught up, the memory is moved; the jobs go on
 //!  finish   QEMU holds the migration when the guest is paused (`pause-before-switchover`). The jobs write the rest and end
 //!  go on    when all jobs have ended without an error, and only then
@@ -122,6 +123,8 @@ struct Job {
 
 /// How often to ask for the progress.
 const ASK_EVERY: Duration = Duration::from_millis(200);
+/// A guest outruns a job that has come no nearer to its end for so many questions.
+const OUTRUN: u32 = 15;
 /// How long jobs may take to end: their connections are closed by then.
 const ENDING: Duration = Duration::from_secs(10);
 
@@ -158,6 +161,7 @@ impl Migration<'_> {
             "the source QEMU to begin the copies of the disks",
         ));
         copies.begin(&mut source.qemu, route.socket(), increments)?;
+        let (mut least_left, mut since) = (u64::MAX, 0);
         loop {
             if self.is_cancelled() {
                 return Err(Cause::Cancelled);
@@ -172,6 +176,13 @@ impl Migration<'_> {
             if jobs.iter().all(Job::is_ready) {
                 info!("the disks have been copied, and are kept up to date");
                 return Ok(());
+            }
+            match copies.copied.total.saturating_sub(copies.copied.bytes) {
+                left if left < least_left => (least_left, since) = (left, 0),
+                _ => since += 1,
+            }
+            if since == OUTRUN {
+                write_at_both_ends(&mut source.qemu, &jobs)?;
             }
             source.take_events(ASK_EVERY)?;
             hand_over.note_wish(source.is_wanted)?;
@@ -310,6 +321,22 @@ impl Qemu {
         jobs.retain(|job| job.id.starts_with(COPY));
         Ok(jobs)
     }
+}
+
+/// From now on, a write of the guest ends when its copy has been written, too.
+fn write_at_both_ends(qemu: &mut Qemu, jobs: &[Job]) -> Result<(), QemuError> {
+    for job in jobs.iter().filter(|job| !job.is_ready()) {
+        let mode = json!({ "id": job.id, "type": "mirror", "copy-mode": "write-blocking" });
+        match qemu.execute("block-job-change", mode) {
+            Err(error) if error.is_refusal() => warn!(
+                "the guest writes its disks faster than they are copied, and this QEMU cannot slow it down (8.2 and later can): {}",
+                chain(&error)
+            ),
+            changed => changed
+                .inspect(|()| info!("the guest's writes to its disks wait for the copies"))?,
+        }
+    }
+    Ok(())
 }
 
 /// Ends what this attempt, or an earlier one whose process was killed, has left in QEMU. The guest's own images are not affected.

@@ -343,6 +343,25 @@ fn a_guest_with_overlays() -> Result<()> {
     moves(Kind::Overlay)
 }
 
+/// QEMU before 8.2 cannot make the guest's writes wait for their copies.
+#[test]
+fn a_guest_that_outruns_the_copies() -> Result<()> {
+    each(Kind::Qcow2, |scene, to| {
+        let (there, mut qemu, _disks) = scene.waiting(to)?;
+        let migration = scene.migrate(&there.address, &SLOW)?;
+        let said = match scene.here.version.major >= 9 {
+            true => "writes to its disks wait for the copies",
+            false => "this QEMU cannot slow it down",
+        };
+        migration.wait_for(said, LIMIT)?;
+        scene.goes_on()?;
+        migration.signal(Signal::INT)?;
+        scene.has_stayed(migration, "Cancelled;")?;
+        qemu.wait_exit(LIMIT)?;
+        Ok(())
+    })
+}
+
 /// A paused guest writes nothing more, so both copies are the same.
 #[test]
 fn a_paused_guest_has_the_same_disks_at_both_ends() -> Result<()> {
