@@ -67,7 +67,7 @@ paths: setup   # Measure what a second path gains
 predict: setup # Compare what `vamoose predict` says of guests and links with their migrations (minutes)
 	cargo test --release -p vamoose --test all predict:: -- --ignored --nocapture
 
-# As root. STORAGE_SIZE and STORAGE_RUNS set the disk's size in MiB and how often each case runs.
+# As root. STORAGE_SIZE and STORAGE_RUNS set the disk's size in MiB and how often each case runs, STORAGE_ONLY selects some.
 storage: setup # Measure disks and requests through two gateways beside QEMU alone, and cut the link meanwhile (minutes)
 	cargo test --release -p vamoose --test all gateway::storage -- --ignored --nocapture --test-threads 1
 

@@ -25,7 +25,7 @@ struct Contender {
     compresses: bool,
 }
 
-const CONTENDERS: [Contender; 3] = [
+const CONTENDERS: [Contender; 5] = [
     Contender {
         name: "direct",
         way: Way::Direct,
@@ -44,6 +44,18 @@ const CONTENDERS: [Contender; 3] = [
         flags: &["--parallel"],
         compresses: false,
     },
+    Contender {
+        name: "direct, one stream",
+        way: Way::Direct,
+        flags: &[],
+        compresses: false,
+    },
+    Contender {
+        name: "gateways, one stream",
+        way: Way::Gateways,
+        flags: &[],
+        compresses: false,
+    },
 ];
 
 /// MiB.
@@ -55,10 +67,11 @@ const LOAD: Load = Load {
     rate: 500,
 };
 
-/// The seconds that `virsh` ran, and the downtime in milliseconds by libvirt.
+/// The seconds that `virsh` ran, the downtime in milliseconds by libvirt, and the bytes that were sent to the other host.
 struct Took {
     seconds: f64,
     downtime: f64,
+    sent: f64,
 }
 
 /// LIBVIRT_ROUNDS is the number of measurements of each.
@@ -67,7 +80,7 @@ struct Took {
 fn times() -> Result<()> {
     let rounds: usize = number("LIBVIRT_ROUNDS", 3)?;
     let (keys, image) = (Keys::make(vamoose())?, Image::build(16)?);
-    println!("| libvirt | | virsh, s | downtime, ms |\n|---|---|---|---|");
+    println!("| libvirt | | virsh, s | downtime, ms | sent, MB |\n|---|---|---|---|---|");
     for generation in generations()? {
         let can = |it: &&Contender| !it.compresses || generation.has_compression();
         let contenders: Vec<_> = CONTENDERS.iter().filter(can).collect();
@@ -84,8 +97,9 @@ fn times() -> Result<()> {
         for (contender, took) in contenders.iter().zip(&took) {
             let seconds = spread(took.iter().map(|it| it.seconds), 2);
             let downtime = spread(took.iter().map(|it| it.downtime), 0);
+            let sent = spread(took.iter().map(|it| it.sent / 1e6), 0);
             let (version, name) = (generation.version, contender.name);
-            println!("| {version} | {name} | {seconds} | {downtime} |");
+            println!("| {version} | {name} | {seconds} | {downtime} | {sent} |");
         }
     }
     Ok(())
@@ -98,8 +112,10 @@ fn migrate(
     flags: &[&str],
 ) -> Result<Took> {
     let mut domain = Domain::start(hosts, image, RAM, &LOAD, Storage::Shared)?;
+    let before = hosts.sent()?;
     let virsh = migration::start(hosts, &domain, passage, flags)?;
     let ended = migration::has_succeeded(virsh, passage)?;
+    let sent = (hosts.sent()? - before) as f64;
     domain.has_moved("running")?;
     let at = domain.at().of(hosts);
     let info = at.virsh(["domjobinfo", GUEST, "--completed"])?.success()?;
@@ -107,6 +123,7 @@ fn migrate(
     Ok(Took {
         seconds: ended.took.as_secs_f64(),
         downtime,
+        sent,
     })
 }
 
