@@ -62,12 +62,10 @@ pub enum PacketError {
     /// Device state never carries a SYNC or a method.
     #[error("packet flags {flags:#x} mix device state with a SYNC or a compression method")]
     MixedDeviceState { flags: u32 },
-    #[error("normal_pages is {normal}, beyond the offset table of {page_count} pages")]
-    NormalPages { normal: u32, page_count: usize },
     #[error(
         "normal_pages {normal} + zero_pages {zero} is beyond the offset table of {page_count} pages"
     )]
-    ZeroPages {
+    Pages {
         normal: u32,
         zero: u32,
         page_count: usize,

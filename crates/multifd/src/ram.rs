@@ -67,42 +67,15 @@ impl RamHeader {
                 expected,
             });
         }
-        let page_count = layout.page_count();
-        let normal_field = read_u32(rest, at::NORMAL_PAGES);
-        let zero_field = read_u32(rest, at::ZERO_PAGES);
-        let normal = normal_field as usize;
-        if normal > page_count {
-            return Err(PacketError::NormalPages {
-                normal: normal_field,
-                page_count,
-            });
-        }
-        // Cannot overflow: `normal` is small and `usize` is wider than the field.
-        let pages = normal + zero_field as usize;
-        if pages > page_count {
-            return Err(PacketError::ZeroPages {
-                normal: normal_field,
-                zero: zero_field,
-                page_count,
-            });
-        }
+        let normal = read_u32(rest, at::NORMAL_PAGES);
+        let pages = count_pages(normal, read_u32(rest, at::ZERO_PAGES), layout)?;
         let block = BlockName::from_field(&rest[at::BLOCK_NAME..at::OFFSETS], pages > 0)?;
-        let payload_len = payload_len(prelude.method, normal_field, rest, layout)?;
-
+        let payload_len = payload_len(prelude.method, normal, rest, layout)?;
         self.offsets.clear();
-        for (index, bytes) in rest[at::OFFSETS..].as_chunks().0[..pages]
-            .iter()
-            .enumerate()
-        {
+        let offsets = rest[at::OFFSETS..].as_chunks().0.iter();
+        for (index, bytes) in offsets.take(pages).enumerate() {
             let offset = u64::from_be_bytes(*bytes);
-            let page_size = layout.page_size_u32();
-            if !offset.is_multiple_of(page_size.into()) {
-                return Err(PacketError::Offset {
-                    index,
-                    offset,
-                    page_size,
-                });
-            }
+            check_offset(index, offset, layout)?;
             self.offsets.push(offset);
         }
         self.sync = prelude.sync;
@@ -111,7 +84,7 @@ impl RamHeader {
         self.packet_num = read_u64(rest, at::PACKET_NUM);
         self.block = block;
         self.payload_len = payload_len;
-        self.normal = normal;
+        self.normal = normal as usize;
         Ok(())
     }
 
@@ -169,21 +142,11 @@ impl RamHeader {
         self.offsets.clear();
         self.normal = 0;
         self.payload_len = 0;
-        if normal.len() + zero.len() > layout.page_count() {
-            return Err(PacketError::ZeroPages {
-                normal: u32::try_from(normal.len()).unwrap_or(u32::MAX),
-                zero: u32::try_from(zero.len()).unwrap_or(u32::MAX),
-                page_count: layout.page_count(),
-            });
-        }
-        let page_size = layout.page_size_u32();
-        let mut pages = normal.iter().chain(zero);
-        if let Some(index) = pages.position(|offset| !offset.is_multiple_of(page_size.into())) {
-            return Err(PacketError::Offset {
-                index,
-                offset: *normal.iter().chain(zero).nth(index).unwrap_or(&0),
-                page_size,
-            });
+        let [normals, zeros] =
+            [normal, zero].map(|offsets| u32::try_from(offsets.len()).unwrap_or(u32::MAX));
+        count_pages(normals, zeros, layout)?;
+        for (index, offset) in normal.iter().chain(zero).enumerate() {
+            check_offset(index, *offset, layout)?;
         }
         self.offsets.extend_from_slice(normal);
         self.offsets.extend_from_slice(zero);
@@ -348,6 +311,31 @@ fn origin(field: u32) -> Option<Method> {
     (field == method.bits() | ORIGIN_KNOWN && method.is_stock()).then_some(method)
 }
 
+/// The number of a packet's pages, if the offset table can hold them.
+fn count_pages(normal: u32, zero: u32, layout: Layout) -> Result<usize, PacketError> {
+    let page_count = layout.page_count();
+    match (normal as usize).checked_add(zero as usize) {
+        Some(pages) if pages <= page_count => Ok(pages),
+        _ => Err(PacketError::Pages {
+            normal,
+            zero,
+            page_count,
+        }),
+    }
+}
+
+fn check_offset(index: usize, offset: u64, layout: Layout) -> Result<(), PacketError> {
+    let page_size = layout.page_size_u32();
+    match offset.is_multiple_of(page_size.into()) {
+        true => Ok(()),
+        false => Err(PacketError::Offset {
+            index,
+            offset,
+            page_size,
+        }),
+    }
+}
+
 /// The payload's length: `next_packet_size` where there are normal pages. Where there are none, 7.2
 /// leaves a stale size in the field.
 fn payload_len(
@@ -458,22 +446,18 @@ mod tests {
     #[test]
     fn counts_beyond_the_table_are_refused() {
         let page_count = 128;
-        assert_eq!(
-            parse(&with_field(at::NORMAL_PAGES, 129)),
-            Err(PacketError::NormalPages {
-                normal: 129,
-                page_count
+        let zero = sample().zero_offsets().len().try_into().unwrap();
+        let refused = |normal, zero| {
+            Err(PacketError::Pages {
+                normal,
+                zero,
+                page_count,
             })
-        );
+        };
+        let normal = parse(&with_field(at::NORMAL_PAGES, 129));
+        assert_eq!(normal, refused(129, zero));
         for zero in [127, u32::MAX] {
-            assert_eq!(
-                parse(&with_field(at::ZERO_PAGES, zero)),
-                Err(PacketError::ZeroPages {
-                    normal: 2,
-                    zero,
-                    page_count
-                })
-            );
+            assert_eq!(parse(&with_field(at::ZERO_PAGES, zero)), refused(2, zero));
         }
     }
 

@@ -201,10 +201,7 @@ fn bad_packets() -> Result<()> {
         (&with_field(8, 0x06), "do not name one compression method"),
         (&with_field(8, 0x1000), "unknown bits"),
         (&with_field(8, 0x0100), "do not name one compression method"),
-        (
-            &with_field(16, 200),
-            "normal_pages is 200, beyond the offset table",
-        ),
+        (&with_field(16, 200), "normal_pages 200 + zero_pages "),
         (
             &with_field(32, 127),
             "normal_pages 2 + zero_pages 127 is beyond",
