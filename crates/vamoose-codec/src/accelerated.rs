@@ -184,10 +184,6 @@ impl Accelerated {
 }
 
 impl Compress for Accelerated {
-    fn name(&self) -> &'static str {
-        self.guard.engine
-    }
-
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         if self.guard.asks(true)
             && let Some(len) = self.by_device(pages, out)?

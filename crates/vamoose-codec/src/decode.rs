@@ -5,7 +5,7 @@ use std::sync::Arc;
 use multifd::{Layout, Method};
 
 use crate::{
-    DecodeError, Engines, Health,
+    DecodeError, Engines, Health, Settings,
     accelerated::{AcceleratedUnpack, Guard},
     engine::Unpack,
     methods,
@@ -16,7 +16,8 @@ use crate::{
 /// Each packet's flags name its method. A method's decoder is created for the first packet of the method.
 pub struct Decoder {
     layout: Layout,
-    engines: Option<(Engines, Arc<Health>)>,
+    engines: Engines,
+    health: Arc<Health>,
     /// By method.
     unpackers: Vec<(Method, Box<dyn Unpack>)>,
     /// The pages of [`decode_borrowed`](Decoder::decode_borrowed), where the method keeps none.
@@ -27,19 +28,17 @@ pub struct Decoder {
 impl Decoder {
     /// A decoder for a new channel, in software.
     pub fn new(layout: Layout) -> Self {
-        Self {
-            layout,
-            engines: None,
-            unpackers: Vec::new(),
-            pages: Vec::new(),
-            failed: false,
-        }
+        Engines::software(Settings::default()).decoder(layout, &Arc::default())
     }
 
     pub(crate) fn with_engines(layout: Layout, engines: Engines, health: Arc<Health>) -> Self {
         Self {
-            engines: Some((engines, health)),
-            ..Self::new(layout)
+            layout,
+            engines,
+            health,
+            unpackers: Vec::new(),
+            pages: Vec::new(),
+            failed: false,
         }
     }
 
@@ -74,9 +73,9 @@ impl Decoder {
             Method::None => copy(payload, pages),
             // A packet without normal pages has no payload, not even a flush.
             _ if pages.is_empty() => no_pages(method, payload),
-            _ => self.unpacker(method).and_then(|unpacker| match earlier {
-                [] => unpacker.unpack(payload, pages),
-                _ => unpacker.unpack_after(earlier, payload, pages),
+            _ => self.index_of(method).and_then(|index| match earlier {
+                [] => self.unpackers[index].1.unpack(payload, pages),
+                _ => (self.unpackers[index].1).unpack_after(earlier, payload, pages),
             }),
         };
         self.failed = result.is_err();
@@ -125,12 +124,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// The channel's decoder of `method`.
-    fn unpacker(&mut self, method: Method) -> Result<&mut dyn Unpack, DecodeError> {
-        let index = self.index_of(method)?;
-        Ok(self.unpackers[index].1.as_mut())
-    }
-
+    /// The index of the channel's decoder of `method`.
     fn index_of(&mut self, method: Method) -> Result<usize, DecodeError> {
         let known = self.unpackers.iter().position(|(of, _)| *of == method);
         if let Some(index) = known {
@@ -144,17 +138,12 @@ impl Decoder {
 
     /// Adds the hardware for `method`, if there is any, to its software fallback.
     fn accelerate(&self, method: Method, software: Box<dyn Unpack>) -> Box<dyn Unpack> {
-        let Some((engines, health)) = &self.engines else {
+        let accelerator = self.engines.accelerator(method);
+        let Some((name, accelerator)) = accelerator.filter(|it| it.1.takes(self.layout)) else {
             return software;
         };
-        let Some(accelerator) = engines.accelerator(method) else {
-            return software;
-        };
-        if !accelerator.takes(self.layout) {
-            return software;
-        }
         Box::new(AcceleratedUnpack {
-            guard: Guard::new(accelerator.name(), method, engines.verify, health.clone()),
+            guard: Guard::new(name, method, self.engines.verify, self.health.clone()),
             device: accelerator.device(method, LEVEL_OF_DECODERS, self.layout),
             fallback: software,
             decoded: vec![0; self.layout.packet_bytes()],
@@ -173,11 +162,9 @@ pub(crate) fn unpacker(method: Method, layout: Layout) -> Result<Box<dyn Unpack>
 }
 
 fn copy(payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
-    if payload.len() != pages.len() {
-        return Err(DecodeError::RawLength {
-            found: payload.len(),
-            expected: pages.len(),
-        });
+    let (found, expected) = (payload.len(), pages.len());
+    if found != expected {
+        return Err(DecodeError::RawLength { found, expected });
     }
     pages.copy_from_slice(payload);
     Ok(())
@@ -186,11 +173,7 @@ fn copy(payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
 fn no_pages(method: Method, payload: &[u8]) -> Result<(), DecodeError> {
     match payload.len() {
         0 => Ok(()),
-        left => Err(DecodeError::TrailingInput {
-            method,
-            left,
-            expected: 0,
-        }),
+        left => Err(DecodeError::trailing(method, left, 0)),
     }
 }
 

@@ -16,6 +16,7 @@ use crate::{
 pub struct Encoder {
     method: Method,
     layout: Layout,
+    name: &'static str,
     /// `None` for method none.
     engine: Option<Box<dyn Compress>>,
     failed: bool,
@@ -40,10 +41,17 @@ pub fn encoder(settings: &Settings, layout: Layout) -> Result<Encoder, EncodeErr
 }
 
 impl Encoder {
-    pub(crate) fn new(method: Method, layout: Layout, engine: Option<Box<dyn Compress>>) -> Self {
+    /// By an engine with this `name`.
+    pub(crate) fn new(
+        method: Method,
+        layout: Layout,
+        name: &'static str,
+        engine: Option<Box<dyn Compress>>,
+    ) -> Self {
         Self {
             method,
             layout,
+            name,
             engine,
             failed: false,
         }
@@ -55,16 +63,13 @@ impl Encoder {
     /// # Errors
     /// When the library refuses.
     pub fn add_checksums(&mut self) -> Result<(), EncodeError> {
-        let Some(engine) = &mut self.engine else {
-            return Ok(());
-        };
-        engine
-            .add_checksums()
-            .map_err(|reason| EncodeError::Engine {
-                method: self.method,
-                engine: engine.name(),
-                reason,
-            })
+        let added = (self.engine.as_mut()).map_or(Ok(()), |engine| engine.add_checksums());
+        let (method, engine) = (self.method, self.name);
+        added.map_err(|reason| EncodeError::Engine {
+            method,
+            engine,
+            reason,
+        })
     }
 
     /// The requested method; see [`Encoded::method`].
@@ -167,7 +172,7 @@ impl Encoder {
         pages_len: usize,
         out: &'a mut [u8],
     ) -> Result<Encoded<'a>, EncodeError> {
-        let method = self.method;
+        let (method, engine) = (self.method, self.name);
         let error = match result {
             Ok(len) => {
                 let payload = &out[..len.min(out.len())];
@@ -176,7 +181,6 @@ impl Encoder {
             Err(error) => error,
         };
         self.failed = true;
-        let engine = self.engine.as_ref().map_or(COPY, |engine| engine.name());
         Err(match error {
             CompressError::OutputFull => EncodeError::TooLong {
                 method,
@@ -230,17 +234,14 @@ mod tests {
     struct Scripted(Result<usize, CompressError>);
 
     impl Compress for Scripted {
-        fn name(&self) -> &'static str {
-            "scripted"
-        }
-
         fn compress(&mut self, _pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
             self.0.map(|len| len.min(out.len()))
         }
     }
 
     fn scripted(method: Method, script: Result<usize, CompressError>) -> Encoder {
-        Encoder::new(method, Layout::X86, Some(Box::new(Scripted(script))))
+        let engine = Some(Box::new(Scripted(script)) as Box<dyn Compress>);
+        Encoder::new(method, Layout::X86, "scripted", engine)
     }
 
     fn buffer() -> Vec<u8> {

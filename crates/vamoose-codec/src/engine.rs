@@ -22,8 +22,6 @@ pub(crate) struct Software {
 
 /// Encodes packets: those of one stream, or each by itself.
 pub(crate) trait Compress: Send {
-    fn name(&self) -> &'static str;
-
     /// Writes `pages`, encoded, to the start of `out`, and returns how many bytes that are.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError>;
 
@@ -67,11 +65,8 @@ pub(crate) enum CompressError {
     OutputFull,
     /// The library refused, for this reason.
     Refused(&'static str),
-    /// A device has returned wrong bytes, after it had encoded packets that were not checked.
-    Distrusted {
-        /// The number of these packets.
-        unchecked: u64,
-    },
+    /// A device has returned wrong bytes, after it had encoded this number of packets that were not checked.
+    Distrusted { unchecked: u64 },
 }
 
 /// Most bytes of a payload for `pages_len` bytes of pages that may also be sent raw: encoding has to save a 32nd. If it saves
@@ -123,8 +118,6 @@ pub(crate) trait Unpack: Send {
 
 /// Hardware that encodes and decodes the packets of a method, present on this host.
 pub(crate) trait Accelerator: Send + Sync {
-    fn name(&self) -> &'static str;
-
     /// Whether it supports guests with this layout.
     fn takes(&self, layout: Layout) -> bool {
         let _ = layout;

@@ -162,6 +162,22 @@ pub enum DecodeError {
 }
 
 impl DecodeError {
+    pub(crate) fn trailing(method: Method, left: usize, expected: usize) -> Self {
+        Self::TrailingInput {
+            method,
+            left,
+            expected,
+        }
+    }
+
+    pub(crate) fn too_long(method: Method, payload: usize, expected: usize) -> Self {
+        Self::TooLong {
+            method,
+            payload,
+            expected,
+        }
+    }
+
     /// Checks that a payload of `payload` bytes has been decoded to `expected` bytes of pages: `found` are there.
     pub(crate) fn check_len(
         method: Method,
@@ -177,11 +193,7 @@ impl DecodeError {
                 found,
                 expected,
             }),
-            Ordering::Greater => Err(Self::TooLong {
-                method,
-                payload,
-                expected,
-            }),
+            Ordering::Greater => Err(Self::too_long(method, payload, expected)),
         }
     }
 }

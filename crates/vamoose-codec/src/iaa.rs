@@ -56,10 +56,6 @@ impl Iaa {
 }
 
 impl Accelerator for Iaa {
-    fn name(&self) -> &'static str {
-        Self::NAME
-    }
-
     fn takes(&self, layout: Layout) -> bool {
         layout.page_size() == PAGE_SIZE
     }
@@ -192,16 +188,15 @@ impl Decoding {
             software,
             starts,
         } = self;
-        let Encoded { lengths, streams } =
+        let encoded =
             Encoded::parse(payload, pages.len(), PAGE_SIZE).map_err(|error| failed(&error))?;
         starts.clear();
         starts.push(0);
-        let mut rest = streams;
-        for length in lengths {
-            (_, rest) = qpl::split(rest, *length).map_err(|error| failed(&error))?;
-            starts.push(streams.len() - rest.len());
-        }
-        let stream = |page: usize| &streams[starts[page]..starts[page + 1]];
+        starts.extend(encoded.streams().scan(0, |end, stream| {
+            *end += stream.len();
+            Some(*end)
+        }));
+        let stream = |page: usize| &encoded.streams[starts[page]..starts[page + 1]];
         decompressor
             .decompress(&stream, pages, &mut |stream: &[u8], page: &mut [u8]| {
                 qpl::read(software, stream, page)

@@ -28,10 +28,6 @@ struct Compressor {
 }
 
 impl Compress for Compressor {
-    fn name(&self) -> &'static str {
-        "lz4"
-    }
-
     /// Finds no room where too little would be saved: LZ4 stops at once then.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let room = most_worth_sending(pages.len()).min(out.len());

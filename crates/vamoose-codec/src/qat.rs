@@ -51,10 +51,6 @@ impl Qat {
 }
 
 impl Accelerator for Qat {
-    fn name(&self) -> &'static str {
-        Self::NAME
-    }
-
     fn device(&self, _method: Method, level: i32, layout: Layout) -> Box<dyn Device> {
         Box::new(QatDevice {
             library: self.library.clone(),

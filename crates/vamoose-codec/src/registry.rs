@@ -32,7 +32,7 @@ use crate::{
     accelerated::{Accelerated, Guard, Verify},
     decode,
     encode::COPY,
-    engine::{Accelerator, Missing},
+    engine::{Accelerator, Compress, Missing},
     methods,
 };
 #[cfg(feature = "fault-injection")]
@@ -226,14 +226,6 @@ impl Registry {
             }),
         }
     }
-
-    /// The hardware that serves `method` with the choice `accel`, if it is present.
-    fn accelerator(&self, method: Method, accel: Accel) -> Option<&Arc<dyn Accelerator>> {
-        self.hardware
-            .iter()
-            .filter(|hardware| hardware.is_allowed(accel) && hardware.serves(method))
-            .find_map(|hardware| hardware.opened().as_ref().ok())
-    }
 }
 
 impl Default for Registry {
@@ -266,7 +258,7 @@ impl Engines {
     /// Name of the engine that encodes.
     pub fn name(&self) -> &'static str {
         let hardware = self.accelerator(self.settings.method());
-        hardware.map_or(self.settings.engine(), |accelerator| accelerator.name())
+        hardware.map_or(self.settings.engine(), |(name, _)| name)
     }
 
     /// An encoder for a new channel, or another one for the same channel if the method's packets are independent. `health` is
@@ -278,7 +270,7 @@ impl Engines {
     pub fn encoder(&self, layout: Layout, health: &Arc<Health>) -> Result<Encoder, EncodeError> {
         let method = self.settings.method();
         let Some((software, level)) = self.settings.software() else {
-            return Ok(Encoder::new(method, layout, None));
+            return Ok(Encoder::new(method, layout, COPY, None));
         };
         #[cfg(feature = "deflate")]
         if method == Method::Qpl && layout.page_size() != qpl::PAGE_SIZE {
@@ -295,17 +287,20 @@ impl Engines {
         })?;
         let accelerator = self.accelerator(method);
         let verifier = accelerator.and_then(|_| decode::unpacker(method, layout).ok());
-        let engine = match (accelerator, verifier) {
-            (Some(accelerator), Some(verifier)) => Box::new(Accelerated {
-                guard: Guard::new(accelerator.name(), method, self.verify, health.clone()),
-                device: accelerator.device(method, level, layout),
-                fallback,
-                verifier,
-                decoded: vec![0; layout.packet_bytes()],
-            }),
-            _ => fallback,
+        let (name, engine): (_, Box<dyn Compress>) = match (accelerator, verifier) {
+            (Some((name, accelerator)), Some(verifier)) => {
+                let accelerated = Accelerated {
+                    guard: Guard::new(name, method, self.verify, health.clone()),
+                    device: accelerator.device(method, level, layout),
+                    fallback,
+                    verifier,
+                    decoded: vec![0; layout.packet_bytes()],
+                };
+                (name, Box::new(accelerated))
+            }
+            _ => (software.name, fallback),
         };
-        Ok(Encoder::new(method, layout, Some(engine)))
+        Ok(Encoder::new(method, layout, name, Some(engine)))
     }
 
     /// A decoder for a new channel. `health` is the migration's.
@@ -313,8 +308,16 @@ impl Engines {
         Decoder::with_engines(layout, self.clone(), health.clone())
     }
 
-    pub(crate) fn accelerator(&self, method: Method) -> Option<&Arc<dyn Accelerator>> {
-        self.registry.accelerator(method, self.accel)
+    /// The chosen hardware that serves `method`, if it is present, and its name.
+    pub(crate) fn accelerator(
+        &self,
+        method: Method,
+    ) -> Option<(&'static str, &Arc<dyn Accelerator>)> {
+        let mut hardware = self.registry.hardware.iter();
+        hardware.find_map(|it| {
+            let accelerator = || Some((it.name, it.opened().as_ref().ok()?));
+            (it.is_allowed(self.accel) && it.serves(method)).then(accelerator)?
+        })
     }
 }
 

@@ -87,10 +87,6 @@ impl<E> WithHeader<E> {
 }
 
 impl<E: Compress> Compress for WithHeader<E> {
-    fn name(&self) -> &'static str {
-        self.engine.name()
-    }
-
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         if self.written {
             return self.engine.compress(pages, out);
@@ -184,11 +180,7 @@ impl<I: Inflate> Unpack for Unpacker<I> {
                 return Err(DecodeError::Ended { method });
             }
             if full && step.produced > 0 {
-                return Err(DecodeError::TooLong {
-                    method,
-                    payload: payload.len(),
-                    expected,
-                });
+                return Err(DecodeError::too_long(method, payload.len(), expected));
             }
             input = &input[step.consumed.min(input.len())..];
             found += step.produced;
@@ -198,20 +190,12 @@ impl<I: Inflate> Unpack for Unpacker<I> {
             // Libraries report "no progress" each in their own way, some as success: the counts decide.
             if step.consumed == 0 && step.produced == 0 {
                 let left = input.len();
-                return Err(match (full, left) {
-                    (true, _) => DecodeError::TrailingInput {
-                        method,
-                        left,
-                        expected,
-                    },
-                    (false, 0) => DecodeError::TooShort {
-                        method,
-                        payload: payload.len(),
-                        found,
-                        expected,
-                    },
-                    (false, _) => corrupt("decoding makes no progress"),
-                });
+                return match (full, left) {
+                    (true, _) => Err(DecodeError::trailing(method, left, expected)),
+                    // Too short.
+                    (false, 0) => DecodeError::check_len(method, payload.len(), found, expected),
+                    (false, _) => Err(corrupt("decoding makes no progress")),
+                };
             }
         }
     }
@@ -283,7 +267,7 @@ mod tests {
                         assert!(
                             pages == packet,
                             "{} level {level} packet {number} by reader {index}",
-                            writer.name()
+                            engine.name
                         );
                     }
                 }

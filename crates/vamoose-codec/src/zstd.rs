@@ -116,10 +116,6 @@ fn parameters(level: i32) -> frame::Parameters {
 struct Compressor(frame::Compress);
 
 impl Compress for Compressor {
-    fn name(&self) -> &'static str {
-        "zstd"
-    }
-
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let mut written = 0;
         for piece in pages.chunks(frame::Compress::PIECE) {

@@ -116,10 +116,6 @@ fn compress(
 }
 
 impl Compress for Compressor {
-    fn name(&self) -> &'static str {
-        "zstd"
-    }
-
     /// Fails with [`CompressError::OutputFull`] if the frame would save too little.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let room = most_worth_sending(pages.len()).min(out.len());
@@ -304,12 +300,7 @@ fn check(payload: &[u8], expected: usize) -> Result<(), DecodeError> {
         find_frame_compressed_size(payload).map_err(|code| corrupt(get_error_name(code)))?;
     let left = payload.len().saturating_sub(frame);
     if left > 0 {
-        let method = Method::ZstdFrames;
-        return Err(DecodeError::TrailingInput {
-            method,
-            left,
-            expected,
-        });
+        return Err(DecodeError::trailing(Method::ZstdFrames, left, expected));
     }
     if get_dict_id_from_frame(payload).map_or(0, NonZeroU32::get) != 0 {
         return Err(corrupt("the frame asks for a dictionary"));

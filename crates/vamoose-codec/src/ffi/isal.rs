@@ -114,10 +114,6 @@ impl Deflate {
 }
 
 impl Compress for Deflate {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
     /// All pages in one call: fed page by page, ISA-L would work on copies in its own buffer and
     /// lose a quarter of its speed.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
@@ -157,10 +153,6 @@ impl OneShot {
 }
 
 impl Compress for OneShot {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
     /// Incompressible input becomes stored blocks: 5 bytes more for each 65535.
     fn compress(&mut self, input: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let at = self.state.as_ptr();

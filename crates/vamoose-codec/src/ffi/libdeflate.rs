@@ -34,10 +34,6 @@ impl Deflate {
 }
 
 impl Compress for Deflate {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         // There is no other error.
         let result = self.0.deflate_compress(pages, out);

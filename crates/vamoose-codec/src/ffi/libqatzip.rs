@@ -227,10 +227,7 @@ pub(crate) enum Failure {
     },
     /// The library has no memory for a session's buffers.
     #[error("libqatzip has no {len} bytes of memory")]
-    Memory {
-        /// Bytes asked for.
-        len: u32,
-    },
+    Memory { len: u32 },
     /// The library did not consume all of its input; or, from [`Session::decompress`], the payload continues after the pages.
     #[error("libqatzip's {call} claims to have taken {claimed} of {given} bytes")]
     Taken {
@@ -526,7 +523,7 @@ impl Handle {
         // From here on drop cleans up, however far this gets.
         let handle = Self {
             library,
-            at: NonNull::from(Box::leak(Box::new(QzSession::ZERO))),
+            at: NonNull::from(Box::leak(Box::<QzSession>::default())),
             thread: thread::current().id(),
             is_set_up: false,
         };
@@ -701,22 +698,13 @@ const NUMA_NODE: c_int = 0;
 
 /// The library's session.
 #[repr(C)]
+#[derive(Default)]
 struct QzSession {
     hw_session_stat: i64,
     thread_state: i32,
-    internal: *mut c_void,
+    internal: Option<NonNull<c_void>>,
     total_in: u64,
     total_out: u64,
-}
-
-impl QzSession {
-    const ZERO: Self = Self {
-        hw_session_stat: 0,
-        thread_state: 0,
-        internal: ptr::null_mut(),
-        total_in: 0,
-        total_out: 0,
-    };
 }
 
 /// The library's parameters of a session.

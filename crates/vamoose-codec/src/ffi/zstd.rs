@@ -174,11 +174,7 @@ impl Decompress {
             };
             found += checked(code).map_err(|code| corrupt(get_error_name(code)))?;
             if found > expected {
-                return Err(DecodeError::TooLong {
-                    method: METHOD,
-                    payload: payload.len(),
-                    expected,
-                });
+                return Err(DecodeError::too_long(METHOD, payload.len(), expected));
             }
             input = rest;
         }

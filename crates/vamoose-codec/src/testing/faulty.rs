@@ -142,10 +142,6 @@ impl Faulty {
 }
 
 impl Accelerator for Faulty {
-    fn name(&self) -> &'static str {
-        Self::NAME
-    }
-
     fn device(&self, method: Method, level: i32, layout: Layout) -> Box<dyn Device> {
         let number = self.devices.fetch_add(1, Ordering::Relaxed);
         let settings = Settings::new(method, Some(level)).ok();

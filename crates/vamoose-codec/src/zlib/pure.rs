@@ -17,10 +17,6 @@ impl Deflate {
 }
 
 impl Compress for Deflate {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let (mut input, mut written) = (pages, 0);
         loop {
