@@ -189,12 +189,12 @@ pub fn send_message(stream: &Stream, message: &impl Serialize) -> Result<(), Con
     Ok(stream.write_both(&encode(message)?, &[])?)
 }
 
-/// A unique id that cannot be guessed.
+/// A unique id that cannot be guessed, from the kernel: AWS-LC would first seed its own generator, for 20 ms while a guest may wait.
 ///
 /// # Errors
 /// When the system has no random bytes.
-pub fn random_id() -> io::Result<[u8; 16]> {
-    let mut id = [0; 16];
+pub fn random_id<const LEN: usize>() -> io::Result<[u8; LEN]> {
+    let mut id = [0; LEN];
     getrandom(&mut id, GetRandomFlags::empty())?;
     Ok(id)
 }

@@ -34,7 +34,7 @@ use std::{
 
 use vamoose_session::{
     frame::Report,
-    handshake::{Secret, SessionId},
+    handshake::{Offer, Secret, SessionId},
     stream::Bounds,
 };
 
@@ -225,6 +225,7 @@ pub(crate) struct Shared {
     /// Authenticated identity of the peer.
     identity: Option<String>,
     cipher: Option<&'static str>,
+    /// What the server has for the client's pages.
     offer: Offer,
     streams: Mutex<HashMap<u32, Arc<ResumableStream>>>,
     /// Number of streams: writers need it for every packet.
@@ -254,14 +255,6 @@ pub struct LinkFaults {
     pub reconnects: u64,
     /// Frames with a wrong checksum.
     pub corrupt_frames: u64,
-}
-
-/// What a server has for the pages of its client, as it was told.
-#[derive(Clone, Copy, Debug, Default)]
-struct Offer {
-    /// Memory for versions of pages, in bytes; 0 at the server.
-    page_cache: usize,
-    has_store: bool,
 }
 
 enum Role {
@@ -321,7 +314,8 @@ impl Session {
     /// checksums.
     pub fn page_cache(&self) -> Option<usize> {
         let is_sender = matches!(self.0.role, Role::Client(_));
-        let both = self.0.config.page_cache.min(self.0.offer.page_cache);
+        let offered = usize::from(self.0.offer.page_cache) << 20;
+        let both = self.0.config.page_cache.min(offered);
         (is_sender && self.0.config.check).then_some(both)
     }
 
@@ -427,7 +421,8 @@ impl Session {
 
     /// Gives up all streams but `spared`.
     pub fn shut_down_but(&self, spared: &Stream) {
-        let is_spared = |stream| matches!(spared, Stream::Resumable(spared) if Arc::ptr_eq(spared.stream(), stream));
+        let is_spared =
+            |stream| (spared.resumable()).is_some_and(|it| Arc::ptr_eq(it.stream(), stream));
         for stream in self.0.streams().iter().filter(|it| !is_spared(it)) {
             stream.close(StreamError::ShutDown);
         }
@@ -597,7 +592,7 @@ const FEW_STREAMS: usize = 16;
 
 /// Watches the streams of a session until the session is gone.
 fn look_after(session: &Weak<Shared>) {
-    let mut keeper = Keeper::new();
+    let mut keeper = Keeper::default();
     loop {
         thread::sleep(LOOK);
         let Some(session) = session.upgrade() else {

@@ -32,10 +32,7 @@ impl Stream {
 
     /// The share of its time that the peer's reader waits for the network, if the peer reports it.
     pub(crate) fn peer_wait(&self) -> Option<f64> {
-        match self {
-            Self::Socket(_) => None,
-            Self::Resumable(stream) => stream.stream().peer_wait(),
-        }
+        self.resumable()?.stream().peer_wait()
     }
 
     /// Ends both directions: calls that read or write this stream return at once.
@@ -66,10 +63,7 @@ impl Stream {
     /// In a session, waits until the peer has received all written bytes: ending the stream before would lose them. False after
     /// `timeout`.
     pub fn drain(&self, timeout: Duration) -> bool {
-        match self {
-            Self::Socket(_) => true,
-            Self::Resumable(stream) => stream.stream().drain(timeout),
-        }
+        self.resumable().is_none_or(|it| it.stream().drain(timeout))
     }
 
     /// Reads until `buffer` is full, or the peer has ended the stream. Returns the bytes read.
@@ -168,18 +162,12 @@ impl Stream {
 
     /// Whether packets go with a checksum of the pages that they encode.
     pub(crate) fn checks_pages(&self) -> bool {
-        match self {
-            Self::Socket(_) => false,
-            Self::Resumable(stream) => stream.stream().is_checked(),
-        }
+        self.resumable().is_some_and(|it| it.stream().is_checked())
     }
 
     /// The checksum of pages that came with the bytes read last.
     pub(crate) fn pages_sum(&self) -> Option<u32> {
-        match self {
-            Self::Socket(_) => None,
-            Self::Resumable(stream) => stream.stream().pages(),
-        }
+        self.resumable()?.stream().pages()
     }
 
     /// Name of the connection, for messages.
@@ -246,9 +234,13 @@ impl Stream {
 
     /// The session this stream belongs to.
     pub fn session(&self) -> Option<Session> {
+        self.resumable().map(Session::of)
+    }
+
+    pub(crate) fn resumable(&self) -> Option<&Resumable> {
         match self {
             Self::Socket(_) => None,
-            Self::Resumable(stream) => Some(Session::of(stream)),
+            Self::Resumable(stream) => Some(stream),
         }
     }
 

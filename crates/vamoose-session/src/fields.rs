@@ -13,3 +13,8 @@ pub(crate) fn take<const N: usize>(bytes: &[u8], field: Range<usize>) -> [u8; N]
     value.copy_from_slice(&bytes[field]);
     value
 }
+
+/// The value with this `code`. The codes of `all` count from `first`.
+pub(crate) fn by_code<T: Copy>(all: &[T], first: u8, code: u8) -> Option<T> {
+    all.get(usize::from(code.checked_sub(first)?)).copied()
+}

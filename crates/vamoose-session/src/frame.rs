@@ -22,7 +22,7 @@ use std::ops::Range;
 
 use thiserror::Error;
 
-use crate::fields::{put, take};
+use crate::fields::{by_code, put, take};
 
 /// Length of a frame's header.
 pub const HEADER_LEN: usize = 40;
@@ -76,7 +76,7 @@ pub enum Urgency {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Bytes of the stream.
-    Data,
+    Data = 1,
     /// Acknowledges received bytes, and nothing else.
     Acknowledge,
     /// End of the stream in this direction.
@@ -123,24 +123,15 @@ impl Header {
 
     /// Encodes the header. The payload of data must have 1 to [`MAX_LEN`] bytes; other frames have none.
     pub fn encode(&self) -> [u8; HEADER_LEN] {
-        let kind = match self.kind {
-            Kind::Data => 1,
-            Kind::Acknowledge => 2,
-            Kind::End => 3,
-            Kind::Abort => 4,
-        };
         let flag = |is_there, flag| if is_there { flag } else { 0 };
         let mut bytes = [0; HEADER_LEN];
-        bytes[0] = kind;
+        bytes[0] = self.kind as u8;
         bytes[1] = flag(self.check.is_some(), CHECK) | flag(self.pages.is_some(), PAGES);
         bytes[2] = self.report.waited;
         bytes[3] = self.report.urgency as u8;
         // At most MAX_LEN.
-        put(
-            &mut bytes,
-            LEN,
-            u32::try_from(self.len).unwrap_or(u32::MAX).to_be_bytes(),
-        );
+        let len = u32::try_from(self.len).unwrap_or(u32::MAX);
+        put(&mut bytes, LEN, len.to_be_bytes());
         put(&mut bytes, OFFSET, self.offset.to_be_bytes());
         put(&mut bytes, RECEIVED, self.received.to_be_bytes());
         put(&mut bytes, PAGES_CRC, self.pages.unwrap_or(0).to_be_bytes());
@@ -161,23 +152,14 @@ impl Header {
         if found != expected {
             return Err(FrameError::Header { found, expected });
         }
-        let kind = match bytes[0] {
-            1 => Kind::Data,
-            2 => Kind::Acknowledge,
-            3 => Kind::End,
-            4 => Kind::Abort,
-            other => return Err(FrameError::Kind(other)),
-        };
+        let kinds = [Kind::Data, Kind::Acknowledge, Kind::End, Kind::Abort];
+        let kind = by_code(&kinds, 1, bytes[0]).ok_or(FrameError::Kind(bytes[0]))?;
         let flags = bytes[1];
         if flags & !(CHECK | PAGES) != 0 {
             return Err(FrameError::Flags(flags));
         }
-        let urgency = match bytes[3] {
-            0 => Urgency::Filling,
-            1 => Urgency::Finishing,
-            2 => Urgency::Paused,
-            other => return Err(FrameError::Urgency(other)),
-        };
+        let urgencies = [Urgency::Filling, Urgency::Finishing, Urgency::Paused];
+        let urgency = by_code(&urgencies, 0, bytes[3]).ok_or(FrameError::Urgency(bytes[3]))?;
         let sum = |field, flag| {
             let value = u32::from_be_bytes(take(bytes, field));
             match (flags & flag != 0, value) {

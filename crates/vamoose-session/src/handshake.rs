@@ -21,7 +21,7 @@
 use aws_lc_rs::{constant_time, hmac};
 use thiserror::Error;
 
-use crate::fields::{put, take};
+use crate::fields::{by_code, put, take};
 
 /// The version that this program speaks.
 pub const VERSION: u16 = 1;
@@ -45,7 +45,8 @@ pub type SessionId = [u8; 16];
 pub struct Hello {
     lowest: u16,
     highest: u16,
-    takes_store: bool,
+    /// Whether the client listens to a server with a page store.
+    pub takes_store: bool,
     nonce: Nonce,
 }
 
@@ -54,8 +55,17 @@ pub struct Hello {
 pub struct Answer {
     outcome: Result<u16, Refusal>,
     nonce: Nonce,
-    page_cache: u16,
-    has_store: bool,
+    /// Nothing with a refusal.
+    pub offer: Offer,
+}
+
+/// What a server has for the pages of its client.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Offer {
+    /// Memory for versions of pages, in MiB.
+    pub page_cache: u16,
+    /// A page store, for a client that takes one.
+    pub has_store: bool,
 }
 
 /// The client's request to attach the connection to a stream.
@@ -84,7 +94,7 @@ pub enum Target {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Intent {
     /// Opens a stream.
-    Open,
+    Open = 1,
     /// Resumes a stream.
     Resume,
     /// Reports that the client has given up the stream.
@@ -150,15 +160,6 @@ impl Hello {
         }
     }
 
-    /// Adds whether the client listens to a server with a page store.
-    #[must_use]
-    pub fn taking_store(self, takes_store: bool) -> Self {
-        Self {
-            takes_store,
-            ..self
-        }
-    }
-
     /// Encodes the message.
     pub fn encode(&self) -> [u8; HELLO_LEN] {
         let mut bytes = [0; HELLO_LEN];
@@ -202,26 +203,19 @@ impl Answer {
             true => Self {
                 outcome: Ok(VERSION),
                 nonce,
-                page_cache: 0,
-                has_store: false,
+                offer: Offer::default(),
             },
             false => Self::refuse(Refusal::Version),
         }
     }
 
-    /// Adds the memory for versions of pages, in MiB, unless the answer is a refusal.
-    pub fn with_page_cache(self, page_cache: u16) -> Self {
+    /// Adds what the server has, unless the answer is a refusal.
+    #[must_use]
+    pub fn offering(self, offer: Offer) -> Self {
         match self.outcome {
-            Ok(_) => Self { page_cache, ..self },
+            Ok(_) => Self { offer, ..self },
             Err(_) => self,
         }
-    }
-
-    /// Adds whether the server has a page store for a client that takes one, unless the answer is a refusal.
-    #[must_use]
-    pub fn with_store(self, hello: &Hello, has_store: bool) -> Self {
-        let has_store = has_store && hello.takes_store && self.outcome.is_ok();
-        Self { has_store, ..self }
     }
 
     /// An answer that refuses the connection.
@@ -229,21 +223,20 @@ impl Answer {
         Self {
             outcome: Err(refusal),
             nonce: [0; 32],
-            page_cache: 0,
-            has_store: false,
+            offer: Offer::default(),
         }
     }
 
     /// Encodes the message.
     pub fn encode(&self) -> [u8; HELLO_LEN] {
         let (version, status) = match self.outcome {
-            Ok(version) => (version, self.has_store.into()),
+            Ok(version) => (version, self.offer.has_store.into()),
             Err(refusal) => (0, refusal.code()),
         };
         let mut bytes = [0; HELLO_LEN];
         bytes[..8].copy_from_slice(MAGIC);
         put(&mut bytes, 8..10, version.to_be_bytes());
-        put(&mut bytes, 10..12, self.page_cache.to_be_bytes());
+        put(&mut bytes, 10..12, self.offer.page_cache.to_be_bytes());
         put(&mut bytes, 12..16, status.to_be_bytes());
         put(&mut bytes, 16..48, self.nonce);
         bytes
@@ -270,22 +263,15 @@ impl Answer {
             }
             _ => return Err(HandshakeError::Malformed("its version")),
         };
-        Ok(Self {
+        let offer = Offer {
+            page_cache,
             has_store: outcome.is_ok() && status == 1,
+        };
+        Ok(Self {
             outcome,
             nonce,
-            page_cache,
+            offer,
         })
-    }
-
-    /// Whether the server has a page store.
-    pub fn has_store(&self) -> bool {
-        self.has_store
-    }
-
-    /// The server's memory for versions of pages, in MiB.
-    pub fn page_cache(&self) -> u16 {
-        self.page_cache
     }
 
     /// The version to speak.
@@ -347,11 +333,7 @@ impl Attach {
             put(&mut bytes, 0..16, id);
         }
         put(&mut bytes, 16..20, self.stream.to_be_bytes());
-        bytes[20] = match self.intent {
-            Intent::Open => 1,
-            Intent::Resume => 2,
-            Intent::Abort => 3,
-        };
+        bytes[20] = self.intent as u8;
         put(&mut bytes, 24..32, self.received.to_be_bytes());
         let proof = transcript.proof(secret, b"attach", &[&bytes[..32]]);
         bytes[32..].copy_from_slice(proof.as_ref());
@@ -368,12 +350,9 @@ impl Attach {
             NEW => Target::New,
             id => Target::Known(id),
         };
-        let intent = match bytes[20] {
-            1 => Intent::Open,
-            2 => Intent::Resume,
-            3 => Intent::Abort,
-            _ => return Err(HandshakeError::Malformed("its intent")),
-        };
+        let intents = [Intent::Open, Intent::Resume, Intent::Abort];
+        let intent = by_code(&intents, 1, bytes[20]);
+        let intent = intent.ok_or(HandshakeError::Malformed("its intent"))?;
         let attach = Self {
             target,
             stream: u32::from_be_bytes(take(bytes, 16..20)),
@@ -521,9 +500,10 @@ mod tests {
         assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
         for answer in [
             Answer::to(&hello, [2; 32]),
-            Answer::to(&hello, [2; 32])
-                .with_page_cache(256)
-                .with_store(&hello.taking_store(true), true),
+            Answer::to(&hello, [2; 32]).offering(Offer {
+                page_cache: 256,
+                has_store: true,
+            }),
             Answer::refuse(Refusal::Busy),
         ] {
             assert_eq!(Answer::decode(&answer.encode()), Ok(answer));

@@ -94,7 +94,7 @@ pub struct StreamState {
 }
 
 /// The direction from the peer.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Incoming {
     /// Offset up to which everything has arrived intact.
     received: u64,
@@ -108,14 +108,12 @@ struct Incoming {
 
 /// Connection of a stream.
 #[derive(Clone, Debug)]
+#[allow(missing_docs, reason = "the comments of the variants say it")]
 pub enum Link {
     /// This connection.
     Up(ConnectionId),
     /// No connection: the last one ended for this reason.
-    Down {
-        /// Why.
-        cause: Arc<str>,
-    },
+    Down { cause: Arc<str> },
     /// The stream has ended.
     Closed(StreamError),
 }
@@ -234,9 +232,7 @@ impl StreamState {
             incoming: Incoming {
                 received: first,
                 acknowledged: first,
-                acknowledgement_due: false,
-                announced: None,
-                has_ended: false,
+                ..Incoming::default()
             },
             link: Link::Down {
                 cause: "there was none before".into(),

@@ -11,7 +11,7 @@ use crate::frame::{Header, Kind, MAX_LEN};
 pub type Buffer = Box<[u8]>;
 
 /// Frames from the first that is not acknowledged to the last that was written.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Window {
     frames: VecDeque<Frame>,
     /// Offset of the first frame: the peer has received everything before it.
@@ -90,14 +90,10 @@ impl Window {
     /// A window whose stream begins at offset `first`.
     pub fn new(first: u64) -> Self {
         Self {
-            frames: VecDeque::new(),
             acknowledged: first,
             unsent: first,
             next: first,
-            has_ended: false,
-            free: Vec::new(),
-            spare: Vec::new(),
-            spare_bytes: 0,
+            ..Self::default()
         }
     }
 

@@ -45,7 +45,6 @@ macro_rules! uncallable {
 uncallable! {
     Session {
         pub fn open() -> Result<Stream, DialError>;
-        pub fn identity() -> Option<&str>;
         pub fn config() -> &SessionConfig;
         pub fn page_cache() -> Option<usize>;
         pub(crate) fn kept_pages() -> usize;

@@ -15,15 +15,15 @@ use thiserror::Error;
 use tracing::{debug, info, warn};
 use vamoose_session::{
     handshake::{
-        ATTACH_LEN, Answer, Attach, HELLO_LEN, HandshakeError, Hello, Intent, Refusal, Secret,
-        Target, Transcript, Welcome,
+        ATTACH_LEN, Answer, Attach, HELLO_LEN, HandshakeError, Hello, Intent, Offer, Refusal,
+        Secret, Target, Transcript, Welcome,
     },
     stream::StreamError,
     window::AcknowledgeError,
 };
 
 use super::{
-    Offer, Path, PathStatus, Role, Session, SessionConfig, Shared,
+    Path, PathStatus, Role, Session, SessionConfig, Shared,
     connection::NewConnection,
     keeper,
     resumable::{OldConnection, Resumable, ResumableStream},
@@ -31,7 +31,7 @@ use super::{
 use crate::{
     Address, Socket, SocketError, Stream, TlsError, chain,
     dial::Destination,
-    is_stall, left, lock,
+    is_stall, left, lock, random_id,
     timeouts::{ATTEMPT, HANDSHAKE, LAST_ATTEMPT, RETRY_PAUSES, SHUN},
     tls::ClientTerms,
 };
@@ -617,7 +617,8 @@ impl Dialled {
             address: address.clone(),
             source,
         };
-        let hello = Hello::new(nonce().map_err(failed)?).taking_store(paths.takes_store);
+        let mut hello = Hello::new(random_id().map_err(failed)?);
+        hello.takes_store = paths.takes_store;
         let secured = paths.terms.as_ref().map(|terms| {
             let host = match &address {
                 Address::Tcp { host, .. } => host,
@@ -647,10 +648,7 @@ impl Dialled {
             transcript,
             address,
             path,
-            offer: Offer {
-                page_cache: usize::from(answer.page_cache()) << 20,
-                has_store: answer.has_store(),
-            },
+            offer: answer.offer,
         })
     }
 }
@@ -744,14 +742,6 @@ impl Greeted {
             .go_on(self.connection, self.path, name)
             .map_err(failed)
     }
-}
-
-/// An unpredictable number, from the kernel: AWS-LC would first seed its own generator, for 20 ms at each end while the source's
-/// QEMU waits.
-pub(crate) fn nonce() -> io::Result<[u8; 32]> {
-    let mut nonce = [0; 32];
-    rustix::rand::getrandom(&mut nonce, rustix::rand::GetRandomFlags::empty())?;
-    Ok(nonce)
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ use super::resumable::ResumableStream;
 use crate::timeouts::{COMPARE, STAY};
 
 /// Distributes the streams of a session over its paths.
+#[derive(Default)]
 pub(super) struct Keeper {
     /// Start of the current interval, and the delivered bytes of each stream at that time.
     since: Option<Instant>,
@@ -31,14 +32,6 @@ const BETTER: f64 = 1.25;
 const USELESS: f64 = 8.0;
 
 impl Keeper {
-    pub(super) fn new() -> Self {
-        Self {
-            since: None,
-            before: HashMap::new(),
-            moved: HashMap::new(),
-        }
-    }
-
     /// Call regularly. Returns a stream that should be moved, and its new path. `usable` says for each path whether it works. While
     /// a guest is paused, working streams are `held`.
     pub(super) fn watch<'a>(
@@ -178,7 +171,7 @@ mod tests {
 
     /// What is moved after two intervals in which the streams went from nothing to what they have.
     fn moved(list: &[(usize, u64)], usable: &[bool]) -> Option<(u32, usize)> {
-        let mut keeper = Keeper::new();
+        let mut keeper = Keeper::default();
         let (begin, list) = (Instant::now(), streams(list));
         let none: Vec<_> = list
             .iter()
@@ -247,7 +240,7 @@ mod tests {
         );
         // The last one stays while it is worth something.
         assert_eq!(moved(&[(0, 100), (1, 60), (0, 100)], &[true, true]), None);
-        let mut keeper = Keeper::new();
+        let mut keeper = Keeper::default();
         let (begin, usable) = (Instant::now(), [true, true]);
         keeper.moved.insert(1, begin);
         let slow = |megabytes: u64| {

@@ -35,7 +35,13 @@ use super::{
     connection::{Connection, NewConnection, Sender},
     incoming::{Failure, Incoming, Target},
 };
-use crate::{chain, left, lock, memory::Left, timeouts::LOOK, try_lock};
+use crate::{
+    chain, left, lock,
+    memory::{Left, total_len},
+    pages::copy_from_guest,
+    timeouts::LOOK,
+    try_lock,
+};
 
 /// User's handle of a stream. Dropping it ends the stream. If [`finish`](crate::Stream::finish) was called, everything written
 /// before still arrives.
@@ -399,12 +405,8 @@ impl ResumableStream {
         head: &[u8],
         pages: &[VolatileSlice<'_>],
     ) -> io::Result<()> {
-        let left = Left::new(&[], pages);
-        let mut copy: Buffer = vec![0; left.bytes()].into();
-        let mut end = 0;
-        for slice in pages {
-            end += slice.copy_to(&mut copy[end..]);
-        }
+        let mut copy: Buffer = vec![0; total_len(pages)].into();
+        let end = copy_from_guest(pages, &mut copy).len();
         self.write_packet(head, &mut copy, end, None)
     }
 

@@ -27,23 +27,22 @@ use thiserror::Error;
 use tracing::{debug, warn};
 use vamoose_session::{
     handshake::{
-        ATTACH_LEN, Answer, Attach, HELLO_LEN, HandshakeError, Hello, Intent, Refusal, SessionId,
-        Target, Transcript, Welcome,
+        ATTACH_LEN, Answer, Attach, HELLO_LEN, HandshakeError, Hello, Intent, Offer, Refusal,
+        SessionId, Target, Transcript, Welcome,
     },
     stream::StreamError,
 };
 
 use super::{
-    Offer, Role, Session, SessionConfig, Shared,
+    Role, Session, SessionConfig, Shared,
     admission::{Admission, State, network},
     connection::NewConnection,
-    dialer::nonce,
     resumable::{OldConnection, Resumable, ResumableStream},
 };
 use crate::{
     Address, Listener, PollQueue, Security, Socket, Stream, TlsError, chain,
     delta::Share,
-    left, lock,
+    left, lock, random_id,
     timeouts::{ACCEPT_PAUSE, HANDSHAKE, LINGER},
     tls::ServerTerms,
     wait_for, wait_until,
@@ -130,7 +129,7 @@ impl Sessions {
             strangers: Mutex::new(Admission::new(STRANGERS)),
             left: Condvar::new(),
             introduced: PollQueue::new()?,
-            pace: Pace::new(),
+            pace: Pace(Mutex::new(Instant::now())),
             warned: Mutex::new((Instant::now(), 0, String::new())),
             end: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
                 .map_err(io::Error::from)?,
@@ -291,8 +290,10 @@ impl Server {
         let hello = Hello::decode(&bytes)?;
         // Returned at the end unless this connection begins a session.
         let share = self.config.page_caches.take(self.config.page_cache);
-        let answer = Answer::to(&hello, nonce()?).with_page_cache(mebibytes(&share));
-        let answer = answer.with_store(&hello, self.config.page_store.is_some());
+        let answer = Answer::to(&hello, random_id()?).offering(Offer {
+            page_cache: u16::try_from(share.bytes() >> 20).unwrap_or(u16::MAX),
+            has_store: hello.takes_store && self.config.page_store.is_some(),
+        });
         connection.send(&answer.encode())?;
         answer.accepted()?;
         let transcript = Transcript::new(&hello, &answer, connection.binding());
@@ -301,7 +302,7 @@ impl Server {
         let attach = Attach::decode(&bytes)?;
         let peer = (connection.peer()).map_or_else(|| shown(address), str::to_owned);
         let peer = (&*peer, connection.cipher());
-        let offer = (share, answer.has_store());
+        let offer = (share, answer.offer);
         let found = self.find(&attach, &bytes, &transcript, peer, offer);
         let stream = match found {
             Ok(found) => found,
@@ -337,7 +338,7 @@ impl Server {
         bytes: &[u8; ATTACH_LEN],
         transcript: &Transcript,
         peer: (&str, Option<&'static str>),
-        offer: (Share, bool),
+        offer: (Share, Offer),
     ) -> Result<Arc<ResumableStream>, Refusal> {
         let session = match attach.target {
             Target::New => self.begin(transcript, peer, offer)?,
@@ -393,7 +394,7 @@ impl Server {
         &self,
         transcript: &Transcript,
         (peer, cipher): (&str, Option<&'static str>),
-        (share, has_store): (Share, bool),
+        (share, offer): (Share, Offer),
     ) -> Result<Arc<Shared>, Refusal> {
         let mut sessions = lock(&self.sessions);
         sessions.retain(|_, known| known.strong_count() > 0);
@@ -414,13 +415,7 @@ impl Server {
             config,
             (peer.to_owned(), identity),
             cipher,
-            (
-                Role::Server(share),
-                Offer {
-                    page_cache: 0,
-                    has_store,
-                },
-            ),
+            (Role::Server(share), offer),
         );
         // The system has no thread for the session.
         let session = session.map_err(|_| Refusal::Busy)?;
@@ -561,28 +556,21 @@ impl Drop for Stranger {
     }
 }
 
-/// Limits the rate of handshakes.
-struct Pace {
-    due: Mutex<Instant>,
-}
+/// Limits the rate of handshakes: when the next one is due.
+struct Pace(Mutex<Instant>);
 
 impl Pace {
-    fn new() -> Self {
-        let due = Mutex::new(Instant::now());
-        Self { due }
-    }
-
     /// Waits for the turn of `socket`'s handshake. If the socket is shut down meanwhile, another connection gets the turn.
     fn keep(&self, socket: &Socket) -> io::Result<()> {
         let gap = Duration::from_secs(1) / RATE;
         let turn = {
-            let mut due = lock(&self.due);
+            let mut due = lock(&self.0);
             *due = due.max(Instant::now()) + gap;
             *due
         };
         let begin = turn.checked_sub(gap * BURST).unwrap_or(turn);
         if wait_until(&mut [PollFd::new(socket, PollFlags::empty())], Some(begin))? {
-            *lock(&self.due) -= gap;
+            *lock(&self.0) -= gap;
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
         Ok(())
@@ -600,11 +588,6 @@ enum TurnedAway {
     Handshake(#[from] HandshakeError),
     #[error("refused: {0}")]
     Refused(Refusal),
-}
-
-/// The share as it is offered to the client.
-fn mebibytes(share: &Share) -> u16 {
-    u16::try_from(share.bytes() >> 20).unwrap_or(u16::MAX)
 }
 
 #[cfg(test)]
