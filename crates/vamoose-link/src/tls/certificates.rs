@@ -1,12 +1,6 @@
 //! Certificates, in files with the names that QEMU and libvirt use.
 
-use std::{
-    collections::HashSet,
-    fs::File,
-    io,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{collections::HashSet, fs::File, io, path::Path, sync::Arc};
 
 use rustls::{
     RootCertStore,
@@ -19,18 +13,12 @@ use rustls::{
 use webpki::{BorrowedCertRevocationList, CertRevocationList};
 
 use super::{
-    Certificates, End, FileFault, TlsError, keys::read_file, names, verifier::ChainVerifier,
+    Certificates, End, FileFault, TlsError, error::Shown, keys::read_file, names,
+    verifier::ChainVerifier,
 };
 
 const AUTHORITY: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
-
-/// The certificate of this end.
-pub(super) struct OwnCertificate {
-    pub(super) path: PathBuf,
-    pub(super) names: Vec<String>,
-    pub(super) certified: Arc<CertifiedKey>,
-}
 
 impl Certificates {
     /// The certificate and key for the role `end`.
@@ -38,11 +26,12 @@ impl Certificates {
         &self,
         end: End,
         provider: &CryptoProvider,
-    ) -> Result<OwnCertificate, TlsError> {
+    ) -> Result<(Arc<CertifiedKey>, Shown), TlsError> {
         let path = self.directory.join(format!("{end}-cert.pem"));
         let key_path = self.directory.join(format!("{end}-key.pem"));
         let chain = certificates(&path)?;
-        let key = private_key(&key_path)?;
+        let parse = |text: &[u8]| PrivateKeyDer::from_pem_slice(text).ok();
+        let key = read_pem(&key_path, PRIVATE_KEY, parse)?;
         let names = chain.first().map(names::of).unwrap_or_default();
         let certified = CertifiedKey::from_der(chain, key, provider).map_err(|error| {
             let fault = match error {
@@ -53,12 +42,7 @@ impl Certificates {
             };
             TlsError::file(key_path, fault)
         })?;
-        let certified = Arc::new(certified);
-        Ok(OwnCertificate {
-            path,
-            names,
-            certified,
-        })
+        Ok((Arc::new(certified), Shown::Certificate { path, names }))
     }
 
     /// Verifies the certificates of the `peer`'s role. Without a file of revocation lists, no certificate is revoked.
@@ -118,23 +102,22 @@ const REVOCATION_LIST: &str = "revocation list";
 
 /// All certificates in a file; at least one.
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let read = || {
-        let text = read_file(File::open(path)?)?;
-        let chain = CertificateDer::pem_slice_iter(&text).collect::<Result<Vec<_>, _>>();
-        match chain {
-            Ok(chain) if !chain.is_empty() => Ok(chain),
-            _ => Err(FileFault::no_pem(CERTIFICATE)),
-        }
-    };
-    read().map_err(|fault: FileFault| TlsError::file(path, fault))
+    read_pem(path, CERTIFICATE, |text| {
+        let chain = CertificateDer::pem_slice_iter(text).collect::<Result<Vec<_>, _>>();
+        chain.ok().filter(|chain| !chain.is_empty())
+    })
 }
 
-fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
-    let read = || {
-        let text = read_file(File::open(path)?)?;
-        PrivateKeyDer::from_pem_slice(&text).map_err(|_| FileFault::no_pem(PRIVATE_KEY))
-    };
-    read().map_err(|fault| TlsError::file(path, fault))
+fn read_pem<T>(
+    path: &Path,
+    what: &str,
+    parse: impl FnOnce(&[u8]) -> Option<T>,
+) -> Result<T, TlsError> {
+    let text = File::open(path)
+        .map_err(FileFault::from)
+        .and_then(read_file);
+    let read = text.and_then(|text| parse(&text).ok_or_else(|| FileFault::no_pem(what)));
+    read.map_err(|fault| TlsError::file(path, fault))
 }
 
 /// All revocation lists in a file: at least one, and nothing else in PEM format, as an unread list would revoke nothing. Text

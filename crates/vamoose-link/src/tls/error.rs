@@ -13,66 +13,44 @@ use super::PublicKey;
 /// A connection could not be secured.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum TlsError {
     /// A file of certificates or keys cannot be used.
     #[error("cannot use {}", path.display())]
     File {
-        /// Which.
         path: PathBuf,
-        /// Why not.
         #[source]
         fault: FileFault,
     },
     /// The name expected of the server is not that of a host.
     #[error("`{name}` is no host name or IP address that a certificate could be for")]
-    ServerName {
-        /// The name.
-        name: String,
-    },
+    ServerName { name: String },
     /// This end refuses the peer.
     #[error("refusing the {peer}")]
     Refused {
-        /// The end that is refused.
         peer: End,
-        /// Why.
         #[source]
         reason: Refusal,
     },
     /// The peer refuses this end.
     #[error("the {peer} refuses this {}", peer.other())]
     RefusedByPeer {
-        /// The end that refuses.
         peer: End,
-        /// What its alert means.
         #[source]
         reason: Objection,
     },
     /// One end has certificates and the other has keys.
     #[error("this end and the {peer} do not match: one uses certificates, the other keys")]
-    Kind {
-        /// The other end.
-        peer: End,
-    },
+    Kind { peer: End },
     /// The peer does not send TLS.
     #[error("the {peer} does not speak TLS: it is configured without, or it is not Vamoose")]
-    NotTls {
-        /// Which.
-        peer: End,
-    },
+    NotTls { peer: End },
     /// The peer speaks TLS for another purpose.
     #[error("the {peer} speaks TLS, but it is not Vamoose")]
-    OtherProtocol {
-        /// Which.
-        peer: End,
-    },
+    OtherProtocol { peer: End },
     /// The handshake failed: the connection was lost, the peer was too slow, or its messages are invalid.
     #[error("the TLS handshake with the {peer} failed")]
-    Handshake {
-        /// The other end.
-        peer: End,
-        /// Why.
-        source: io::Error,
-    },
+    Handshake { peer: End, source: io::Error },
 }
 
 /// An end of a connection.
@@ -106,16 +84,14 @@ impl fmt::Display for End {
 /// Why a file cannot be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum FileFault {
     /// It cannot be read or written.
     #[error(transparent)]
     System(#[from] io::Error),
     /// Other users can read the key.
     #[error("other users can read it (mode {mode:04o}, 0600 is needed)")]
-    Mode {
-        /// Its permissions.
-        mode: u32,
-    },
+    Mode { mode: u32 },
     /// It lists no key, and no keys are given otherwise.
     #[error("no key is trusted")]
     NobodyTrusted,
@@ -137,30 +113,20 @@ impl FileFault {
 /// Why this end refuses its peer.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum Refusal {
     /// The certificate is for another server.
     #[error("its certificate cannot be used: {0}")]
     Name(CertificateError),
     /// No name in the certificate is allowed.
     #[error("no name of its certificate is allowed: {}", list(.names))]
-    NotAllowed {
-        /// Names in the certificate.
-        names: Vec<String>,
-    },
+    NotAllowed { names: Vec<String> },
     /// The key is not trusted.
     #[error("its key is not trusted: {key}")]
-    UnknownKey {
-        /// The key.
-        key: PublicKey,
-    },
+    UnknownKey { key: PublicKey },
     /// The key is trusted for other hosts only.
     #[error("its key is not trusted as that of `{host}`: {key}")]
-    OtherHost {
-        /// The key.
-        key: PublicKey,
-        /// The dialled host.
-        host: String,
-    },
+    OtherHost { key: PublicKey, host: String },
     /// The peer has no certificate, or its certificate is not valid here.
     #[error("{0}")]
     Invalid(String),
@@ -169,21 +135,17 @@ pub enum Refusal {
 /// Why the peer refuses this end, as far as its alert tells.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum Objection {
     /// No name in the certificate is allowed there.
     #[error("it does not allow the name in {}: {}", certificate.display(), list(.names))]
     NotAllowed {
-        /// Our certificate.
         certificate: PathBuf,
-        /// Names in it.
         names: Vec<String>,
     },
     /// The key is not trusted there.
     #[error("it does not trust the key of this host: {key}")]
-    UnknownKey {
-        /// Our key.
-        key: PublicKey,
-    },
+    UnknownKey { key: PublicKey },
     /// Any other reason.
     #[error("{0}")]
     Other(String),

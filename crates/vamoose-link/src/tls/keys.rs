@@ -4,7 +4,7 @@
 
 use std::{
     fmt,
-    fs::{self, DirBuilder, File, Metadata, OpenOptions},
+    fs::{self, DirBuilder, File, OpenOptions},
     io::{self, Read as _, Write as _},
     net::IpAddr,
     os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _},
@@ -102,7 +102,8 @@ impl Keys {
             return Ok(trusted.iter().copied().map(Trusted::from).collect());
         }
         let path = Self::trusted_file(&self.directory);
-        let trusted = match read_trusted(&path) {
+        let read = read_guarded(&path).and_then(|text| parse_trusted(&text));
+        let trusted = match read {
             Ok(trusted) => trusted,
             Err(FileFault::System(error)) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             Err(fault) => return Err(TlsError::file(path, fault)),
@@ -216,11 +217,8 @@ pub(super) struct OwnKey {
 
 impl OwnKey {
     fn load(path: &Path) -> Result<Self, TlsError> {
-        Self::read(path).map_err(|fault| TlsError::file(path, fault))
-    }
-
-    fn read(path: &Path) -> Result<Self, FileFault> {
-        Self::from_pem(&read_secret(path)?)
+        let read = read_secret(path).and_then(|text| Self::from_pem(&text));
+        read.map_err(|fault| TlsError::file(path, fault))
     }
 
     fn from_pem(text: &[u8]) -> Result<Self, FileFault> {
@@ -242,39 +240,33 @@ impl OwnKey {
 
 /// Reads a file that nobody but its owner may read.
 pub(super) fn read_secret(path: &Path) -> Result<Vec<u8>, FileFault> {
-    let file = File::open(path)?;
-    let metadata = file.metadata()?;
-    let mode = metadata.mode() & 0o7777;
-    if mode & 0o077 != 0 {
-        return Err(FileFault::Mode { mode });
-    }
-    check_owner(&metadata)?;
-    read_file(file)
-}
-
-fn read_trusted(path: &Path) -> Result<Vec<Trusted>, FileFault> {
-    parse_trusted(&read_guarded(path)?)
+    read_owned(path, 0o077, |mode| FileFault::Mode { mode })
 }
 
 fn read_guarded(path: &Path) -> Result<Vec<u8>, FileFault> {
-    let file = File::open(path)?;
-    let metadata = file.metadata()?;
-    let mode = metadata.mode() & 0o7777;
-    if mode & 0o022 != 0 {
+    read_owned(path, 0o022, |mode| {
         let fault = format!("other users can write it (mode {mode:04o}, 0644 at most)");
-        return Err(FileFault::Unfit(fault));
-    }
-    check_owner(&metadata)?;
-    read_file(file)
+        FileFault::Unfit(fault)
+    })
 }
 
-/// Only the user of this process and root may own keys and lists: these decide who can receive guests.
-fn check_owner(metadata: &Metadata) -> Result<(), FileFault> {
-    let owner = metadata.uid();
-    if owner == 0 || owner == geteuid().as_raw() {
-        return Ok(());
+/// Reads a file without the permissions `forbidden`, of which `fault` complains. Only the user of this process and root may own keys and
+/// lists: these decide who can receive guests.
+fn read_owned(
+    path: &Path,
+    forbidden: u32,
+    fault: fn(u32) -> FileFault,
+) -> Result<Vec<u8>, FileFault> {
+    let file = File::open(path)?;
+    let metadata = file.metadata()?;
+    let (mode, owner) = (metadata.mode() & 0o7777, metadata.uid());
+    if mode & forbidden != 0 {
+        return Err(fault(mode));
     }
-    Err(FileFault::Unfit(format!("it belongs to user {owner}")))
+    if owner != 0 && owner != geteuid().as_raw() {
+        return Err(FileFault::Unfit(format!("it belongs to user {owner}")));
+    }
+    read_file(file)
 }
 
 /// Reads a file of certificates, keys, or trusted keys.

@@ -2,6 +2,8 @@
 //!
 //! The certificates have verified chains: a trusted authority has signed their bytes.
 
+use std::collections::HashSet;
+
 use rustls::pki_types::CertificateDer;
 use webpki::EndEntityCert;
 
@@ -16,12 +18,8 @@ pub(super) fn of(certificate: &CertificateDer<'_>) -> Vec<String> {
         .chain(parsed.valid_dns_names())
         .map(str::to_owned)
         .collect();
-    let mut seen = Vec::new();
-    names.retain(|name| {
-        let new = !seen.contains(name);
-        seen.push(name.clone());
-        new
-    });
+    let mut seen = HashSet::new();
+    names.retain(|name| seen.insert(name.clone()));
     names
 }
 

@@ -14,11 +14,11 @@ use std::{
     ops::Range,
 };
 
+use aws_lc_rs::aead::Aad;
 use rustls::AlertDescription;
 
 use super::record::{
     ALERT, CLOSE_NOTIFY, DATA, HANDSHAKE, HEADER_LEN, MAX_BODY, MAX_CONTENT, RecordKey, TAG_LEN,
-    authenticated,
 };
 use super::sealer::{MAX_RECORDS, worn};
 use crate::{Socket, socket::uninterrupted};
@@ -162,7 +162,7 @@ impl Opener {
         let (before, rest) = self.received.split_at_mut(body.start);
         let (sealed, tag) = rest[..body.len()].split_at_mut(body.len() - TAG_LEN);
         let header = before.last_chunk::<HEADER_LEN>();
-        let header = authenticated(*header.ok_or_else(|| malformed("a record without header"))?);
+        let header = Aad::from(*header.ok_or_else(|| malformed("a record without header"))?);
         let (key, nonce) = (self.key.key(), self.key.nonce());
         let is_direct = sealed.len() <= out.len();
         let plain = if is_direct {

@@ -7,7 +7,7 @@
 
 use aws_lc_rs::{
     aead::{
-        AES_128_GCM, AES_256_GCM, Aad, Algorithm, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey,
+        AES_128_GCM, AES_256_GCM, Algorithm, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey,
     },
     error::Unspecified,
 };
@@ -97,10 +97,6 @@ impl RecordKey {
         }
         Nonce::assume_unique_for_key(nonce)
     }
-}
-
-pub(super) fn authenticated(header: [u8; HEADER_LEN]) -> Aad<[u8; HEADER_LEN]> {
-    Aad::from(header)
 }
 
 impl Cipher {

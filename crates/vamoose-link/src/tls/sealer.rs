@@ -12,8 +12,10 @@
 
 use std::io::{self, IoSlice};
 
+use aws_lc_rs::aead::Aad;
+
 use super::record::{
-    ALERT, CLOSE_NOTIFY, DATA, HEADER_LEN, MAX_CONTENT, RecordKey, TAG_LEN, authenticated, header,
+    ALERT, CLOSE_NOTIFY, DATA, HEADER_LEN, MAX_CONTENT, RecordKey, TAG_LEN, header,
 };
 use crate::Socket;
 
@@ -127,7 +129,7 @@ impl Sealer {
                 self.close_record(DATA)?;
                 let (content, rest) = bytes.split_at(bytes.len().min(MAX_CONTENT));
                 self.room(out, content.len())?;
-                self.seal_from(content)?;
+                self.seal(Some(content), content.len(), DATA)?;
                 bytes = rest;
             } else {
                 self.room(out, 1)?;
@@ -160,55 +162,35 @@ impl Sealer {
 
     /// Seals the open record in place, if there is one.
     fn close_record(&mut self, kind: u8) -> io::Result<()> {
-        if self.open == 0 {
-            return Ok(());
+        if self.open > 0 {
+            self.seal(None, self.open, kind)?;
+            self.open = 0;
         }
-        self.check_limit()?;
-        let header = header(self.open).ok_or_else(sealing)?;
-        let (at, content, tail) = split(&mut self.batch[self.sealed..], self.open);
-        at.copy_from_slice(&header);
-        let sealed = self.key.key().seal_in_place_scatter(
-            self.key.nonce(),
-            authenticated(header),
-            content,
-            &[kind],
-            tail,
-        );
-        sealed.map_err(|_| sealing())?;
-        self.key.advance();
-        self.sealed += HEADER_LEN + self.open + 1 + TAG_LEN;
-        self.open = 0;
         Ok(())
     }
 
-    /// Seals a record straight from `content`. There is no open record.
-    fn seal_from(&mut self, content: &[u8]) -> io::Result<()> {
-        self.check_limit()?;
-        let header = header(content.len()).ok_or_else(sealing)?;
-        let (at, out, tail) = split(&mut self.batch[self.sealed..], content.len());
+    /// Seals a record of `len` bytes: straight from `content`, or in place.
+    fn seal(&mut self, content: Option<&[u8]>, len: usize, kind: u8) -> io::Result<()> {
+        if self.key.sequence() >= self.max_records {
+            return Err(io::Error::new(
+                io::ErrorKind::QuotaExceeded,
+                "the key of this connection has been used as often as it may: a new connection is needed",
+            ));
+        }
+        let header = header(len).ok_or_else(sealing)?;
+        let (at, out, tail) = split(&mut self.batch[self.sealed..], len);
         at.copy_from_slice(&header);
-        let sealed = self.key.key().seal_out_of_place_scatter(
-            self.key.nonce(),
-            authenticated(header),
-            content,
-            out,
-            &[DATA],
-            tail,
-        );
+        let (key, nonce, header) = (self.key.key(), self.key.nonce(), Aad::from(header));
+        let sealed = match content {
+            Some(content) => {
+                key.seal_out_of_place_scatter(nonce, header, content, out, &[kind], tail)
+            }
+            None => key.seal_in_place_scatter(nonce, header, out, &[kind], tail),
+        };
         sealed.map_err(|_| sealing())?;
         self.key.advance();
-        self.sealed += HEADER_LEN + content.len() + 1 + TAG_LEN;
+        self.sealed += HEADER_LEN + len + 1 + TAG_LEN;
         Ok(())
-    }
-
-    fn check_limit(&self) -> io::Result<()> {
-        if self.key.sequence() < self.max_records {
-            return Ok(());
-        }
-        Err(io::Error::new(
-            io::ErrorKind::QuotaExceeded,
-            "the key of this connection has been used as often as it may: a new connection is needed",
-        ))
     }
 
     /// Writes all records.

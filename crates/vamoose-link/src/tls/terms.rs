@@ -65,14 +65,13 @@ impl Security {
         let (certified, shown, trust) = match self {
             Self::Insecure => return Ok(None),
             Self::Certificates(certificates) => {
-                let own = certificates.own(end, &provider)?;
-                let (path, names) = (own.path, own.names);
+                let (certified, shown) = certificates.own(end, &provider)?;
                 let trust = Trust::Certificates {
                     chains: certificates.chains(end.other(), &provider)?,
                     allow: certificates.allow.clone(),
                 };
                 server_name.clone_from(&certificates.server_name);
-                (own.certified, Shown::Certificate { path, names }, trust)
+                (certified, shown, trust)
             }
             Self::Keys(keys) => {
                 let own = keys.own()?;

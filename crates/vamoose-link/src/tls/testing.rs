@@ -2,9 +2,11 @@
 
 use std::io;
 
+use aws_lc_rs::aead::Aad;
+
 use super::{
     Cipher, FileFault, Opener, PublicKey, Sealer, keys, names,
-    record::{self, DATA, RecordKey, TAG_LEN, authenticated},
+    record::{self, DATA, RecordKey, TAG_LEN},
 };
 use crate::Socket;
 
@@ -98,7 +100,7 @@ pub(super) fn seal_any(key: &mut RecordKey, inner: &[u8]) -> Option<Vec<u8>> {
     let [high, low] = body.to_be_bytes();
     let header = [DATA, 3, 3, high, low];
     let mut sealed = inner.to_vec();
-    let aad = authenticated(header);
+    let aad = Aad::from(header);
     let tag = key
         .key()
         .seal_in_place_separate_tag(key.nonce(), aad, &mut sealed)

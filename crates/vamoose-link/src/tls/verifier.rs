@@ -1,9 +1,6 @@
 //! Accepts the peer of one connection, at either end, by its certificate or its key.
 
-use std::{
-    fmt,
-    sync::{Arc, OnceLock},
-};
+use std::sync::{Arc, OnceLock};
 
 use rustls::{
     CertificateError, DigitallySignedStruct, DistinguishedName, Error, PeerIncompatible,
@@ -22,6 +19,7 @@ use rustls::{
 use super::{PublicKey, error::Refusal, keys::Trusted, names};
 
 /// Which peers are accepted.
+#[derive(Debug)]
 pub(super) enum Trust {
     /// Peers with a valid chain, if a name in their certificate matches `allow`.
     Certificates {
@@ -32,6 +30,7 @@ pub(super) enum Trust {
 }
 
 /// rustls' verifier of certificates of one role. If there are revocation lists, every authority of a chain needs a current one.
+#[derive(Debug)]
 pub(super) enum ChainVerifier {
     OfServers(Arc<WebPkiServerVerifier>),
     OfClients(Arc<dyn ClientCertVerifier>),
@@ -41,6 +40,7 @@ pub(super) enum ChainVerifier {
 pub(super) type RefusalSlot = Arc<OnceLock<Refusal>>;
 
 /// Verifies the peer of one connection.
+#[derive(Debug)]
 pub(super) struct PeerVerifier {
     pub(super) trust: Arc<Trust>,
     /// At the client: the dialled host. `None` at the server, where any host may connect.
@@ -100,35 +100,6 @@ impl PeerVerifier {
         let _ = self.refusal.set(refusal);
         CertificateError::ApplicationVerificationFailure.into()
     }
-
-    fn verify_signature(
-        &self,
-        message: &[u8],
-        shown: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        let algorithms = &self.algorithms;
-        match &*self.trust {
-            Trust::Certificates { .. } => {
-                verify_tls13_signature(message, shown, signature, algorithms)
-            }
-            Trust::Keys(_) => {
-                let spki = SubjectPublicKeyInfoDer::from(shown.as_ref());
-                verify_tls13_signature_with_raw_key(message, &spki, signature, algorithms)
-            }
-        }
-    }
-
-    fn schemes(&self) -> Vec<SignatureScheme> {
-        match &*self.trust {
-            Trust::Certificates { .. } => self.algorithms.supported_schemes(),
-            Trust::Keys(_) => vec![SignatureScheme::ED25519],
-        }
-    }
-
-    fn has_keys(&self) -> bool {
-        matches!(&*self.trust, Trust::Keys(_))
-    }
 }
 
 /// Replaces two errors of a chain. A wrong signature means that another authority has the same name, as after a renewal: the issuer is
@@ -157,6 +128,49 @@ fn is_of(key: &PublicKey, host: &str, trusted: &[Trusted]) -> bool {
 const ONLY_TLS13: Error =
     Error::PeerIncompatible(PeerIncompatible::ServerTlsVersionIsDisabledByOurConfig);
 
+/// What rustls asks of the verifiers of both roles.
+macro_rules! signatures {
+    () => {
+        fn verify_tls12_signature(
+            &self,
+            _: &[u8],
+            _: &CertificateDer<'_>,
+            _: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            Err(ONLY_TLS13)
+        }
+
+        fn verify_tls13_signature(
+            &self,
+            message: &[u8],
+            shown: &CertificateDer<'_>,
+            signature: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            let algorithms = &self.algorithms;
+            match &*self.trust {
+                Trust::Certificates { .. } => {
+                    verify_tls13_signature(message, shown, signature, algorithms)
+                }
+                Trust::Keys(_) => {
+                    let spki = SubjectPublicKeyInfoDer::from(shown.as_ref());
+                    verify_tls13_signature_with_raw_key(message, &spki, signature, algorithms)
+                }
+            }
+        }
+
+        fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+            match &*self.trust {
+                Trust::Certificates { .. } => self.algorithms.supported_schemes(),
+                Trust::Keys(_) => vec![SignatureScheme::ED25519],
+            }
+        }
+
+        fn requires_raw_public_keys(&self) -> bool {
+            matches!(&*self.trust, Trust::Keys(_))
+        }
+    };
+}
+
 impl ServerCertVerifier for PeerVerifier {
     fn verify_server_cert(
         &self,
@@ -176,31 +190,7 @@ impl ServerCertVerifier for PeerVerifier {
         Ok(ServerCertVerified::assertion())
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        Err(ONLY_TLS13)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.verify_signature(message, cert, dss)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.schemes()
-    }
-
-    fn requires_raw_public_keys(&self) -> bool {
-        self.has_keys()
-    }
+    signatures!();
 }
 
 impl ClientCertVerifier for PeerVerifier {
@@ -229,37 +219,5 @@ impl ClientCertVerifier for PeerVerifier {
         Ok(ClientCertVerified::assertion())
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        Err(ONLY_TLS13)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.verify_signature(message, cert, dss)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.schemes()
-    }
-
-    fn requires_raw_public_keys(&self) -> bool {
-        self.has_keys()
-    }
-}
-
-impl fmt::Debug for PeerVerifier {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PeerVerifier")
-            .field("host", &self.host)
-            .finish_non_exhaustive()
-    }
+    signatures!();
 }
