@@ -16,7 +16,7 @@ use std::{
 use rustix::process::geteuid;
 
 use crate::{Socket, memory};
-use owner::{Owner, owner};
+use owner::owner;
 
 /// Who opened a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,13 +99,7 @@ const ROOT: u32 = 0;
 /// # Errors
 /// As [`peer_of`].
 pub fn peer_inode(stream: &Socket) -> io::Result<Option<u32>> {
-    match stream {
-        Socket::Unix(_) => Ok(None),
-        Socket::Tcp(stream) => {
-            let peer = Ends::of(stream)?.peer()?;
-            Ok(peer.map(|owner| owner.inode))
-        }
-    }
+    Ok(peer_owner(stream)?.map(|owner| owner.inode))
 }
 
 /// Whether the peer is on this host and all bytes it has sent have arrived, even if they have not been read.
@@ -113,13 +107,25 @@ pub fn peer_inode(stream: &Socket) -> io::Result<Option<u32>> {
 /// # Errors
 /// As [`peer_of`].
 pub fn all_has_come(stream: &Socket) -> io::Result<bool> {
+    let is_unix = matches!(stream, Socket::Unix(_));
+    Ok(is_unix || peer_owner(stream)?.is_some_and(|owner| owner.under_way == 0))
+}
+
+/// The peer's socket, if it is a TCP socket on this host.
+fn peer_owner(stream: &Socket) -> io::Result<Option<Owner>> {
     match stream {
-        Socket::Unix(_) => Ok(true),
-        Socket::Tcp(stream) => {
-            let peer = Ends::of(stream)?.peer()?;
-            Ok(peer.is_some_and(|owner| owner.under_way == 0))
-        }
+        Socket::Unix(_) => Ok(None),
+        Socket::Tcp(stream) => Ends::of(stream)?.peer(),
     }
+}
+
+/// A socket of this host, as the kernel reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Owner {
+    uid: u32,
+    inode: u32,
+    /// Sent bytes that the other end has not acknowledged.
+    under_way: u32,
 }
 
 /// The addresses of a connection.

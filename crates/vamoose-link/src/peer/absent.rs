@@ -2,13 +2,7 @@
 
 use std::{io, net::SocketAddr};
 
-/// A socket, as the kernel reports it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Owner {
-    pub(super) uid: u32,
-    pub(super) inode: u32,
-    pub(super) under_way: u32,
-}
+use super::Owner;
 
 /// Cannot be told.
 pub(super) fn owner(_near: SocketAddr, _far: SocketAddr) -> io::Result<Option<Owner>> {

@@ -7,6 +7,7 @@ use std::{
     sync::OnceLock,
 };
 
+use super::Owner;
 use netlink_packet_core::{
     NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload,
 };
@@ -22,15 +23,6 @@ use rustix::{
         socket_with,
     },
 };
-
-/// A socket, as the kernel reports it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Owner {
-    pub(super) uid: u32,
-    pub(super) inode: u32,
-    /// Sent bytes that the other end has not acknowledged.
-    pub(super) under_way: u32,
-}
 
 /// Owner of the socket in this network namespace that is connected from `near` to `far`, if there is one.
 pub(super) fn owner(near: SocketAddr, far: SocketAddr) -> io::Result<Option<Owner>> {
