@@ -8,7 +8,7 @@ use std::{
         fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd, RawFd},
         unix::{
             fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _},
-            net::{UnixListener, UnixStream},
+            net::UnixStream,
         },
     },
     path::Path,
@@ -22,7 +22,8 @@ use rustix::{
     io::Errno,
     net::{
         AddressFamily, SendAncillaryBuffer, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
-        bind, connect as connect_to, connect_unspec, listen, send, sendmsg, socket_with, sockopt,
+        accept_with, bind, connect as connect_to, connect_unspec, listen, send, sendmsg,
+        socket_with, sockopt,
     },
     process::geteuid,
 };
@@ -397,16 +398,10 @@ pub(crate) fn is_transient(error: &io::Error) -> bool {
 /// Listens on one address. A unix socket's file is removed when the listener is dropped.
 #[derive(Debug)]
 pub struct Listener {
-    kind: Kind,
+    socket: OwnedFd,
     address: Address,
     stall_timeout: Duration,
     peers: Peers,
-}
-
-#[derive(Debug)]
-enum Kind {
-    Tcp(TcpListener),
-    Unix(UnixListener),
 }
 
 impl Listener {
@@ -433,14 +428,12 @@ impl Listener {
     ) -> Result<Self, SocketError> {
         let listening = match address {
             Address::Tcp { host, port } => listen_tcp(host, *port),
-            Address::Unix(path) => {
-                listen_unix(path, &peers).map(|listener| (Kind::Unix(listener), address.clone()))
-            }
+            Address::Unix(path) => listen_unix(path, &peers).map(|it| (it, address.clone())),
         };
-        let (kind, address) =
+        let (socket, address) =
             listening.map_err(|source| SocketError::of("listen on", address, source))?;
         Ok(Self {
-            kind,
+            socket,
             address,
             stall_timeout,
             peers,
@@ -465,7 +458,7 @@ impl Listener {
             port: bound.port(),
         };
         Ok(Self {
-            kind: Kind::Tcp(listener),
+            socket: listener.into(),
             address,
             stall_timeout,
             peers,
@@ -503,9 +496,10 @@ impl Listener {
     }
 
     fn accept(&self) -> io::Result<Socket> {
-        Ok(match &self.kind {
-            Kind::Tcp(listener) => Socket::Tcp(listener.accept()?.0),
-            Kind::Unix(listener) => Socket::Unix(listener.accept()?.0),
+        let socket = accept_with(&self.socket, SocketFlags::CLOEXEC)?;
+        Ok(match &self.address {
+            Address::Tcp { .. } => Socket::Tcp(socket.into()),
+            Address::Unix(_) => Socket::Unix(socket.into()),
         })
     }
 
@@ -555,10 +549,7 @@ fn is_of_connection(error: &io::Error) -> bool {
 
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        match &self.kind {
-            Kind::Tcp(listener) => listener.as_fd(),
-            Kind::Unix(listener) => listener.as_fd(),
-        }
+        self.socket.as_fd()
     }
 }
 
@@ -571,7 +562,7 @@ impl Drop for Listener {
     }
 }
 
-fn listen_tcp(host: &str, port: u16) -> io::Result<(Kind, Address)> {
+fn listen_tcp(host: &str, port: u16) -> io::Result<(OwnedFd, Address)> {
     let bind = |host| TcpListener::bind((host, port)).map(|listener| (listener, host));
     let (listener, host) = match host {
         // All addresses, of both kinds. The host may not have IPv6.
@@ -588,10 +579,10 @@ fn listen_tcp(host: &str, port: u16) -> io::Result<(Kind, Address)> {
         host: host.to_owned(),
         port: listener.local_addr()?.port(),
     };
-    Ok((Kind::Tcp(listener), address))
+    Ok((listener.into(), address))
 }
 
-fn listen_unix(path: &Path, peers: &Peers) -> io::Result<UnixListener> {
+fn listen_unix(path: &Path, peers: &Peers) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     // Sets the mode of the file that bind creates, so that the file never has another mode.
@@ -609,7 +600,7 @@ fn listen_unix(path: &Path, peers: &Peers) -> io::Result<UnixListener> {
         let _ = fs::remove_file(path);
         return Err(error);
     }
-    Ok(socket.into())
+    Ok(socket)
 }
 
 /// More than the channels of a migration. The system's own limit comes on top.
