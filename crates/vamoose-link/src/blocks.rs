@@ -81,27 +81,24 @@ struct Blocks {
 impl ByteWriter {
     /// Writes bytes as they are. What is written is counted in `stats`.
     pub fn plain(stream: Arc<Stream>, stats: Option<Arc<Stats>>) -> Self {
-        let blocks = None;
         Self {
             stream,
             stats,
             pacer: None,
-            blocks,
+            blocks: None,
         }
     }
 
     /// Writes blocks, encoded by method auto, unless `method` is none. What is written is counted in `stats`.
     pub fn blocks(stream: Arc<Stream>, method: &MethodChoice, stats: Option<Arc<Stats>>) -> Self {
-        let blocks = Some(Blocks {
+        let blocks = Blocks {
             encoder: (method.name() != Method::None.name()).then(|| Adaptive::new(LAYOUT)),
             payload: vec![0; LAYOUT.max_payload()].into(),
             is_dense: false,
-        });
+        };
         Self {
-            stream,
-            stats,
-            pacer: None,
-            blocks,
+            blocks: Some(blocks),
+            ..Self::plain(stream, stats)
         }
     }
 
