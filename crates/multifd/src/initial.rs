@@ -1,6 +1,9 @@
 //! The first 64 bytes of a data channel.
 
-use crate::{InitialError, MAGIC, VERSION};
+use crate::{
+    InitialError, MAGIC, VERSION,
+    ram::{part, read_u32},
+};
 
 /// Bytes of the initial packet.
 pub const INITIAL_LEN: usize = 64;
@@ -45,8 +48,7 @@ impl Initial {
     /// announced number of channels only, where there is one: a caller that knows the number must
     /// check `channel() < number` itself, since QEMU does not.
     pub fn parse(bytes: &[u8; INITIAL_LEN]) -> Result<Self, InitialError> {
-        let magic = u32::from_be_bytes(part(bytes, 0));
-        let version = u32::from_be_bytes(part(bytes, VERSION_AT));
+        let [magic, version] = [0, VERSION_AT].map(|at| read_u32(bytes, at));
         let [channel, channels] = part(bytes, CHANNEL_AT);
         if magic != MAGIC {
             return Err(InitialError::Magic { found: magic });
@@ -107,11 +109,6 @@ const UUID_AT: usize = 8;
 const CHANNEL_AT: usize = 24;
 const VAMOOSE_AT: usize = 26;
 const RESERVED_AT: usize = 32;
-
-/// The `N` bytes from `at`, which lie within the packet.
-fn part<const N: usize>(bytes: &[u8; INITIAL_LEN], at: usize) -> [u8; N] {
-    std::array::from_fn(|index| bytes[at + index])
-}
 
 #[cfg(test)]
 mod tests {

@@ -81,7 +81,7 @@ impl RamHeader {
         self.sync = prelude.sync;
         self.method = prelude.method;
         self.origin = origin(read_u32(rest, at::ORIGIN));
-        self.packet_num = read_u64(rest, at::PACKET_NUM);
+        self.packet_num = u64::from_be_bytes(part(rest, at::PACKET_NUM));
         self.block = block;
         self.payload_len = payload_len;
         self.normal = normal as usize;
@@ -369,17 +369,14 @@ fn payload_len(
     Ok(len)
 }
 
-/// Four bytes at `at`; the callers' buffers have a checked or static length.
+/// Four bytes at `at`.
 pub(crate) fn read_u32(bytes: &[u8], at: usize) -> u32 {
-    bytes[at..]
-        .first_chunk()
-        .map_or(0, |b| u32::from_be_bytes(*b))
+    u32::from_be_bytes(part(bytes, at))
 }
 
-fn read_u64(bytes: &[u8], at: usize) -> u64 {
-    bytes[at..]
-        .first_chunk()
-        .map_or(0, |b| u64::from_be_bytes(*b))
+/// The `N` bytes from `at`: the callers' buffers have a checked or static length.
+pub(crate) fn part<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    std::array::from_fn(|index| bytes[at + index])
 }
 
 /// A count or length of a packet as its field: all are at most twice the largest packet.
