@@ -160,26 +160,24 @@ impl DialError {
 
 /// The paths of a session and their recent failures.
 pub(crate) struct Paths {
-    list: Vec<Path>,
-    /// Destination of each path.
-    destinations: Vec<Destination>,
+    list: Vec<KnownPath>,
     /// `None` without TLS.
     terms: Option<ClientTerms>,
     takes_store: bool,
-    shunned: Mutex<Vec<Option<Shunned>>>,
-    counters: Vec<Counters>,
     /// Connections of streams that are to be opened, in their handshake or after its first two messages.
     ahead: Mutex<HashMap<u32, Greeting>>,
 }
 
 type Greeting = JoinHandle<Result<Greeted, DialError>>;
 
-#[derive(Default)]
-struct Counters {
+struct KnownPath {
+    path: Path,
+    destination: Destination,
     delivered: AtomicU64,
     failures: AtomicU64,
     /// The last attempt was refused by the peer's host.
     is_refused: AtomicBool,
+    shunned: Mutex<Option<Shunned>>,
 }
 
 /// A failed path: it is tried last for a while.
@@ -199,16 +197,18 @@ impl Paths {
     fn new(list: Vec<Path>, config: &SessionConfig) -> Result<Self, DialError> {
         let terms = config.security.client_terms(config.cipher);
         let terms = terms.map_err(DialError::Security)?;
-        let shunned = Mutex::new(vec![None; list.len()]);
-        let counters = list.iter().map(|_| Counters::default()).collect();
-        let destinations = list.iter().map(|path| Destination::new(path.to.clone()));
+        let list = list.into_iter().map(|path| KnownPath {
+            destination: Destination::new(path.to.clone()),
+            path,
+            delivered: AtomicU64::new(0),
+            failures: AtomicU64::new(0),
+            is_refused: AtomicBool::new(false),
+            shunned: Mutex::default(),
+        });
         Ok(Self {
-            counters,
-            destinations: destinations.collect(),
-            list,
+            list: list.collect(),
             terms,
             takes_store: config.takes_store,
-            shunned,
             ahead: Mutex::default(),
         })
     }
@@ -260,17 +260,13 @@ impl Paths {
     }
 
     pub(crate) fn status(&self, streams: &[Arc<ResumableStream>]) -> Vec<PathStatus> {
-        let mut status: Vec<_> = self
-            .list
-            .iter()
-            .zip(&self.counters)
-            .map(|(path, counters)| PathStatus {
-                path: path.clone(),
-                streams: 0,
-                delivered: counters.delivered.load(Ordering::Relaxed),
-                failures: counters.failures.load(Ordering::Relaxed),
-            })
-            .collect();
+        let status = self.list.iter().map(|known| PathStatus {
+            path: known.path.clone(),
+            streams: 0,
+            delivered: known.delivered.load(Ordering::Relaxed),
+            failures: known.failures.load(Ordering::Relaxed),
+        });
+        let mut status: Vec<_> = status.collect();
         for path in streams.iter().filter_map(|stream| stream.path()) {
             if let Some(status) = status.get_mut(path) {
                 status.streams += 1;
@@ -280,48 +276,47 @@ impl Paths {
     }
 
     pub(crate) fn delivered(&self, path: usize, bytes: u64) {
-        if let Some(counters) = self.counters.get(path) {
-            counters.delivered.fetch_add(bytes, Ordering::Relaxed);
+        if let Some(known) = self.list.get(path) {
+            known.delivered.fetch_add(bytes, Ordering::Relaxed);
         }
     }
 
     pub(crate) fn failed(&self, path: usize) {
-        if let Some(counters) = self.counters.get(path) {
-            counters.failures.fetch_add(1, Ordering::Relaxed);
-        }
-        if let Some(shunned) = lock(&self.shunned).get_mut(path) {
-            let time = match *shunned {
-                // The same failure, seen by another stream.
-                Some(before) if !before.is_over() => return,
-                // Failed again soon: a path that accepts connections and carries nothing must not stop streams often.
-                Some(before) if before.since.elapsed() < 3 * before.time => 2 * before.time,
-                _ => SHUN[0],
-            };
-            *shunned = Some(Shunned {
-                since: Instant::now(),
-                time: time.min(SHUN[1]),
-            });
-        }
+        let Some(known) = self.list.get(path) else {
+            return;
+        };
+        known.failures.fetch_add(1, Ordering::Relaxed);
+        let mut shunned = lock(&known.shunned);
+        let time = match *shunned {
+            // The same failure, seen by another stream.
+            Some(before) if !before.is_over() => return,
+            // Failed again soon: a path that accepts connections and carries nothing must not stop streams often.
+            Some(before) if before.since.elapsed() < 3 * before.time => 2 * before.time,
+            _ => SHUN[0],
+        };
+        *shunned = Some(Shunned {
+            since: Instant::now(),
+            time: time.min(SHUN[1]),
+        });
     }
 
     /// Notes whether an attempt on a path was refused by the peer's host.
     fn note_refusal(&self, path: usize, is_refused: bool) {
-        if let Some(counters) = self.counters.get(path) {
-            counters.is_refused.store(is_refused, Ordering::Relaxed);
+        if let Some(known) = self.list.get(path) {
+            known.is_refused.store(is_refused, Ordering::Relaxed);
         }
     }
 
     /// Whether the last attempt on each path was refused.
     pub(crate) fn all_refuse(&self) -> bool {
-        let mut counters = self.counters.iter();
-        counters.all(|path| path.is_refused.load(Ordering::Relaxed))
+        let mut paths = self.list.iter();
+        paths.all(|known| known.is_refused.load(Ordering::Relaxed))
     }
 
     /// For each path, whether it has not failed recently.
     pub(crate) fn usable(&self) -> Vec<bool> {
-        let shunned = lock(&self.shunned);
-        let usable = |shunned: &Option<Shunned>| shunned.is_none_or(|it| it.is_over());
-        shunned.iter().map(usable).collect()
+        let usable = |known: &KnownPath| lock(&known.shunned).is_none_or(|it| it.is_over());
+        self.list.iter().map(usable).collect()
     }
 
     /// All paths in the order in which a stream tries them: its own first, recently failed ones last.
@@ -384,14 +379,9 @@ pub(crate) fn reach(
 pub struct Opening {
     session: Session,
     began: Instant,
-    state: OpeningState,
-}
-
-enum OpeningState {
-    Open(Stream),
-    UnderWay(JoinHandle<Result<Stream, DialError>>),
-    /// The system refused a thread.
-    NotBegun,
+    stream: Option<Stream>,
+    /// Opens the stream; `None` if it is open, or the system refused a thread.
+    thread: Option<JoinHandle<Result<Stream, DialError>>>,
 }
 
 impl Opening {
@@ -400,8 +390,8 @@ impl Opening {
         Self {
             session: session.clone(),
             began: Instant::now(),
-            state: (thread::Builder::new().spawn(move || open(&shared)))
-                .map_or(OpeningState::NotBegun, OpeningState::UnderWay),
+            stream: None,
+            thread: thread::Builder::new().spawn(move || open(&shared)).ok(),
         }
     }
 
@@ -410,7 +400,8 @@ impl Opening {
         Self {
             session: session.clone(),
             began: Instant::now(),
-            state: OpeningState::Open(stream),
+            stream: Some(stream),
+            thread: None,
         }
     }
 
@@ -419,11 +410,8 @@ impl Opening {
     /// # Errors
     /// As [`Session::open`].
     pub fn wait(self) -> Result<Stream, DialError> {
-        let opened = match self.state {
-            OpeningState::Open(stream) => Some(Ok(stream)),
-            OpeningState::UnderWay(thread) => thread.join().ok(),
-            OpeningState::NotBegun => None,
-        };
+        let join = || self.thread?.join().ok();
+        let opened = self.stream.map(Ok).or_else(join);
         match opened {
             // The server ends a stream whose first bytes do not come.
             Some(Ok(_)) if self.began.elapsed() >= HANDSHAKE / 2 => self.session.open(),
@@ -596,10 +584,12 @@ struct Dialled {
 
 impl Dialled {
     fn new(paths: &Paths, number: usize, timeout: Duration) -> Result<Self, DialError> {
-        let path = &paths.list[number];
+        let KnownPath {
+            path, destination, ..
+        } = &paths.list[number];
         let deadline = Instant::now() + timeout;
         Ok(Self {
-            socket: paths.destinations[number].dial(path.bind, timeout)?,
+            socket: destination.dial(path.bind, timeout)?,
             address: path.to.clone(),
             path: number,
             deadline,
@@ -859,7 +849,7 @@ mod tests {
         let name: Address = "tcp:somewhere:4440".parse().unwrap();
         let second = SocketAddr::from(([127, 0, 0, 1], port));
         let mut paths = Paths::new(vec![name.clone().into()], &config).unwrap();
-        paths.destinations = vec![Destination::by(name, move |_, _| Ok(vec![first, second]))];
+        paths.list[0].destination = Destination::by(name, move |_, _| Ok(vec![first, second]));
         let greeted = Greeted::new(&paths, 0, ATTEMPT);
         assert!(greeted.is_ok(), "{:?}", greeted.err());
     }
