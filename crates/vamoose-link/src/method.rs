@@ -32,25 +32,24 @@ impl MethodChoice {
 
     /// Name of the method.
     pub fn name(&self) -> &'static str {
-        match self {
-            Self::Fixed(engines) => engines.settings().method().name(),
-            Self::Adaptive(_) => Self::ADAPTIVE,
-        }
+        self.fixed()
+            .map_or(Self::ADAPTIVE, |it| it.settings().method().name())
     }
 
     /// The method's level; `None` if the method has none, or chooses it for each packet.
     pub fn level(&self) -> Option<i32> {
-        match self {
-            Self::Fixed(engines) => engines.settings().level(),
-            Self::Adaptive(_) => None,
-        }
+        self.fixed()?.settings().level()
     }
 
     /// Name of the engine that encodes.
     pub fn engine(&self) -> &'static str {
+        self.fixed().map_or(Self::ADAPTIVE, Engines::name)
+    }
+
+    fn fixed(&self) -> Option<&Engines> {
         match self {
-            Self::Fixed(engines) => engines.name(),
-            Self::Adaptive(_) => Self::ADAPTIVE,
+            Self::Fixed(engines) => Some(engines),
+            Self::Adaptive(_) => None,
         }
     }
 
@@ -63,23 +62,15 @@ impl MethodChoice {
 
     /// Whether packets of this method can hold differences: the packets must be independent, and for another Vamoose.
     pub fn takes_differences(&self) -> bool {
-        match self {
-            Self::Fixed(engines) => {
-                matches!(
-                    engines.settings().method(),
-                    Method::Lz4 | Method::ZstdFrames
-                )
-            }
-            Self::Adaptive(_) => true,
-        }
+        let methods = [Method::Lz4, Method::ZstdFrames];
+        self.fixed()
+            .is_none_or(|it| methods.contains(&it.settings().method()))
     }
 
     /// How the packets of a channel depend on each other.
     pub fn framing(&self) -> Framing {
-        match self {
-            Self::Fixed(engines) => engines.settings().framing(),
-            Self::Adaptive(_) => Framing::Packet,
-        }
+        self.fixed()
+            .map_or(Framing::Packet, |it| it.settings().framing())
     }
 
     /// An encoder for a new channel, or another one for the same channel if the method's packets are independent. `health` is
