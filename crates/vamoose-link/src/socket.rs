@@ -92,32 +92,24 @@ impl SocketError {
 impl Socket {
     /// Round-trip time of a TCP connection, if known.
     pub(crate) fn round_trip(&self) -> Option<Duration> {
-        match self {
-            Self::Tcp(stream) => {
-                memory::tcp_progress(stream.as_fd()).map(|progress| progress.round_trip)
-            }
-            Self::Unix(_) => None,
-        }
+        let Self::Tcp(stream) = self else { return None };
+        memory::tcp_progress(stream.as_fd()).map(|progress| progress.round_trip)
     }
 
     /// The peer's address; `None` for a process of this host that uses a unix socket.
     pub(crate) fn peer_ip(&self) -> Option<IpAddr> {
-        match self {
-            Self::Tcp(stream) => stream.peer_addr().ok().map(|peer| peer.ip()),
-            Self::Unix(_) => None,
-        }
+        let Self::Tcp(stream) = self else { return None };
+        stream.peer_addr().ok().map(|peer| peer.ip())
     }
 
     /// The process at the other end of a unix socket: the one that called `connect` or `listen`. `None` if it is unknown or in
     /// another pid namespace.
     pub fn peer_pid(&self) -> Option<u32> {
-        match self {
-            Self::Tcp(_) => None,
-            Self::Unix(stream) => {
-                let peer = memory::peer_credentials(stream.as_fd()).ok()?;
-                u32::try_from(peer.pid).ok().filter(|pid| *pid != 0)
-            }
-        }
+        let Self::Unix(stream) = self else {
+            return None;
+        };
+        let peer = memory::peer_credentials(stream.as_fd()).ok()?;
+        u32::try_from(peer.pid).ok().filter(|pid| *pid != 0)
     }
 
     /// Ends both directions: calls that read or write this connection return at once.
@@ -372,10 +364,7 @@ impl AsFd for Socket {
 /// Whether `error` of a read or write means that the peer made no progress for the stall timeout: its process (`WouldBlock`) or
 /// its host (`TimedOut`).
 pub fn is_stall(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
-    )
+    [io::ErrorKind::WouldBlock, io::ErrorKind::TimedOut].contains(&error.kind())
 }
 
 /// Repeats a system call until no signal interrupts it.
@@ -389,10 +378,7 @@ pub(crate) fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::R
 }
 
 pub(crate) fn is_transient(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
-    )
+    [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted].contains(&error.kind())
 }
 
 /// Listens on one address. A unix socket's file is removed when the listener is dropped.

@@ -120,7 +120,6 @@ fn faster(gained: &[(Position, u64)], usable: &[bool]) -> Option<(u32, usize)> {
     }
     // The share of each stream on a path.
     let busy = || (0..).zip(&paths).filter(|(_, (_, streams))| *streams > 0);
-    #[allow(clippy::cast_precision_loss, reason = "rates")]
     let share = |sum: u64, streams: u32| sum as f64 / f64::from(streams);
     let (to, more) = busy()
         .filter(|(path, _)| usable[*path])

@@ -59,7 +59,7 @@ impl Keys {
     /// # Errors
     /// When the key is missing or cannot be used.
     pub fn public_key(directory: &Path) -> Result<PublicKey, TlsError> {
-        Ok(OwnKey::load(&directory.join(KEY))?.public)
+        Ok(OwnKey::load(directory)?.public)
     }
 
     /// Whether `directory` has a key, which may be unusable.
@@ -89,11 +89,6 @@ impl Keys {
     /// When the file cannot be read, or others could have written it.
     pub fn read_guarded(path: &Path) -> Result<Vec<u8>, TlsError> {
         read_guarded(path).map_err(|fault| TlsError::file(path, fault))
-    }
-
-    /// This end's key.
-    pub(super) fn own(&self) -> Result<OwnKey, TlsError> {
-        OwnKey::load(&self.directory.join(KEY))
     }
 
     /// All trusted keys. A list that is read from the file has at least one.
@@ -216,8 +211,10 @@ pub(super) struct OwnKey {
 }
 
 impl OwnKey {
-    fn load(path: &Path) -> Result<Self, TlsError> {
-        let read = read_secret(path).and_then(|text| Self::from_pem(&text));
+    /// The key in `directory`.
+    pub(super) fn load(directory: &Path) -> Result<Self, TlsError> {
+        let path = directory.join(KEY);
+        let read = read_secret(&path).and_then(|text| Self::from_pem(&text));
         read.map_err(|fault| TlsError::file(path, fault))
     }
 

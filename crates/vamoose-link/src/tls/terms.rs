@@ -22,6 +22,7 @@ use super::{
     Cipher, End, Security, TlsError,
     error::Shown,
     handshake::{self, ALPN, Secured},
+    keys::OwnKey,
     verifier::{PeerVerifier, RefusalSlot, Trust},
 };
 use crate::Socket;
@@ -74,7 +75,7 @@ impl Security {
                 (certified, shown, trust)
             }
             Self::Keys(keys) => {
-                let own = keys.own()?;
+                let own = OwnKey::load(&keys.directory)?;
                 let trust = Trust::Keys(keys.all_trusted()?);
                 (own.certified, Shown::Key(own.public), trust)
             }
