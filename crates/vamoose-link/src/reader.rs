@@ -431,7 +431,7 @@ impl ChannelReader {
         if found == sent {
             return Ok(());
         }
-        self.stats.add_changed_packet();
+        self.stats.changed_packets.add(1);
         Err(ReadError::Changed {
             packet: PacketName::of(header),
             path: self.stream.connection_name(),

@@ -366,7 +366,7 @@ impl ChannelWriter {
             let buffers = (&mut self.copy, &mut *self.payload);
             let stats = &self.sender.stats;
             if let Some(delta) = &delta {
-                stats.set_kept(delta.kept_bytes());
+                stats.delta_cache_bytes.set(delta.kept_bytes());
             }
             self.encoder.begin_encode();
             let versions = (delta, self.store.as_mut());

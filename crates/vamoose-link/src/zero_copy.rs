@@ -169,7 +169,7 @@ impl ZeroCopy {
                     left.advance(bytes);
                     self.outstanding += 1;
                     self.sends.all += 1;
-                    stats.add_zero_copy_send();
+                    stats.zero_copy_sends.add(1);
                     // So that the kernel does not run out of memory for notifications.
                     self.read_notifications(kernel, stats)?;
                 }
@@ -180,7 +180,7 @@ impl ZeroCopy {
                         // The limit does not allow a single pinned send.
                         copy(&mut left, 0)?;
                         self.sends.all += 1;
-                        stats.add_zero_copy_send();
+                        stats.zero_copy_sends.add(1);
                         self.add_copied(1, stats);
                     }
                 }
@@ -196,7 +196,7 @@ impl ZeroCopy {
             self.wait_for_some(kernel, stats)?;
         }
         if self.sends.all > 0 && self.sends.copied == self.sends.all {
-            stats.add_missed_zero_copy();
+            stats.missed_zero_copy.add(1);
         }
         self.sends = Sends::default();
         Ok(())
@@ -245,7 +245,7 @@ impl ZeroCopy {
 
     fn add_copied(&mut self, sends: u64, stats: &Stats) {
         self.sends.copied += sends;
-        stats.add_copied_sends(sends);
+        stats.copied_sends.add_all(sends);
     }
 }
 

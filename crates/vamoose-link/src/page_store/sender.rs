@@ -296,7 +296,8 @@ impl StoreWriter {
             self.sender
                 .missed
                 .fetch_add(missing.len() as u64, Ordering::Relaxed);
-            self.sender.stats.add_shared(found, missing.len());
+            self.sender.stats.shared_pages.add(found);
+            self.sender.stats.missed_pages.add(missing.len());
             if !missing.is_empty() {
                 return Ok(Some(decided.only(&missing, self.page_size)));
             }
