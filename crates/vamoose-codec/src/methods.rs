@@ -29,7 +29,7 @@ pub struct MethodInfo {
     /// The engines, the better one first; none for method none.
     pub(crate) software: &'static [Software],
     /// How the packets of a channel depend on each other.
-    pub(crate) framing: Framing,
+    pub framing: Framing,
     /// The decoder of a new channel. `None` for method none.
     pub(crate) unpacker: Option<NewUnpacker>,
 }
@@ -145,11 +145,6 @@ pub fn info(method: Method) -> Option<MethodInfo> {
 }
 
 impl MethodInfo {
-    /// How the packets of a channel depend on each other.
-    pub fn framing(&self) -> Framing {
-        self.framing
-    }
-
     /// Its engines in software and the levels that each serves, the better one first.
     pub fn engines(&self) -> impl Iterator<Item = (&'static str, RangeInclusive<i32>)> + '_ {
         self.levels.iter().flat_map(|levels| {

@@ -49,7 +49,7 @@ impl Settings {
 
     /// How the packets of a channel depend on each other.
     pub fn framing(&self) -> Framing {
-        methods::info(self.method).map_or(Framing::Stream, |info| info.framing())
+        methods::info(self.method).map_or(Framing::Stream, |info| info.framing)
     }
 
     /// Name of the software engine: a library, or `copy` for method none.

@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// Maintains the bound of one connection.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Backlog {
     next_look: Option<Instant>,
     bound: Bound,
@@ -36,14 +36,6 @@ const TIME: Duration = Duration::from_millis(25);
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 impl Backlog {
-    /// For a new connection.
-    pub(crate) fn new() -> Self {
-        Self {
-            next_look: None,
-            bound: Bound::default(),
-        }
-    }
-
     /// Call before each packet written to `socket`, always the same socket.
     pub(crate) fn bound(&mut self, socket: &Socket) {
         let Socket::Tcp(stream) = socket else {
@@ -152,7 +144,7 @@ mod tests {
 
     #[test]
     fn send_buffer_is_bounded() {
-        let bounded = fill(|socket| Backlog::new().bound(socket));
+        let bounded = fill(|socket| Backlog::default().bound(socket));
         // Plus a started segment.
         let most = FIRST as usize + (128 << 10);
         assert!(bounded <= most, "{bounded}");

@@ -60,7 +60,7 @@ pub use self::{
 };
 pub(crate) use self::{
     caches::Share,
-    incoming::{Failure, Incoming},
+    incoming::{Incoming, Versions},
     outgoing::Outgoing,
 };
 

@@ -86,7 +86,7 @@ pub use page_store::{StoreListener, StoreLister, StoreSender};
 pub use pages::CopyPages;
 pub use peer::{Peer, Peers, all_has_come, peer_inode, peer_of};
 pub use queue::PollQueue;
-pub use reader::{ChannelReader, ReadError, Received};
+pub use reader::{ChannelReader, PacketName, PayloadFault, ReadError, Received};
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub use session::testing as session_testing;

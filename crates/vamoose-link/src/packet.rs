@@ -1,17 +1,15 @@
 //! A packet in memory: its header and its pages, decoded.
 
-use std::mem;
-
 use multifd::{DeviceStateHeader, Layout, PacketKind, RamHeader};
 
 /// One packet between a reader and a writer. Created once, reused for the whole migration.
 pub struct Packet {
     /// Header of device state, while the packet holds device state instead of pages.
-    device_state: Option<Box<DeviceStateHeader>>,
-    ram: RamHeader,
+    pub(crate) device_state: Option<Box<DeviceStateHeader>>,
+    pub(crate) ram: RamHeader,
     layout: Layout,
     /// As long as the longest payload, so that it can be exchanged for a payload buffer.
-    pages: Box<[u8]>,
+    pub(crate) pages: Box<[u8]>,
     state: Vec<u8>,
 }
 
@@ -33,11 +31,6 @@ impl Packet {
             None => PacketKind::Ram,
             Some(_) => PacketKind::DeviceState,
         }
-    }
-
-    /// Header of device state, if the packet holds device state.
-    pub(crate) fn device_state(&self) -> Option<&DeviceStateHeader> {
-        self.device_state.as_deref()
     }
 
     /// The header of a RAM packet; meaningless while the packet holds device state.
@@ -65,23 +58,6 @@ impl Packet {
     pub(crate) fn ram_parts(&mut self) -> (&mut RamHeader, &mut [u8]) {
         let len = self.pages_len();
         (&mut self.ram, &mut self.pages[..len])
-    }
-
-    /// Exchanges the buffer of the pages for one of the same length.
-    pub(crate) fn exchange(&mut self, payload: &mut Box<[u8]>) {
-        mem::swap(&mut self.pages, payload);
-    }
-
-    /// The header, to be changed, and the encoded payload, in place of the pages.
-    pub(crate) fn encoded(&mut self) -> (&mut RamHeader, &mut [u8]) {
-        let len = self.ram.payload_len();
-        (&mut self.ram, &mut self.pages[..len])
-    }
-
-    /// The header, to be changed, the buffer of the normal pages, and their length.
-    pub(crate) fn ram_buffer(&mut self) -> (&mut RamHeader, &mut Box<[u8]>, usize) {
-        let len = self.pages_len();
-        (&mut self.ram, &mut self.pages, len)
     }
 
     /// Turns zero pages into normal ones, for a destination that does not support zero pages.
@@ -113,10 +89,6 @@ impl Packet {
         &self.state
     }
 
-    pub(crate) fn set_ram(&mut self) {
-        self.device_state = None;
-    }
-
     /// Makes this a packet of device state; returns the buffer for its payload.
     pub(crate) fn set_device_state(&mut self, header: DeviceStateHeader) -> &mut Vec<u8> {
         self.device_state = Some(Box::new(header));
@@ -126,7 +98,7 @@ impl Packet {
     }
 
     /// At most the length of `pages`: a header never names more pages than a packet holds.
-    fn pages_len(&self) -> usize {
+    pub(crate) fn pages_len(&self) -> usize {
         self.ram.normal_offsets().len() * self.layout.page_size()
     }
 }

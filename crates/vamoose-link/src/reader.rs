@@ -18,10 +18,11 @@ use vm_memory::VolatileSlice;
 use crate::{
     DeltaError, DeltaReceiver, Packet, Stats, StoreLister, Stream,
     adaptive::meter::{Activity, WaitMeter},
-    delta::{Failure, Incoming},
+    delta::{Incoming, Versions},
     is_stall, memory,
     page_store::StoreReader,
     pages::{CopyPages, PageSink, copy_to_guest},
+    socket::is_transient,
     stats::cpu_timed,
 };
 
@@ -75,45 +76,40 @@ pub enum ReadError {
     #[error("bad packet")]
     Packet(#[from] PacketError),
     #[error("bad payload of {packet}")]
-    Decode {
+    Payload {
         packet: PacketName,
         #[source]
-        error: DecodeError,
-    },
-    /// Differences that cannot be restored.
-    #[error("bad differences in {packet}")]
-    Delta {
-        packet: PacketName,
-        #[source]
-        error: DeltaError,
-    },
-    /// References to a page store that this end does not have.
-    #[error("{packet} refers to a page store, and this end has offered none")]
-    NoStore { packet: PacketName },
-    /// The link changed the bytes, more than once.
-    #[error("cannot read the payload of {packet}")]
-    Corrupt {
-        packet: PacketName,
-        #[source]
-        error: io::Error,
-    },
-    /// All bytes arrived unchanged, but the decoded pages are not the ones sent.
-    #[error(
-        "the pages of {packet} are not those that were sent: their CRC-32C is {found:#010x} after decoding and was \
-         {sent:#010x} before encoding, though {path} carried the bytes between unchanged; the memory or a processor \
-         of one of the hosts is broken"
-    )]
-    Changed {
-        packet: PacketName,
-        path: String,
-        found: u32,
-        sent: u32,
+        fault: PayloadFault,
     },
     /// Device state on a channel for pages.
     #[error("a packet of device state came on a channel for pages only")]
     DeviceState,
     #[error("{given} bytes of memory were given for a packet whose pages are {expected} bytes")]
     Pages { given: usize, expected: usize },
+}
+
+/// Why a payload does not become the pages that were sent.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
+pub enum PayloadFault {
+    #[error(transparent)]
+    Decode(#[from] DecodeError),
+    /// Differences that cannot be restored.
+    #[error(transparent)]
+    Delta(#[from] DeltaError),
+    /// References to a page store that this end does not have.
+    #[error("it refers to a page store, and this end has offered none")]
+    NoStore,
+    /// The link changed the bytes, more than once.
+    #[error("it cannot be read")]
+    Corrupt(#[source] io::Error),
+    /// All bytes arrived unchanged, but the decoded pages are not the ones sent.
+    #[error(
+        "its pages are not those that were sent: their CRC-32C is {found:#010x} after decoding and was {sent:#010x} before \
+         encoding, though {path} carried the bytes between unchanged; the memory or a processor of one of the hosts is broken"
+    )]
+    Changed { path: String, found: u32, sent: u32 },
 }
 
 /// The packet an error is about.
@@ -168,7 +164,7 @@ impl ChannelReader {
 
     /// Accepts differences to pages in `slots`, which all channels of a migration share.
     pub fn take_differences(&mut self, slots: Arc<DeltaReceiver>) {
-        self.delta = Some(Incoming::from_slots(slots, self.layout));
+        self.delta = Some(Incoming::new(Versions::Slots(slots), self.layout));
     }
 
     /// Keeps pages in the store of `lister`, and accepts references to it.
@@ -179,7 +175,7 @@ impl ChannelReader {
     /// Accepts differences to the pages in guest memory, where their pages go
     /// ([`read_pages`](Self::read_pages)). Nothing else may write there.
     pub fn take_differences_in_place(&mut self) {
-        self.delta = Some(Incoming::in_place(self.layout));
+        self.delta = Some(Incoming::new(Versions::Memory, self.layout));
     }
 
     /// Reads the next packet into `packet`. Waits for its beginning without limit, and for the rest within the stall timeout.
@@ -208,7 +204,7 @@ impl ChannelReader {
         };
         match prelude.kind() {
             PacketKind::Ram => {
-                packet.set_ram();
+                packet.device_state = None;
                 self.finish_header(prelude, got, packet.ram_mut())?;
             }
             PacketKind::DeviceState => self.read_device_state(prelude, got, packet)?,
@@ -241,12 +237,12 @@ impl ChannelReader {
         let (header, pages) = packet.ram_parts();
         let pages_len = pages.len();
         let mut sink = PageSink::Own(pages);
-        let received = self.receive_timed(header, &mut sink);
-        if let Ok(Some(len)) = received
+        let received = self.receive_timed(header, &mut sink)?;
+        if let Some(len) = received
             && header.method == Method::ZstdFrames
             && checks_itself(&self.payload[..len], pages_len)
         {
-            packet.exchange(&mut self.payload);
+            mem::swap(&mut packet.pages, &mut self.payload);
             self.turn_to(Activity::Output);
             return Ok(true);
         }
@@ -259,25 +255,19 @@ impl ChannelReader {
     /// [`read_frame`](Self::read_frame).
     fn read_shared(&mut self, packet: &mut Packet, may_stay: bool) -> Result<bool, ReadError> {
         let (header, pages) = packet.ram_parts();
-        let name = PacketName::of(header);
         let (page_size, count) = (self.layout.page_size(), header.normal_offsets().len());
-        let received = self.receive_timed(header, &mut PageSink::Own(pages));
-        let len = received.map_err(|error| corrupt(header, error))?;
+        let len = self.receive_timed(header, &mut PageSink::Own(pages))?;
         let payload = &self.payload[..len.unwrap_or_default()];
-        let Some(store) = &mut self.store else {
-            return Err(ReadError::NoStore { packet: name });
-        };
+        let store = self.store.as_mut();
+        let store = store.ok_or_else(|| bad(header, PayloadFault::NoStore))?;
         let parts = store.open(payload, count);
-        let parts = parts.map_err(|error| ReadError::Decode {
-            packet: name.clone(),
-            error,
-        })?;
+        let parts = parts.map_err(|error| bad(header, error))?;
         header.method = parts.method;
         header.set_payload_len(parts.len, self.layout)?;
         let whole = (parts.method, parts.references) == (Method::ZstdFrames, 0);
         if may_stay && whole && checks_itself(&self.payload[..parts.len], pages.len()) {
             store.keep(parts.method, &self.payload[..parts.len]);
-            packet.exchange(&mut self.payload);
+            mem::swap(&mut packet.pages, &mut self.payload);
             self.turn_to(Activity::Output);
             return Ok(true);
         }
@@ -289,7 +279,7 @@ impl ChannelReader {
             _ => &mut rest[..encoded],
         };
         if encoded > 0 {
-            self.finish_payload(header, PageSink::Own(to), Ok(Some(parts.len)))?;
+            self.finish_payload(header, PageSink::Own(to), Some(parts.len))?;
         }
         if let Some(store) = &mut self.store {
             store.keep(parts.method, &self.payload[..parts.len]);
@@ -360,7 +350,7 @@ impl ChannelReader {
         header: &RamHeader,
         mut sink: PageSink<'_>,
     ) -> Result<(), ReadError> {
-        let received = self.receive_timed(header, &mut sink);
+        let received = self.receive_timed(header, &mut sink)?;
         self.finish_payload(header, sink, received)
     }
 
@@ -372,22 +362,32 @@ impl ChannelReader {
         self.turn_to(Activity::Input);
         let received = self.receive_payload(header, sink);
         self.turn_to(Activity::Work);
-        received
+        received.map_err(|error| match error {
+            ReadError::Io(error) if error.kind() == io::ErrorKind::InvalidData => {
+                bad(header, PayloadFault::Corrupt(error))
+            }
+            error => error,
+        })
     }
 
+    /// Decodes the first `received` bytes of the buffer, if there is anything to decode, and checks the pages.
     fn finish_payload(
         &mut self,
         header: &RamHeader,
-        sink: PageSink<'_>,
-        received: Result<Option<usize>, ReadError>,
+        mut sink: PageSink<'_>,
+        received: Option<usize>,
     ) -> Result<(), ReadError> {
-        let decoded = self.decode_payload(header, sink, received);
+        let decoded = match received {
+            None => Ok(()),
+            Some(len) if header.method == Method::Delta => self.restore(len, &mut sink),
+            Some(len) => self.decode_checked(header.method, len, &mut sink),
+        };
         self.turn_to(Activity::Output);
         let shares = self.meter.as_mut().and_then(WaitMeter::shares);
         if let Some(shares) = shares {
             self.stream.report_wait(shares.input);
         }
-        decoded
+        decoded.map_err(|fault| bad(header, fault))
     }
 
     fn turn_to(&mut self, activity: Activity) {
@@ -396,21 +396,13 @@ impl ChannelReader {
         }
     }
 
-    /// Decodes a payload that was received, and checks the pages.
-    fn decode_payload(
+    fn decode_checked(
         &mut self,
-        header: &RamHeader,
-        mut sink: PageSink<'_>,
-        received: Result<Option<usize>, ReadError>,
-    ) -> Result<(), ReadError> {
-        let encoded = received.map_err(|error| corrupt(header, error))?;
-        let Some(len) = encoded else {
-            return Ok(());
-        };
-        if header.method == Method::Delta {
-            return self.restore(header, len, &mut sink);
-        }
-        self.decode(header, len, &mut sink)?;
+        method: Method,
+        len: usize,
+        sink: &mut PageSink<'_>,
+    ) -> Result<(), PayloadFault> {
+        self.decode(method, len, sink)?;
         let Some(sent) = self.stream.pages_sum() else {
             return Ok(());
         };
@@ -418,54 +410,34 @@ impl ChannelReader {
             return Ok(());
         }
         // Decode again, unless the decoder has moved on in its stream.
-        let is_independent = vamoose_codec::info(header.method)
-            .is_some_and(|info| matches!(info.framing(), Framing::Packet));
+        let is_independent =
+            vamoose_codec::info(method).is_some_and(|info| info.framing == Framing::Packet);
         if is_independent {
-            self.decode(header, len, &mut sink)?;
+            self.decode(method, len, sink)?;
         }
-        self.compare(header, sink.sum(), sent)
+        self.compare(sink.sum(), sent)
     }
 
     /// Compares the checksum of a packet's pages with the one sent.
-    fn compare(&self, header: &RamHeader, found: u32, sent: u32) -> Result<(), ReadError> {
+    fn compare(&self, found: u32, sent: u32) -> Result<(), PayloadFault> {
         if found == sent {
             return Ok(());
         }
         self.stats.changed_packets.add(1);
-        Err(ReadError::Changed {
-            packet: PacketName::of(header),
-            path: self.stream.connection_name(),
-            found,
-            sent,
-        })
+        let path = self.stream.connection_name();
+        Err(PayloadFault::Changed { path, found, sent })
     }
 
     /// Decodes the first `len` bytes of the buffer, which hold differences, into the sink.
-    fn restore(
-        &mut self,
-        header: &RamHeader,
-        len: usize,
-        sink: &mut PageSink<'_>,
-    ) -> Result<(), ReadError> {
-        let refused = |error| ReadError::Delta {
-            packet: PacketName::of(header),
-            error,
-        };
-        let delta = self.delta.as_mut();
-        let delta = delta.ok_or_else(|| refused(DeltaError::Unexpected))?;
-        let sent = self.stream.pages_sum();
-        let sent = sent.ok_or_else(|| refused(DeltaError::Unchecked))?;
+    fn restore(&mut self, len: usize, sink: &mut PageSink<'_>) -> Result<(), PayloadFault> {
+        let delta = self.delta.as_mut().ok_or(DeltaError::Unexpected)?;
+        let sent = self.stream.pages_sum().ok_or(DeltaError::Unchecked)?;
         let (decoder, payload) = (&mut self.decoder, &self.payload[..len]);
         let (restored, time) = cpu_timed(|| delta.decode(decoder, payload, sink, sent));
         self.stats.add_decode(time);
-        match restored {
-            Ok(()) => {}
-            Err(Failure::Changed(found)) => return self.compare(header, found, sent),
-            Err(Failure::Delta(error)) => return Err(refused(error)),
-            Err(Failure::Decode(error)) => {
-                let packet = PacketName::of(header);
-                return Err(ReadError::Decode { packet, error });
-            }
+        let found = restored?;
+        if found != sent {
+            return self.compare(found, sent);
         }
         for _ in 0..ATTEMPTS {
             match sink {
@@ -476,7 +448,7 @@ impl ChannelReader {
                 return Ok(());
             }
         }
-        self.compare(header, sink.sum(), sent)
+        self.compare(sink.sum(), sent)
     }
 
     /// Reads the payload of a RAM packet: pages of method none into the sink, an encoded payload into the buffer. Returns the
@@ -511,12 +483,11 @@ impl ChannelReader {
     /// Decodes the first `len` bytes of the buffer into the sink.
     fn decode(
         &mut self,
-        header: &RamHeader,
+        method: Method,
         len: usize,
         sink: &mut PageSink<'_>,
-    ) -> Result<(), ReadError> {
-        let (decoder, method) = (&mut self.decoder, header.method);
-        let payload = &self.payload[..len];
+    ) -> Result<(), DecodeError> {
+        let (decoder, payload) = (&mut self.decoder, &self.payload[..len]);
         let (result, time) = cpu_timed(|| match sink {
             PageSink::Own(pages) => decoder.decode(method, payload, pages),
             PageSink::Guest(pages, copy) => {
@@ -525,12 +496,8 @@ impl ChannelReader {
                 Ok(())
             }
         });
-        result.map_err(|error| ReadError::Decode {
-            packet: PacketName::of(header),
-            error,
-        })?;
         self.stats.add_decode(time);
-        Ok(())
+        result
     }
 
     /// Waits for a packet and reads its first bytes, 12 to `at_most`, into the header buffer. Returns their number; `None` when
@@ -542,11 +509,7 @@ impl ChannelReader {
                 Ok(0) => return Ok(None),
                 Ok(got) => break got,
                 // A sender may be silent between packets: it is paced, or its guest is idle.
-                Err(error)
-                    if matches!(
-                        error.kind(),
-                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
-                    ) => {}
+                Err(error) if is_transient(&error) => {}
                 Err(error) => return Err(error.into()),
             }
         };
@@ -605,14 +568,10 @@ impl ChannelReader {
 /// How often pages are copied to guest memory before a wrong checksum is an error.
 const ATTEMPTS: usize = 2;
 
-/// Names the packet of a payload that was corrupted on the link.
-fn corrupt(header: &RamHeader, error: ReadError) -> ReadError {
-    match error {
-        ReadError::Io(error) if error.kind() == io::ErrorKind::InvalidData => {
-            let packet = PacketName::of(header);
-            ReadError::Corrupt { packet, error }
-        }
-        error => error,
+fn bad(header: &RamHeader, fault: impl Into<PayloadFault>) -> ReadError {
+    ReadError::Payload {
+        packet: PacketName::of(header),
+        fault: fault.into(),
     }
 }
 
@@ -736,7 +695,10 @@ mod tests {
             send_changed(&near, method);
             let mut reader = reader(&sessions);
             let error = reader.read(&mut Packet::new(LAYOUT)).unwrap_err();
-            let ReadError::Changed { packet, path, .. } = &error else {
+            let ReadError::Payload { packet, fault } = &error else {
+                panic!("{error:?}");
+            };
+            let PayloadFault::Changed { path, .. } = fault else {
                 panic!("{error:?}");
             };
             assert_eq!(packet.packet_num, 7);
@@ -767,7 +729,10 @@ mod tests {
         let error = reader
             .read_pages_by(&header, &slices, &mut counted)
             .unwrap_err();
-        assert!(matches!(error, ReadError::Changed { .. }), "{error:?}");
+        let ReadError::Payload { fault, .. } = &error else {
+            panic!("{error:?}");
+        };
+        assert!(matches!(fault, PayloadFault::Changed { .. }), "{error:?}");
         assert_eq!(copies, 2);
     }
 

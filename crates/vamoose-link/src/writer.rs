@@ -95,7 +95,7 @@ impl ChannelWriter {
         stats: Arc<Stats>,
     ) -> Self {
         let turn = Mutex::new(Turn {
-            backlog: Backlog::new(),
+            backlog: Backlog::default(),
             zero_copy: None,
         });
         let sender = Sender {
@@ -207,12 +207,12 @@ impl ChannelWriter {
     /// # Errors
     /// When the connection breaks, or the peer stops reading for the stall timeout. The channel is unusable then.
     pub fn write(&mut self, packet: &mut Packet) -> Result<(), WriteError> {
-        if let Some(header) = packet.device_state() {
+        if let Some(header) = &packet.device_state {
             let (header, state) = (header.as_bytes(), Payload::Borrowed(packet.state()));
             return self.sender.send(header, state);
         }
-        let (header, pages, len) = packet.ram_buffer();
-        self.write_ram(header, PageSource::Own(pages, len))
+        let len = packet.pages_len();
+        self.write_ram(&mut packet.ram, PageSource::Own(&mut packet.pages, len))
     }
 
     /// Whether a packet with this header can be sent as
@@ -232,7 +232,8 @@ impl ChannelWriter {
     /// # Errors
     /// As [`ChannelWriter::write`].
     pub fn write_frame(&mut self, packet: &mut Packet) -> Result<(), WriteError> {
-        let (header, payload) = packet.encoded();
+        let header = &mut packet.ram;
+        let payload = &packet.pages[..header.payload_len()];
         header.sync = false;
         header.method = Method::Zstd;
         self.header.clear();
@@ -461,6 +462,7 @@ impl ChannelWriter {
 }
 
 /// The result of encoding a packet's pages.
+#[derive(Default)]
 struct Encoded {
     method: Method,
     /// Length of the payload in its buffer; `None` if the pages are the payload.
@@ -505,8 +507,7 @@ fn encode(
             method: encoded.method,
             len: Some(encoded.payload.len()),
             sum,
-            differences: 0,
-            references: 0,
+            ..Encoded::default()
         });
     }
     let pages = pages.gather(copy);
@@ -518,7 +519,7 @@ fn encode(
             len: Some(made.len),
             sum: Some(crc32c::crc32c(pages)),
             differences: made.differences,
-            references: 0,
+            ..Encoded::default()
         });
     }
     if let Some(store) = store
@@ -542,8 +543,7 @@ fn encode_all(
         method: encoded.method,
         len: is_encoded.then_some(encoded.payload.len()),
         sum: is_summed.then(|| crc32c::crc32c(pages)),
-        differences: 0,
-        references: 0,
+        ..Encoded::default()
     })
 }
 
@@ -560,11 +560,8 @@ fn encode_shared(
     let to_encode = rest.as_deref().unwrap_or(pages);
     let mut encoded = match to_encode {
         [] => Encoded {
-            method: Method::None,
             len: Some(0),
-            sum: None,
-            differences: 0,
-            references: 0,
+            ..Encoded::default()
         },
         _ => encode_all(encoder, to_encode, checks, out)?,
     };

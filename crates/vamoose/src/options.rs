@@ -148,7 +148,7 @@ fn encoders_help() -> String {
 /// Methods that let a channel encode several packets at once.
 fn independent_methods() -> String {
     let methods = MethodName::fixed().filter(|method| {
-        let framing = info(*method).map(|info| info.framing());
+        let framing = info(*method).map(|info| info.framing);
         *method != Method::None && framing == Some(Framing::Packet)
     });
     let names = std::iter::once(MethodChoice::ADAPTIVE).chain(methods.map(Method::name));

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use multifd::{Layout, Method};
 use vamoose_codec::{
-    DecodeError, Decoder,
+    Decoder,
     delta::{Mark, read_table},
 };
 use vm_memory::VolatileSlice;
 
 use super::{DeltaError, DeltaReceiver};
-use crate::pages::PageSink;
+use crate::{pages::PageSink, reader::PayloadFault};
 
 /// Restores the packets of one reader.
 pub(crate) struct Incoming {
@@ -24,44 +24,14 @@ pub(crate) struct Incoming {
 }
 
 /// Where earlier versions are.
-enum Versions {
+pub(crate) enum Versions {
     Slots(Arc<DeltaReceiver>),
     /// In guest memory, where the pages go.
     Memory,
 }
 
-/// A packet whose pages could not be restored.
-pub(crate) enum Failure {
-    Decode(DecodeError),
-    Delta(DeltaError),
-    /// The restored pages have this checksum, which is not the one sent.
-    Changed(u32),
-}
-
-impl From<DecodeError> for Failure {
-    fn from(error: DecodeError) -> Self {
-        Self::Decode(error)
-    }
-}
-
-impl From<DeltaError> for Failure {
-    fn from(error: DeltaError) -> Self {
-        Self::Delta(error)
-    }
-}
-
 impl Incoming {
-    /// Earlier versions are in slots.
-    pub(crate) fn from_slots(slots: Arc<DeltaReceiver>, layout: Layout) -> Self {
-        Self::of(Versions::Slots(slots), layout)
-    }
-
-    /// Earlier versions are in guest memory.
-    pub(crate) fn in_place(layout: Layout) -> Self {
-        Self::of(Versions::Memory, layout)
-    }
-
-    fn of(versions: Versions, layout: Layout) -> Self {
+    pub(crate) fn new(versions: Versions, layout: Layout) -> Self {
         Self {
             versions,
             page_size: layout.page_size(),
@@ -78,15 +48,15 @@ impl Incoming {
         }
     }
 
-    /// Decodes a packet and restores its pages, whose checksum is `sum`. Pages for guest memory are left in
-    /// [`decoded`](Self::decoded). The cache stays as it is until the checksum is right, so decoding again is harmless.
+    /// Decodes a packet and restores its pages, whose checksum is `sum`, and returns their checksum. Pages for guest memory are left
+    /// in [`decoded`](Self::decoded). The cache stays as it is until the checksum is right, so decoding again is harmless.
     pub(crate) fn decode(
         &mut self,
         decoder: &mut Decoder,
         payload: &[u8],
         sink: &mut PageSink<'_>,
         sum: u32,
-    ) -> Result<(), Failure> {
+    ) -> Result<u32, PayloadFault> {
         let len = sink.len();
         self.marks.clear();
         self.marks.resize(len / self.page_size, Mark::Plain);
@@ -116,7 +86,7 @@ impl Incoming {
         pages: &mut [u8],
         memory: Option<&[VolatileSlice<'_>]>,
         sum: u32,
-    ) -> Result<(), Failure> {
+    ) -> Result<u32, PayloadFault> {
         let mut found = 0;
         for _ in 0..ATTEMPTS {
             self.earlier.clear();
@@ -133,10 +103,10 @@ impl Incoming {
                 if let Versions::Slots(slots) = &self.versions {
                     slots.keep(&self.marks, pages)?;
                 }
-                return Ok(());
+                break;
             }
         }
-        Err(Failure::Changed(found))
+        Ok(found)
     }
 }
 

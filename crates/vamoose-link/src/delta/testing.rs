@@ -9,7 +9,7 @@ use vamoose_codec::{
     delta::{Mark, read_table},
 };
 
-use super::{DeltaReceiver, DeltaSender, Incoming, Outgoing};
+use super::{DeltaReceiver, DeltaSender, Incoming, Outgoing, Versions};
 use crate::pages::PageSink;
 
 /// A sender and a receiver with the same pages.
@@ -36,7 +36,7 @@ impl Pair {
             layout,
             outgoing: Outgoing::new(Arc::new(DeltaSender::new(bytes, layout)), layout)
                 .expect("memory"),
-            incoming: Incoming::from_slots(receiver, layout),
+            incoming: Incoming::new(Versions::Slots(receiver), layout),
             decoder: Decoder::new(layout),
             header,
             epoch: 0,
@@ -77,7 +77,10 @@ impl Pair {
             let (decoder, payload) = (&mut self.decoder, &self.out[..made.len]);
             let mut sink = PageSink::Own(&mut pages);
             let decoded = self.incoming.decode(decoder, payload, &mut sink, sum);
-            assert!(decoded.is_ok() && pages == sent, "other pages");
+            assert!(
+                decoded.is_ok_and(|found| found == sum) && pages == sent,
+                "other pages"
+            );
         }
         (bytes, differences)
     }

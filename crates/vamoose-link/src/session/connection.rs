@@ -220,7 +220,7 @@ impl NewConnection {
         let sender = Sender {
             connection,
             sealer,
-            backlog: Backlog::new(),
+            backlog: Backlog::default(),
         };
         (receiver, sender)
     }
