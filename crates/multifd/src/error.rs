@@ -1,4 +1,5 @@
 //! Errors of a peer, with field and value.
+#![allow(missing_docs, reason = "the messages say it")]
 
 use thiserror::Error;
 
@@ -10,7 +11,6 @@ use crate::{
 /// The first 64 bytes of a data channel are not those of a multifd channel.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
 pub enum InitialError {
     /// Not a multifd channel at all.
     #[error(
@@ -30,7 +30,6 @@ pub enum InitialError {
 /// Sizes, in bytes, for which there is no multifd format.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
 pub enum LayoutError {
     #[error("page size {page_size} is not a power of two from 1024 to {PACKET_BYTES}")]
     PageSize { page_size: u32 },
@@ -46,7 +45,6 @@ pub enum LayoutError {
 /// the start of the RAM block.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
 pub enum PacketError {
     #[error(
         "packet magic is {found:#010x}, expected {MAGIC:#010x}: the stream is corrupt or out of step"

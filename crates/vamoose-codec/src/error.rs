@@ -1,4 +1,5 @@
 //! What can go wrong, and whose fault it is.
+#![allow(missing_docs, reason = "the messages say it")]
 
 use std::cmp::Ordering;
 
@@ -8,7 +9,6 @@ use thiserror::Error;
 /// A method, level or engine that is not available.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
 pub enum SettingsError {
     #[error("{method} has no level {level}, only {min} to {max}")]
     Level {
@@ -54,7 +54,6 @@ fn names(methods: &[Method]) -> String {
 /// may hold history that the peer will never see.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
 pub enum EncodeError {
     #[error("{len} bytes of pages were given for one packet, at most {max} fit")]
     Input { len: usize, max: usize },
@@ -98,7 +97,6 @@ pub enum EncodeError {
 /// [`DecodeError::Output`], which changes nothing, the decoder is of no further use.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
 pub enum DecodeError {
     #[error("the peer sent {found} bytes for raw pages of {expected} bytes")]
     RawLength { found: usize, expected: usize },

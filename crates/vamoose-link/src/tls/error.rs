@@ -2,6 +2,7 @@
 //!
 //! The refusing end knows the reason ([`Refusal`]). The other end receives only the number of a TLS alert; [`Objection`] explains
 //! what it means for its own certificate or key.
+#![allow(missing_docs, reason = "the messages say it")]
 
 use std::{fmt, io, path::PathBuf};
 
@@ -13,7 +14,6 @@ use super::PublicKey;
 /// A connection could not be secured.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
 pub enum TlsError {
     /// A file of certificates or keys cannot be used.
     #[error("cannot use {}", path.display())]
@@ -84,7 +84,6 @@ impl fmt::Display for End {
 /// Why a file cannot be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
 pub enum FileFault {
     /// It cannot be read or written.
     #[error(transparent)]
@@ -113,7 +112,6 @@ impl FileFault {
 /// Why this end refuses its peer.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
 pub enum Refusal {
     /// The certificate is for another server.
     #[error("its certificate cannot be used: {0}")]
@@ -135,7 +133,6 @@ pub enum Refusal {
 /// Why the peer refuses this end, as far as its alert tells.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
 pub enum Objection {
     /// No name in the certificate is allowed there.
     #[error("it does not allow the name in {}: {}", certificate.display(), list(.names))]
