@@ -134,13 +134,8 @@ pub(crate) fn is_worth_it(bytes: usize) -> bool {
 pub(crate) struct ZeroCopy {
     /// Sends that the kernel has not released.
     outstanding: u32,
-    /// Since the last flush.
-    sends: Sends,
-}
-
-#[derive(Debug, Default)]
-struct Sends {
-    all: u64,
+    /// Sends since the last flush, and those that the kernel copied.
+    sent: u64,
     copied: u64,
 }
 
@@ -168,7 +163,7 @@ impl ZeroCopy {
                 Ok(bytes) => {
                     left.advance(bytes);
                     self.outstanding += 1;
-                    self.sends.all += 1;
+                    self.sent += 1;
                     stats.zero_copy_sends.add(1);
                     // So that the kernel does not run out of memory for notifications.
                     self.read_notifications(kernel, stats)?;
@@ -179,7 +174,7 @@ impl ZeroCopy {
                     } else {
                         // The limit does not allow a single pinned send.
                         copy(&mut left, 0)?;
-                        self.sends.all += 1;
+                        self.sent += 1;
                         stats.zero_copy_sends.add(1);
                         self.add_copied(1, stats);
                     }
@@ -195,10 +190,10 @@ impl ZeroCopy {
         while self.outstanding > 0 {
             self.wait_for_some(kernel, stats)?;
         }
-        if self.sends.all > 0 && self.sends.copied == self.sends.all {
+        if self.sent > 0 && self.copied == self.sent {
             stats.missed_zero_copy.add(1);
         }
-        self.sends = Sends::default();
+        (self.sent, self.copied) = (0, 0);
         Ok(())
     }
 
@@ -244,7 +239,7 @@ impl ZeroCopy {
     }
 
     fn add_copied(&mut self, sends: u64, stats: &Stats) {
-        self.sends.copied += sends;
+        self.copied += sends;
         stats.copied_sends.add_all(sends);
     }
 }
