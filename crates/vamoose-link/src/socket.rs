@@ -320,7 +320,7 @@ impl TryFrom<OwnedFd> for Socket {
         }
         let socket = match sockopt::socket_domain(&socket)? {
             AddressFamily::INET | AddressFamily::INET6 => Self::Tcp(socket.into()),
-            // What is done with unix sockets can be done with all others.
+            // Only what works with a stream socket of any domain is done with these.
             _ => Self::Unix(socket.into()),
         };
         socket.made_ready(timeouts::STALL)

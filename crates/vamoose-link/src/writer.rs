@@ -279,7 +279,7 @@ impl ChannelWriter {
         self.sync.packet_num = packet_num;
         self.header.clear();
         self.sync.write(self.sender.layout, &mut self.header);
-        // Past the pacer: all channels wait for a SYNC.
+        // Without waiting for the pacer: all channels wait for a SYNC.
         self.sender.send_now(&self.header, Payload::Borrowed(&[]))?;
         // Before any writer of the channel continues.
         self.sender.channel.epoch.fetch_add(1, Ordering::Relaxed);

@@ -327,7 +327,7 @@ impl Policy {
                 self.mixed_rate = Mean::default();
             }
             if rate < self.raw_rate.value / 2.0 {
-                // Another link.
+                // So slow a link is another one.
                 self.raw_rate = Mean::default();
             }
             match is_link {
@@ -337,7 +337,7 @@ impl Policy {
             return false;
         }
         if self.mixed_rate.count >= MOST_WINDOWS {
-            // What raw packets did is long ago.
+            // The rate of raw packets was measured too long ago.
             (self.raw_rate, self.mixed_rate) = Default::default();
         }
         if self.position >= 1.0 || !(is_link || self.limit == Limit::Balance) {

@@ -71,7 +71,7 @@ pub(crate) struct Receiver {
     to: usize,
 }
 
-/// More than a packet's header between two frames' headers.
+/// Holds a packet's header, and the headers of the frames before and after it.
 const AHEAD: usize = 2048;
 
 impl Connection {

@@ -159,7 +159,7 @@ impl Incoming {
                 })?;
                 true
             }
-            // Exactly: a system call fills all of what is left.
+            // Only if both are equally long: a system call fills all that is left of the memory.
             Target::Guest(left) if receiver.is_plain() && left.bytes() == header.len => {
                 let mut rest = **left;
                 while rest.bytes() > 0 {

@@ -881,7 +881,7 @@ impl ResumableStream {
     /// Detaches the current connection, if there is one.
     fn detach(&self, mut core: MutexGuard<'_, Core>) -> Option<Arc<Connection>> {
         core.state.detach(Instant::now());
-        // They are carried out here.
+        // The caller and the lines below carry out the effects.
         core.state.take_effects();
         let connection = core.connection.take();
         drop(core);
@@ -910,7 +910,7 @@ impl OldConnection {
 
 /// The incoming half while it is in use.
 struct IncomingGuard<'a> {
-    // First: a thread that is woken must get it.
+    // Dropped first: a thread that `_turn` wakes must be able to lock it.
     incoming: MutexGuard<'a, Incoming>,
     _turn: Turn<'a>,
 }
