@@ -1,79 +1,41 @@
 //! The free slots of a queue.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A lock-free stack of slot numbers. The slot used last comes first, as its memory is still in the cache.
-///
-/// The head consists of the top slot and a tag that every change increments, by which a thread notices that the stack has
-/// changed between its read and its swap (the ABA problem).
+/// A bit for each slot, set while the slot is free. The first free slots are used again first, as their memory is still in the cache.
 #[derive(Debug)]
-pub(super) struct FreeList {
-    head: AtomicU64,
-    below: Box<[AtomicU32]>,
-}
-
-/// Number below the lowest slot.
-const NONE: u32 = u32::MAX;
+pub(super) struct FreeList(Box<[AtomicU64]>);
 
 impl FreeList {
     /// Slots 0 to `slots`, all free.
     pub(super) fn full(slots: u32) -> Self {
-        let list = Self {
-            head: AtomicU64::new(head(0, NONE)),
-            below: (0..slots).map(|_| AtomicU32::new(NONE)).collect(),
-        };
-        (0..slots).rev().for_each(|slot| list.push(slot));
+        let list = Self((0..slots.div_ceil(64)).map(|_| AtomicU64::new(0)).collect());
+        (0..slots).for_each(|slot| list.push(slot));
         list
     }
 
+    /// A thread that pops a slot sees the changes of the thread that pushed it.
     pub(super) fn pop(&self) -> Option<u32> {
-        let mut seen = self.head.load(Ordering::Acquire);
-        loop {
-            let (tag, top) = parts(seen);
-            // May be stale, but then the tag has changed.
-            let below = self.below.get(top as usize)?.load(Ordering::Relaxed);
-            let new = head(tag.wrapping_add(1), below);
-            match self.swap(seen, new) {
-                Ok(()) => return Some(top),
-                Err(now) => seen = now,
+        for (word, first) in self.0.iter().zip((0..).step_by(64)) {
+            let mut free = word.load(Ordering::Relaxed);
+            while free != 0 {
+                let bit = free.trailing_zeros();
+                let before = word.fetch_and(!(1 << bit), Ordering::AcqRel);
+                if before >> bit & 1 == 1 {
+                    return Some(first + bit);
+                }
+                free = before;
             }
         }
+        None
     }
 
     /// Puts back a popped slot.
     pub(super) fn push(&self, slot: u32) {
-        let Some(below) = self.below.get(slot as usize) else {
-            return;
-        };
-        let mut seen = self.head.load(Ordering::Relaxed);
-        loop {
-            let (tag, top) = parts(seen);
-            below.store(top, Ordering::Relaxed);
-            match self.swap(seen, head(tag.wrapping_add(1), slot)) {
-                Ok(()) => return,
-                Err(now) => seen = now,
-            }
+        if let Some(word) = self.0.get(slot as usize / 64) {
+            word.fetch_or(1 << (slot % 64), Ordering::AcqRel);
         }
     }
-
-    /// A thread that pops a slot sees the changes of the thread that pushed it.
-    fn swap(&self, seen: u64, new: u64) -> Result<(), u64> {
-        self.head
-            .compare_exchange_weak(seen, new, Ordering::AcqRel, Ordering::Acquire)
-            .map(|_| ())
-    }
-}
-
-fn head(tag: u32, top: u32) -> u64 {
-    u64::from(tag) << 32 | u64::from(top)
-}
-
-fn parts(head: u64) -> (u32, u32) {
-    let [t0, t1, t2, t3, g0, g1, g2, g3] = head.to_le_bytes();
-    (
-        u32::from_le_bytes([g0, g1, g2, g3]),
-        u32::from_le_bytes([t0, t1, t2, t3]),
-    )
 }
 
 #[cfg(test)]
@@ -83,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_come_out_once_and_the_last_one_in_comes_first() {
+    fn slots_come_out_once_and_the_first_one_first() {
         let list = FreeList::full(3);
         assert_eq!(
             [list.pop(), list.pop(), list.pop(), list.pop()],
