@@ -12,11 +12,13 @@
 //!
 //! Sources: `struct aecs_comp_table_record` of the kernel's `iaa_crypto`, and Intel's QPL.
 
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
+
 use super::huffman::{Code, Codes, DISTANCES, Header, LITERALS};
 
 /// Configuration and state of the engine for compression. The device reads it in place, so it must not be moved or changed
 /// while a descriptor refers to it. Any number of descriptors can share it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, FromZeros, Immutable, IntoBytes)]
 #[repr(C, align(32))]
 pub struct CompressAecs {
     crc: u32,
@@ -65,37 +67,24 @@ impl CompressAecs {
 
     /// The bytes in memory.
     pub fn to_bytes(&self) -> [u8; Self::SIZE as usize] {
-        let mut bytes = [0; Self::SIZE as usize];
-        put(&mut bytes[0..], &[self.crc, self.xor]);
-        put(&mut bytes[8..], &self.reserved);
-        put(&mut bytes[28..], &[self.accumulated_bits]);
-        bytes[32..288].copy_from_slice(&self.accumulator);
-        put(&mut bytes[288..], &self.literals);
-        put(&mut bytes[1432..], &self.reserved_after_literals);
-        put(&mut bytes[1440..], &self.distances);
-        put(&mut bytes[1560..], &self.reserved_after_distances);
-        bytes
+        zerocopy::transmute!(self.clone())
     }
 
     fn with(header: &Header, codes: &Codes) -> Self {
         let mut accumulator = [0; 256];
         accumulator[..header.bytes().len()].copy_from_slice(header.bytes());
         Self {
-            crc: 0,
-            xor: 0,
-            reserved: [0; 5],
             accumulated_bits: u32::from(header.bits()),
             accumulator,
             literals: codes.literals().map(packed),
-            reserved_after_literals: [0; 2],
             distances: codes.distances().map(packed),
-            reserved_after_distances: [0; 2],
+            ..Self::new_zeroed()
         }
     }
 }
 
 /// Number of occurrences of each symbol of DEFLATE, as [`statistics`](super::statistics) writes it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, FromBytes)]
 #[repr(C, align(64))]
 pub struct Histogram {
     /// Literals, end of block (which the device may not have counted), and lengths of matches.
@@ -111,21 +100,13 @@ impl Histogram {
     pub const SIZE: u32 = 1280;
 
     /// With all counts zero.
-    pub const fn new() -> Self {
-        Self {
-            literals: [0; LITERALS],
-            reserved_after_literals: [0; 2],
-            distances: [0; DISTANCES],
-            reserved_after_distances: [0; 2],
-        }
+    pub fn new() -> Self {
+        Self::new_zeroed()
     }
 
     /// From the bytes that the device wrote.
     pub fn from_bytes(bytes: &[u8; Self::SIZE as usize]) -> Self {
-        let mut histogram = Self::new();
-        take(&mut histogram.literals, &bytes[0..]);
-        take(&mut histogram.distances, &bytes[1152..]);
-        histogram
+        zerocopy::transmute!(*bytes)
     }
 
     /// The same, with every symbol counted at least once: codes from it can compress any data.
@@ -155,16 +136,4 @@ impl Default for Histogram {
 
 fn packed(code: Code) -> u32 {
     u32::from(code.bits) | u32::from(code.len) << 15
-}
-
-fn put(bytes: &mut [u8], words: &[u32]) {
-    for (place, word) in bytes.chunks_exact_mut(4).zip(words) {
-        place.copy_from_slice(&word.to_le_bytes());
-    }
-}
-
-fn take(words: &mut [u32], bytes: &[u8]) {
-    for (word, place) in words.iter_mut().zip(bytes.chunks_exact(4)) {
-        *word = u32::from_le_bytes([place[0], place[1], place[2], place[3]]);
-    }
 }
