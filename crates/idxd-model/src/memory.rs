@@ -157,9 +157,8 @@ impl View<'_> {
     pub(super) fn write_record(&mut self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
         self.each(address, bytes.len(), true, |at, range| {
             let bytes = &bytes[range];
-            // The kernel copies the pieces in their order, and other processors see stores of this architecture in
-            // theirs.
-            write_process(&[(at + 1, &bytes[1..]), (at, &bytes[..1])])
+            // Other processors see these stores in their order.
+            write_process(at + 1, &bytes[1..]) && write_process(at, &bytes[..1])
         })
     }
 }
@@ -173,21 +172,14 @@ impl Memory for View<'_> {
 
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
         self.each(address, bytes.len(), true, |at, range| {
-            write_process(&[(at, &bytes[range])])
+            write_process(at, &bytes[range])
         })
     }
 }
 
 /// Whether all of `buffer` could be read.
 fn read_process(address: u64, buffer: &mut [u8]) -> bool {
-    let local = libc::iovec {
-        iov_base: buffer.as_mut_ptr().cast(),
-        iov_len: buffer.len(),
-    };
-    let remote = libc::iovec {
-        iov_base: std::ptr::without_provenance_mut(place(address)),
-        iov_len: buffer.len(),
-    };
+    let (local, remote) = ends(buffer.as_mut_ptr(), address, buffer.len());
     // SAFETY: the kernel writes to `buffer` only, and checks itself whether the other side is readable.
     let read = unsafe {
         libc::process_vm_readv(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0)
@@ -195,41 +187,25 @@ fn read_process(address: u64, buffer: &mut [u8]) -> bool {
     usize::try_from(read) == Ok(buffer.len())
 }
 
-/// Writes the pieces, which are at most two, in their order. Whether all could be written.
-fn write_process(pieces: &[(u64, &[u8])]) -> bool {
-    let none = libc::iovec {
-        iov_base: std::ptr::null_mut(),
-        iov_len: 0,
-    };
-    let (mut local, mut remote) = ([none; 2], [none; 2]);
-    let mut length = 0;
-    for (index, (address, bytes)) in pieces.iter().enumerate() {
-        local[index] = libc::iovec {
-            iov_base: bytes.as_ptr().cast_mut().cast(),
-            iov_len: bytes.len(),
-        };
-        remote[index] = libc::iovec {
-            iov_base: std::ptr::without_provenance_mut(place(*address)),
-            iov_len: bytes.len(),
-        };
-        length += bytes.len();
-    }
-    let count = pieces.len() as libc::c_ulong;
-    // SAFETY: the kernel reads the pieces. It writes to memory that a descriptor names, to which no one has a reference,
+/// Whether all of `bytes` could be written.
+fn write_process(address: u64, bytes: &[u8]) -> bool {
+    let (local, remote) = ends(bytes.as_ptr().cast_mut(), address, bytes.len());
+    // SAFETY: the kernel reads `bytes`. It writes to memory that a descriptor names, to which no one has a reference,
     // as the submitter has promised (`Submit::submit`). The kernel checks itself whether the memory is mapped.
     let written = unsafe {
-        libc::process_vm_writev(
-            libc::getpid(),
-            local.as_ptr(),
-            count,
-            remote.as_ptr(),
-            count,
-            0,
-        )
+        libc::process_vm_writev(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0)
     };
-    usize::try_from(written) == Ok(length)
+    usize::try_from(written) == Ok(bytes.len())
 }
 
-fn place(address: u64) -> usize {
-    usize::try_from(address).unwrap_or(usize::MAX)
+fn ends(local: *mut u8, remote: u64, length: usize) -> (libc::iovec, libc::iovec) {
+    let end = |start| libc::iovec {
+        iov_base: start,
+        iov_len: length,
+    };
+    let remote = usize::try_from(remote).unwrap_or(usize::MAX);
+    (
+        end(local.cast()),
+        end(std::ptr::without_provenance_mut(remote)),
+    )
 }
