@@ -19,6 +19,7 @@
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Cursor, Write};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -81,16 +82,26 @@ impl Image {
     /// Builds an initramfs with `content` MiB of this machine's files to fill memory from. A guest needs about twice that besides
     /// the filled memory, and 100 MiB for itself.
     pub fn build(content: u32) -> Result<Self> {
-        Self::of(entries(u64::from(content) << 20)?)
+        let mut left = usize::try_from(content)? << 20;
+        let mut content = Content::system(include_bytes!("../guest/init"))?;
+        content.add("ticker", PROGRAM, read(&Part::Ticker.path()?)?);
+        content.add("fill", DIRECTORY, Vec::new());
+        for (number, path) in ram::host_files(left as u64)?.iter().enumerate() {
+            let mut bytes = read(path)?;
+            bytes.truncate(left);
+            left -= bytes.len();
+            content.add(&format!("fill/{number:05}"), FILE, bytes);
+        }
+        Self::of(content)
     }
 
-    /// Builds an image with these entries in the initramfs.
-    pub(crate) fn of(entries: Vec<(Entry, Cursor<Vec<u8>>)>) -> Result<Self> {
+    /// Builds an image with this content of the initramfs.
+    pub(crate) fn of(content: Content) -> Result<Self> {
         let kernel = Part::Kernel.path()?;
         let dir = TempDir::with_prefix("vamoose-").context("creating a temporary directory")?;
         let initrd = dir.path().join("initrd");
         let out = BufWriter::new(File::create(&initrd).context("creating the initramfs")?);
-        cpio::write_cpio(entries.into_iter(), out)
+        cpio::write_cpio(content.0.into_iter(), out)
             .and_then(|mut out| out.flush())
             .context("writing the initramfs")?;
         Ok(Self {
@@ -256,7 +267,7 @@ impl Part {
 
     /// # Errors
     /// When there is none.
-    pub(crate) fn path(self) -> Result<PathBuf> {
+    fn path(self) -> Result<PathBuf> {
         self.find()
             .with_context(|| format!("no {} for guests: run scripts/setup guest", self.name()))
     }
@@ -289,44 +300,62 @@ fn is_static(program: &Path) -> Result<bool> {
     Ok(bytes.starts_with(b"\x7fELF\x02"))
 }
 
-fn drivers() -> PathBuf {
-    target_dir().join("guest/drivers")
-}
-
 pub(crate) const DIRECTORY: u32 = 0o040_755;
-pub(crate) const DEVICE: u32 = 0o020_600;
+const DEVICE: u32 = 0o020_600;
 pub(crate) const PROGRAM: u32 = 0o100_755;
 const FILE: u32 = 0o100_644;
 
-/// The entries of the initramfs: the guest's program, and `content` bytes of files to fill memory from.
-fn entries(content: u64) -> Result<Vec<(Entry, Cursor<Vec<u8>>)>> {
-    let read = |path: &Path| fs::read(path).with_context(|| format!("reading {}", path.display()));
-    let mut entries = Vec::new();
-    let mut add = |entry: Entry, mode, bytes| entries.push((entry.mode(mode), Cursor::new(bytes)));
-    for name in ["bin", "dev", "drivers", "fill", "proc", "sys"] {
-        add(Entry::new(name), DIRECTORY, Vec::new());
+/// The content of an initramfs.
+pub(crate) struct Content(Vec<(Entry, Cursor<Vec<u8>>)>);
+
+impl Content {
+    /// A system of busybox, drivers, and this script as its first process.
+    pub(crate) fn system(script: &[u8]) -> Result<Self> {
+        let mut content = Self(Vec::new());
+        for name in ["bin", "dev", "drivers", "etc", "proc", "sys"] {
+            content.add(name, DIRECTORY, Vec::new());
+        }
+        let console = Entry::new("dev/console").rdev_major(5).rdev_minor(1);
+        content.0.push((console.mode(DEVICE), Cursor::default()));
+        content.add("init", PROGRAM, script.to_vec());
+        content.add("bin/busybox", PROGRAM, read(&Part::Busybox.path()?)?);
+        // Drivers may be missing: with the host's own kernel, guests have no disk.
+        let drivers = fs::read_dir(target_dir().join("guest/drivers"));
+        for driver in drivers.into_iter().flatten().flatten() {
+            let name = format!("drivers/{}", driver.file_name().to_string_lossy());
+            content.add(&name, FILE, read(&driver.path())?);
+        }
+        Ok(content)
     }
-    let console = Entry::new("dev/console").rdev_major(5).rdev_minor(1);
-    add(console, DEVICE, Vec::new());
-    let init = include_bytes!("../guest/init");
-    add(Entry::new("init"), PROGRAM, init.to_vec());
-    for (name, part) in [("bin/busybox", Part::Busybox), ("ticker", Part::Ticker)] {
-        let bytes = read(&part.path()?)?;
-        add(Entry::new(name), PROGRAM, bytes);
+
+    pub(crate) fn add(&mut self, name: &str, mode: u32, bytes: Vec<u8>) {
+        self.0
+            .push((Entry::new(name).mode(mode), Cursor::new(bytes)));
     }
-    // Drivers may be missing: with the host's own kernel, guests have no disk.
-    for driver in fs::read_dir(drivers()).into_iter().flatten().flatten() {
-        let name = format!("drivers/{}", driver.file_name().to_string_lossy());
-        add(Entry::new(&name), FILE, read(&driver.path())?);
+
+    /// Adds everything in a folder. There are no links.
+    pub(crate) fn add_tree(&mut self, folder: &Path, name: &str) -> Result<()> {
+        let context = || format!("reading {}", folder.display());
+        let mut below: Vec<_> = fs::read_dir(folder)
+            .and_then(Iterator::collect)
+            .with_context(context)?;
+        below.sort_by_key(fs::DirEntry::file_name);
+        for entry in below {
+            let name = format!("{name}{}", entry.file_name().to_string_lossy());
+            let metadata = entry.metadata().with_context(context)?;
+            if metadata.is_dir() {
+                self.add(&name, DIRECTORY, Vec::new());
+                self.add_tree(&entry.path(), &format!("{name}/"))?;
+            } else {
+                self.add(&name, metadata.permissions().mode(), read(&entry.path())?);
+            }
+        }
+        Ok(())
     }
-    let mut left = usize::try_from(content)?;
-    for (number, path) in ram::host_files(content)?.iter().enumerate() {
-        let mut bytes = read(path)?;
-        bytes.truncate(left);
-        left -= bytes.len();
-        add(Entry::new(&format!("fill/{number:05}")), FILE, bytes);
-    }
-    Ok(entries)
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).with_context(|| format!("reading {}", path.display()))
 }
 
 #[cfg(test)]

@@ -10,8 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::guest::{DIRECTORY, Guest, Image, PROGRAM};
-use crate::program::Content;
+use crate::guest::{Content, DIRECTORY, Guest, Image, PROGRAM};
 use crate::qemu::{Binary, Builder};
 use crate::target_dir;
 
@@ -148,5 +147,5 @@ fn image() -> Result<Image> {
     for (name, text) in PROGRAMS {
         content.add(&format!("programs/{name}"), PROGRAM, text.to_vec());
     }
-    content.image()
+    Image::of(content)
 }
