@@ -125,8 +125,6 @@ pub enum Flow {
     /// They pass.
     #[default]
     Pass,
-    /// At most this many pass per second.
-    Slow(u64),
     /// They pass this much later than they arrive.
     Late(Duration),
     /// They wait, and so does the sender's FIN or RST, like on a cable that is plugged in again before a timeout.
@@ -298,14 +296,6 @@ impl Handle {
         self.0.state.update(|state| state.flip_at(mark, bit));
     }
 
-    /// Flips a random bit in one of `every` bytes on average, on all connections, also those to come. The same seed flips the same
-    /// bits.
-    pub fn flip_one_in(&self, direction: Direction, every: u64, seed: u64) {
-        self.0
-            .state
-            .update(|state| state.flip_one_in(direction, every, seed));
-    }
-
     /// The bits flipped so far.
     pub fn flips(&self) -> Vec<Flipped> {
         self.0.state.lock().flipped.clone()
@@ -326,14 +316,6 @@ impl Handle {
     /// All connections in order of arrival.
     pub fn connections(&self) -> Vec<Connection> {
         self.0.state.lock().connections()
-    }
-
-    /// Waits until this many connections have been joined since the beginning.
-    pub fn wait_for_connections(&self, count: usize, within: Duration) -> Result<()> {
-        self.wait_until(within, |connections| {
-            let arrived = |it: &&Connection| it.status != Status::Dialling;
-            connections.iter().filter(arrived).count() >= count
-        })
     }
 
     /// Waits until this many bytes have passed in a direction of all connections together.

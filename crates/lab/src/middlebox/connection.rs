@@ -235,7 +235,7 @@ impl Pump {
                 return;
             }
             let head = &self.buffer[self.waiting.start..][..most];
-            let written = match state.entries[number].lane(self.direction).mask() {
+            let written = match state.mask(number, self.direction) {
                 0 => (&*to).write(head),
                 mask => (&*to).write(&[head[0] ^ mask]),
             };
@@ -268,7 +268,7 @@ impl Pump {
     /// Passes the sender's FIN or RST, once all bytes have passed.
     fn pass_end(&mut self, entry: &mut Entry) {
         let passes = match entry.flow(self.direction) {
-            Flow::Pass | Flow::Slow(_) | Flow::Late(_) => self.waiting.is_empty(),
+            Flow::Pass | Flow::Late(_) => self.waiting.is_empty(),
             Flow::Hold | Flow::Drop => false,
         };
         match self.end {
@@ -296,7 +296,7 @@ impl Pump {
         }
         match entry.flow(self.direction) {
             Flow::Hold => None,
-            Flow::Pass | Flow::Slow(_) | Flow::Late(_) | Flow::Drop => {
+            Flow::Pass | Flow::Late(_) | Flow::Drop => {
                 let to = entry.receiver(self.direction)?;
                 let ready_at = entry.lane_of(self.direction).ready_at;
                 let later = ready_at.filter(|at| *at > Instant::now());

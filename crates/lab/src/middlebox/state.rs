@@ -2,9 +2,8 @@
 
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use fastrand::Rng;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 
@@ -26,12 +25,10 @@ pub(super) struct State {
     /// Changes to be made when marks are passed.
     pub(super) planned: Vec<(Mark, Which, Change)>,
     pub(super) flipped: Vec<Flipped>,
-    /// Bits to flip on connections to come.
+    /// Bits to flip.
     flips: Vec<(Mark, u8)>,
     /// Whether what passes is recorded.
     pub(super) records: bool,
-    /// Random flips on connections to come, by direction: one in this many bytes, and the seed.
-    random: [Option<(u64, u64)>; 2],
 }
 
 /// A connection.
@@ -56,18 +53,8 @@ pub(super) struct Lane {
     traffic: Traffic,
     /// What has passed while it was recorded.
     pub(super) record: Vec<u8>,
-    /// When the next byte may pass, if bytes are slow or late.
+    /// When the next byte may pass, if bytes are late.
     pub(super) ready_at: Option<Instant>,
-    /// Byte and bit.
-    flips: Vec<(u64, u8)>,
-    random: Option<RandomFlips>,
-}
-
-#[derive(Debug)]
-struct RandomFlips {
-    rng: Rng,
-    every: u64,
-    next: (u64, u8),
 }
 
 impl State {
@@ -82,7 +69,6 @@ impl State {
             flipped: Vec::new(),
             flips: Vec::new(),
             records: false,
-            random: [None; 2],
         }
     }
 
@@ -120,14 +106,10 @@ impl State {
             return Err(near);
         }
         let number = self.entries.len();
-        let lanes = Direction::BOTH.map(|direction| {
-            let random = self.random[direction as usize];
-            Lane {
-                flow: self.flows[direction as usize],
-                lost: self.admission == Admission::Silence,
-                random: random.map(|(every, seed)| RandomFlips::new(every, seed, number, 0)),
-                ..Lane::default()
-            }
+        let lanes = Direction::BOTH.map(|direction| Lane {
+            flow: self.flows[direction as usize],
+            lost: self.admission == Admission::Silence,
+            ..Lane::default()
         });
         self.entries.push(Entry {
             status: match self.admission {
@@ -139,13 +121,6 @@ impl State {
             wake: Arc::new(wake),
             lanes,
         });
-        for (mark, bit) in self
-            .flips
-            .extract_if(.., |(mark, _)| mark.connection == number)
-        {
-            let lane = self.entries[number].lane(mark.direction);
-            lane.flips.push((mark.bytes, bit));
-        }
         Ok(number)
     }
 
@@ -182,31 +157,28 @@ impl State {
 
     pub(super) fn flip(
         &mut self,
-        number: usize,
+        connection: usize,
         direction: Direction,
         byte: u64,
         bit: u8,
     ) -> Option<()> {
-        let lane = self.entries.get_mut(number)?.lane(direction);
-        lane.flips
-            .push((lane.traffic.passed.saturating_add(byte), bit % 8));
+        let passed = self
+            .entries
+            .get(connection)?
+            .lane_of(direction)
+            .traffic
+            .passed;
+        let mark = Mark {
+            connection,
+            direction,
+            bytes: passed.saturating_add(byte),
+        };
+        self.flip_at(mark, bit);
         Some(())
     }
 
     pub(super) fn flip_at(&mut self, mark: Mark, bit: u8) {
-        match self.entries.get_mut(mark.connection) {
-            Some(entry) => entry.lane(mark.direction).flips.push((mark.bytes, bit % 8)),
-            None => self.flips.push((mark, bit % 8)),
-        }
-    }
-
-    pub(super) fn flip_one_in(&mut self, direction: Direction, every: u64, seed: u64) {
-        self.random[direction as usize] = Some((every, seed));
-        for (number, entry) in self.entries.iter_mut().enumerate() {
-            let lane = entry.lane(direction);
-            let from = lane.traffic.passed;
-            lane.random = Some(RandomFlips::new(every, seed, number, from));
-        }
+        self.flips.push((mark, bit % 8));
     }
 
     /// How many of this many bytes may pass now, before the next change, flip or pause.
@@ -214,22 +186,19 @@ impl State {
         let entry = &self.entries[connection];
         let lane = entry.lane_of(direction);
         let passed = lane.traffic.passed;
-        let slice = match entry.flow(direction) {
-            Flow::Pass => None,
-            Flow::Slow(_) | Flow::Late(_)
-                if lane.ready_at.is_some_and(|at| at > Instant::now()) =>
-            {
-                Some(0)
-            }
-            Flow::Late(_) => None,
-            Flow::Slow(rate) => Some((rate / SLICES).max(1)),
-            Flow::Hold | Flow::Drop => Some(0),
-        };
-        // The byte that is flipped passes alone.
-        let flip = lane.next_flip().map(|at| at.saturating_sub(passed).max(1));
-        let mark = self.next_mark(connection, direction);
-        let mark = mark.map(|at| at.saturating_sub(passed));
-        let limits = [slice, flip, mark].into_iter().flatten();
+        let is_late = lane.ready_at.is_some_and(|at| at > Instant::now());
+        let flow = entry.flow(direction);
+        if matches!(flow, Flow::Hold | Flow::Drop) || is_late {
+            return 0;
+        }
+        let here = |mark: &&Mark| mark.connection == connection && mark.direction == direction;
+        // Bytes that have passed are not changed. The byte that is flipped passes alone.
+        let flips = self.flips.iter().map(|(mark, _)| mark).filter(here);
+        let flips = flips.filter(|mark| mark.bytes >= passed);
+        let flips = flips.map(|mark| (mark.bytes - passed).max(1));
+        let marks = self.planned.iter().map(|(mark, ..)| mark).filter(here);
+        let marks = marks.map(|mark| mark.bytes.saturating_sub(passed));
+        let limits = flips.chain(marks);
         let limits = limits.map(|limit| usize::try_from(limit).unwrap_or(bytes));
         limits.fold(bytes, usize::min)
     }
@@ -242,30 +211,40 @@ impl State {
         }
     }
 
+    /// The bits to flip of the next byte.
+    pub(super) fn mask(&self, connection: usize, direction: Direction) -> u8 {
+        let bytes = self.entries[connection].lane_of(direction).traffic.passed;
+        let next = Mark {
+            connection,
+            direction,
+            bytes,
+        };
+        let here = self.flips.iter().filter(|(mark, _)| *mark == next);
+        here.fold(0, |mask, (_, bit)| mask ^ (1 << bit))
+    }
+
     /// Counts bytes that have passed, and makes the changes planned there.
     pub(super) fn count_passed(&mut self, connection: usize, direction: Direction, count: usize) {
         let lane = self.entries[connection].lane(direction);
         let byte = lane.traffic.passed;
-        let bits = lane.count_passed(count as u64);
-        self.flipped.extend(bits.into_iter().map(|bit| Flipped {
+        lane.traffic.passed += count as u64;
+        let mark = Mark {
             connection,
             direction,
-            byte,
-            bit,
-        }));
+            bytes: byte,
+        };
+        for (_, bit) in self.flips.extract_if(.., |(flip, _)| *flip == mark) {
+            lane.traffic.flipped += 1;
+            self.flipped.push(Flipped {
+                connection,
+                direction,
+                byte,
+                bit,
+            });
+        }
         self.apply_planned(connection);
     }
-
-    /// The position of the next planned change in a direction.
-    fn next_mark(&self, connection: usize, direction: Direction) -> Option<u64> {
-        let planned = self.planned.iter().map(|(mark, ..)| mark);
-        let here = planned.filter(|it| it.connection == connection && it.direction == direction);
-        here.map(|mark| mark.bytes).min()
-    }
 }
-
-/// The bytes of a second pass in this many slices on a slow connection.
-const SLICES: u64 = 50;
 
 impl Entry {
     pub(super) fn lane(&mut self, direction: Direction) -> &mut Lane {
@@ -346,23 +325,6 @@ impl Lane {
         self.ready_at = None;
     }
 
-    /// The next byte with a bit to flip.
-    fn next_flip(&self) -> Option<u64> {
-        let random = self.random.as_ref().map(|random| random.next.0);
-        let chosen = self.flips.iter().map(|(byte, _)| *byte);
-        // Bytes that have passed are not changed.
-        let to_come = chosen.filter(|byte| *byte >= self.traffic.passed);
-        to_come.chain(random).min()
-    }
-
-    /// The bits of the next byte to flip.
-    pub(super) fn mask(&self) -> u8 {
-        let random = self.random.as_ref().map(|random| random.next);
-        let flips = self.flips.iter().copied().chain(random);
-        let here = flips.filter(|(at, _)| *at == self.traffic.passed);
-        here.fold(0, |mask, (_, bit)| mask ^ (1 << bit))
-    }
-
     pub(super) fn drop_bytes(&mut self, count: usize) {
         self.traffic.dropped += count as u64;
         self.lost = true;
@@ -373,48 +335,5 @@ impl Lane {
         if let Flow::Late(delay) = self.flow {
             self.ready_at = Some(Instant::now() + delay);
         }
-    }
-
-    /// Counts bytes that have passed, and returns the bits flipped in the first of them.
-    fn count_passed(&mut self, count: u64) -> Vec<u8> {
-        let bits = self.take_flips(self.traffic.passed);
-        self.traffic.flipped += bits.len() as u64;
-        self.traffic.passed += count;
-        if let Flow::Slow(rate) = self.flow {
-            let now = Instant::now();
-            let from = self.ready_at.map_or(now, |at| at.max(now));
-            let nanos = count.saturating_mul(1_000_000_000) / rate.max(1);
-            self.ready_at = Some(from + Duration::from_nanos(nanos));
-        }
-        bits
-    }
-
-    fn take_flips(&mut self, byte: u64) -> Vec<u8> {
-        let flips = self.flips.extract_if(.., |(at, _)| *at == byte);
-        let mut bits: Vec<_> = flips.map(|(_, bit)| bit).collect();
-        if let Some(random) = self.random.as_mut().filter(|it| it.next.0 == byte) {
-            bits.push(random.next.1);
-            random.draw(byte + 1);
-        }
-        bits
-    }
-}
-
-impl RandomFlips {
-    fn new(every: u64, seed: u64, connection: usize, from: u64) -> Self {
-        let rng = Rng::with_seed(Rng::with_seed(seed).u64(..) ^ connection as u64);
-        let mut flips = Self {
-            rng,
-            every: every.max(1),
-            next: (0, 0),
-        };
-        flips.draw(from);
-        flips
-    }
-
-    /// Draws the next flip. Distances are uniform from 1 to twice the average, less one.
-    fn draw(&mut self, from: u64) {
-        let most = self.every.saturating_mul(2) - 2;
-        self.next = (from.saturating_add(self.rng.u64(..=most)), self.rng.u8(..8));
     }
 }

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use anyhow::{Context as _, Result, ensure};
 use lab::{
     guest::{Guest, Image, Load, Pattern},
-    middlebox::{Change, Direction, Middlebox, Which},
+    middlebox::{Change, Direction, Mark, Middlebox, Which},
     qemu::{self, Binary, Builder},
     serial,
     vamoose::Vamoose,
@@ -174,7 +174,14 @@ fn connections_that_break_and_lie() -> Result<()> {
     let options = ["--method", "auto"];
     let pair = start_pair(&mut source, &mut destination, &options)?;
     let middlebox = &pair.middlebox;
-    middlebox.flip_one_in(Direction::ToListener, 12 << 20, 7);
+    for (connection, number) in (0..64).flat_map(|it| (1..8).map(move |number| (it, number))) {
+        let mark = Mark {
+            connection,
+            direction: Direction::ToListener,
+            bytes: number * (6 << 20) + connection as u64 * 4099,
+        };
+        middlebox.flip_at(mark, 3);
+    }
     middlebox.wait_for_bytes(Direction::ToListener, 1 << 20, LIMIT)?;
     for rounds in 1..ROUNDS {
         let begun = source.qemu.qmp.wait_rounds(rounds, LIMIT);
