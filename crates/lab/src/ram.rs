@@ -1,7 +1,8 @@
 //! Images of guest memory: creation with given content, and comparison.
 
 use std::fs::{self, File};
-use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -42,35 +43,27 @@ fn try_write(path: &Path, size: u64, fill: &Fill, seed: u64) -> Result<()> {
         return Ok(());
     }
     let file = File::create(path)?;
-    file.set_len(size)?;
-    let mut out = Image { file, left: size };
     let mut random = Rng::with_seed(seed);
     match fill {
-        Fill::Zero | Fill::Image(_) => Ok(()),
-        Fill::Random => out.pages(|page| random.fill(page)),
-        Fill::Mixed => out.pages(|page| mixed_page(&mut random, page)),
-        Fill::Files(paths) => out.files(paths, &mut random),
+        Fill::Zero | Fill::Image(_) => {}
+        Fill::Random => pages(&file, size, |page| random.fill(page))?,
+        Fill::Mixed => pages(&file, size, |page| mixed_page(&mut random, page))?,
+        Fill::Files(paths) => files(&file, size, paths, &mut random)?,
         Fill::WithZeros(percent, of) => {
             try_write(path, size, of, seed)?;
-            zero_runs(path, size, *percent)
+            zero_runs(&file, size, *percent)?;
         }
     }
+    Ok(file.set_len(size)?)
 }
 
 /// Overwrites this percentage of an image with zeros.
-fn zero_runs(path: &Path, size: u64, percent: u8) -> Result<()> {
+fn zero_runs(image: &File, size: u64, percent: u8) -> io::Result<()> {
     const RUN: usize = 256 << 10;
-    let zeros = [0; RUN];
-    let mut image = File::options().write(true).open(path)?;
     let due = |runs: u64| runs * u64::from(percent.min(100)) / 100;
-    for run in (0..size.div_ceil(RUN as u64)).filter(|&run| due(run + 1) > due(run)) {
-        let start = run * RUN as u64;
-        image.seek(SeekFrom::Start(start))?;
-        let file = image.try_clone()?;
-        let left = size - start;
-        Image { file, left }.put(&zeros)?;
-    }
-    Ok(())
+    let runs = (0..size.div_ceil(RUN as u64)).filter(|&run| due(run + 1) > due(run));
+    runs.map(|run| image.write_all_at(&[0; RUN], run * RUN as u64))
+        .collect()
 }
 
 /// Files of this machine with realistic content (libraries, programs, texts), about `total` bytes in all, always in the same order.
@@ -161,56 +154,36 @@ pub fn compare(a: &Path, b: &Path) -> Result<(), Mismatch> {
 
 const BUFFER: usize = 1 << 20;
 
-/// An image being written.
-struct Image {
-    file: File,
-    left: u64,
+/// Writes pages until there are `size` bytes.
+fn pages(image: &File, size: u64, mut make: impl FnMut(&mut [u8])) -> io::Result<()> {
+    let mut out = BufWriter::with_capacity(BUFFER, image);
+    for _ in 0..size.div_ceil(PAGE as u64) {
+        let mut page = [0; PAGE];
+        make(&mut page);
+        out.write_all(&page)?;
+    }
+    out.flush()
 }
 
-impl Image {
-    fn pages(&mut self, mut make: impl FnMut(&mut [u8])) -> Result<()> {
-        let mut buffer = vec![0; BUFFER];
-        while self.left > 0 {
-            buffer.fill(0);
-            buffer.chunks_mut(PAGE).for_each(&mut make);
-            self.put(&buffer)?;
+/// Writes parts of the files until there are `size` bytes.
+fn files(mut image: &File, size: u64, paths: &[PathBuf], random: &mut Rng) -> Result<()> {
+    let mut left = size;
+    while left > 0 {
+        let before = left;
+        for path in paths {
+            let context = || format!("reading {}", path.display());
+            let mut file = File::open(path).with_context(context)?;
+            let length = file.metadata().with_context(context)?.len();
+            // At least the first half of the file is used.
+            file.seek(SeekFrom::Start(random.u64(..=length / 2)))
+                .with_context(context)?;
+            left -= io::copy(&mut file.take(left), &mut image).with_context(context)?;
         }
-        Ok(())
-    }
-
-    fn files(&mut self, paths: &[PathBuf], random: &mut Rng) -> Result<()> {
-        let mut buffer = vec![0; BUFFER];
-        while self.left > 0 {
-            let before = self.left;
-            for path in paths {
-                let context = || format!("reading {}", path.display());
-                let mut file = File::open(path).with_context(context)?;
-                let length = file.metadata().with_context(context)?.len();
-                // At least the first half of the file is used.
-                file.seek(SeekFrom::Start(random.u64(..=length / 2)))
-                    .with_context(context)?;
-                while self.left > 0 {
-                    let read = file.read(&mut buffer).with_context(context)?;
-                    if read == 0 {
-                        break;
-                    }
-                    self.put(&buffer[..read])?;
-                }
-            }
-            if self.left == before {
-                bail!("there is nothing in the files to fill memory with");
-            }
+        if left == before {
+            bail!("there is nothing in the files to fill memory with");
         }
-        Ok(())
     }
-
-    /// Writes these bytes, at most as many as are missing.
-    fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        let count = usize::try_from(self.left).map_or(bytes.len(), |left| left.min(bytes.len()));
-        self.file.write_all(&bytes[..count])?;
-        self.left -= count as u64;
-        Ok(())
-    }
+    Ok(())
 }
 
 fn mixed_page(random: &mut Rng, page: &mut [u8]) {
