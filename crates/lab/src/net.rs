@@ -200,12 +200,12 @@ impl Namespace {
     fn new(name: String, address: Ipv4Addr) -> Result<Self> {
         run(Command::new("ip").args(["netns", "add", &name]))?;
         let namespace = Self { name, address };
-        namespace.ip(&["link", "set", "lo", "up"])?;
+        namespace.ip("link set lo up")?;
         Ok(namespace)
     }
 
-    fn ip(&self, arguments: &[&str]) -> Result<String> {
-        ip(&self.name, arguments)
+    fn ip(&self, command: &str) -> Result<()> {
+        ip(&self.name, command)
     }
 }
 
@@ -218,7 +218,7 @@ impl Wire {
     /// Takes the device of an end down, as if its cable was pulled: its routes are gone and sending fails; the other end has no
     /// carrier, and what it sends is lost.
     pub fn pull(&self, end: End) -> Result<()> {
-        self.ip(end, &["link", "set", &self.device(), "down"])
+        self.ip(end, &format!("link set {} down", self.device()))
     }
 
     /// Undoes [`Wire::pull`] at both ends. The first packets may still be lost.
@@ -260,48 +260,45 @@ impl Wire {
         ip.args(["address", &b, "netns", destination]);
         run(&mut ip)?;
         for end in End::BOTH {
-            let address = format!("{}/24", self.address(end));
-            self.ip(end, &["address", "add", &address, "dev", &device])?;
+            let address = self.address(end);
+            self.ip(end, &format!("address add {address}/24 dev {device}"))?;
             self.bring_up(end)?;
         }
         if self.is_one_of_many {
-            let (address, table) = (self.address(End::Source).to_string(), self.table());
-            let rule = ["rule", "add", "from", &address, "table", &table];
-            self.ip(End::Source, &rule)?;
+            let (address, table) = (self.address(End::Source), self.table());
+            self.ip(
+                End::Source,
+                &format!("rule add from {address} table {table}"),
+            )?;
             // Also applies while the wire is pulled, when its device is gone.
-            let rest = ["route", "add", "unreachable", "default", "table", &table];
-            self.ip(End::Source, &rest)?;
+            self.ip(
+                End::Source,
+                &format!("route add unreachable default table {table}"),
+            )?;
         }
         Ok(())
     }
 
     /// Brings the device up, with the settings that it loses when it is down.
     fn bring_up(&self, end: End) -> Result<()> {
-        let device = self.device();
-        self.ip(end, &["link", "set", &device, "up"])?;
-        // Otherwise the loss of one direction would break both, when ARP asks for the neighbour.
-        let peer = self.address(end.other()).to_string();
-        let hardware = self.hardware_address(end.other());
-        let neighbour = [
-            "neighbour",
-            "replace",
-            &peer,
-            "lladdr",
-            &hardware,
-            "nud",
-            "permanent",
-            "dev",
-            &device,
+        let (device, peer) = (self.device(), self.address(end.other()));
+        let mut commands = vec![
+            format!("link set {device} up"),
+            // Otherwise the loss of one direction would break both, when ARP asks for the neighbour.
+            format!(
+                "neighbour replace {peer} lladdr {} nud permanent dev {device}",
+                self.hardware_address(end.other())
+            ),
         ];
-        self.ip(end, &neighbour)?;
         if end == End::Source && self.is_one_of_many {
-            let table = self.table();
-            let to_peer = ["route", "replace", &peer, "dev", &device, "table", &table];
-            self.ip(end, &to_peer)?;
-            let others = ["route", "replace", NETWORK, "via", &peer, "dev", &device];
-            self.ip(end, &[&others[..], &["table", &table]].concat())?;
+            for route in [format!("{peer}"), format!("{NETWORK} via {peer}")] {
+                let table = self.table();
+                commands.push(format!("route replace {route} dev {device} table {table}"));
+            }
         }
-        Ok(())
+        commands
+            .iter()
+            .try_for_each(|command| self.ip(end, command))
     }
 
     fn reshape(&self, change: impl FnOnce(&mut Shape)) -> Result<()> {
@@ -311,35 +308,22 @@ impl Wire {
         for end in End::BOTH {
             let queue = shape.queue(end);
             if before.queue(end) != queue {
-                self.set_queue(end, queue)?;
+                self.set_queue(end, queue.as_deref())?;
             }
         }
         Ok(())
     }
 
-    fn set_queue(&self, end: End, queue: Queue) -> Result<()> {
+    fn set_queue(&self, end: End, queue: Option<&str>) -> Result<()> {
         let (namespace, device) = (self.namespace(end), self.device());
-        let tc = |verb: &str| {
-            let mut tc = Command::new("tc");
-            tc.args(["-n", namespace, "qdisc", verb, "dev", &device, "root"]);
-            tc
-        };
-        match queue {
-            Queue::None => run(&mut tc("delete")),
-            Queue::Blackhole => run(tc("replace").arg("blackhole")),
-            Queue::Rate(rate) => {
-                // 4 ms of the rate, the resolution of some kernels' timers, and at least one offloaded segment.
-                let burst = (rate / 8 / 250).max(128 << 10).to_string();
-                let rate = format!("{rate}bit");
-                let shape = ["tbf", "rate", &rate, "burst", &burst, "latency", "50ms"];
-                run(tc("replace").args(shape))
-            }
-        }?;
-        Ok(())
+        let verb = if queue.is_some() { "replace" } else { "delete" };
+        let mut tc = Command::new("tc");
+        tc.args(["-n", namespace, "qdisc", verb, "dev", &device, "root"]);
+        run(tc.args(queue.unwrap_or_default().split_whitespace())).map(drop)
     }
 
-    fn ip(&self, end: End, arguments: &[&str]) -> Result<()> {
-        ip(self.namespace(end), arguments).map(drop)
+    fn ip(&self, end: End, command: &str) -> Result<()> {
+        ip(self.namespace(end), command)
     }
 
     fn namespace(&self, end: End) -> &str {
@@ -400,20 +384,17 @@ struct Shape {
     loses: [bool; 2],
 }
 
-/// How the packets that an end sends are queued.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Queue {
-    None,
-    Rate(u64),
-    Blackhole,
-}
-
 impl Shape {
-    fn queue(&self, end: End) -> Queue {
+    /// How the packets that an end sends are queued, in the terms of `tc`, unless in the default way.
+    fn queue(&self, end: End) -> Option<String> {
         if self.loses[end as usize] {
-            return Queue::Blackhole;
+            return Some("blackhole".to_owned());
         }
-        self.rate.map_or(Queue::None, Queue::Rate)
+        self.rate.map(|rate| {
+            // 4 ms of the rate, the resolution of some kernels' timers, and at least one offloaded segment.
+            let burst = (rate / 8 / 250).max(128 << 10);
+            format!("tbf rate {rate}bit burst {burst} latency 50ms")
+        })
     }
 }
 
@@ -428,11 +409,12 @@ fn device(wire: u8) -> String {
     format!("wire{wire}")
 }
 
-fn ip(namespace: &str, arguments: &[&str]) -> Result<String> {
-    run(Command::new("ip").args(["-n", namespace]).args(arguments))
+fn ip(namespace: &str, command: &str) -> Result<()> {
+    let mut ip = Command::new("ip");
+    run(ip.args(["-n", namespace]).args(command.split_whitespace())).map(drop)
 }
 
-fn command_in(namespace: &str, program: impl AsRef<std::ffi::OsStr>) -> Command {
+pub(crate) fn command_in(namespace: &str, program: impl AsRef<std::ffi::OsStr>) -> Command {
     if namespace.is_empty() {
         return Command::new(program);
     }

@@ -17,6 +17,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use tempfile::TempDir;
 
+use crate::net::command_in;
 use crate::process::{Child, Process, wait_readable};
 use crate::qmp::Qmp;
 use crate::ram::{self, Fill};
@@ -164,7 +165,8 @@ pub struct Builder {
     incoming: bool,
     paused: bool,
     kvm: bool,
-    namespace: Option<String>,
+    /// Empty for the host's own.
+    namespace: String,
     arguments: Vec<OsString>,
 }
 
@@ -223,7 +225,7 @@ impl Builder {
             incoming: false,
             paused: false,
             kvm: false,
-            namespace: None,
+            namespace: String::new(),
             arguments: Vec::new(),
         }
     }
@@ -261,7 +263,7 @@ impl Builder {
 
     /// Runs QEMU in a network namespace, see [`crate::net::Namespace::name`].
     pub fn namespace(mut self, name: &str) -> Self {
-        self.namespace = (!name.is_empty()).then(|| name.to_owned());
+        name.clone_into(&mut self.namespace);
         self
     }
 
@@ -338,14 +340,7 @@ impl Builder {
     }
 
     fn command(&self, dir: &Path, ram: &Path) -> Command {
-        let mut command = match &self.namespace {
-            None => Command::new(&self.binary.path),
-            Some(name) => {
-                let mut command = Command::new("ip");
-                command.args(["netns", "exec", name]).arg(&self.binary.path);
-                command
-            }
-        };
+        let mut command = command_in(&self.namespace, &self.binary.path);
         let kib = self.ram >> 10;
         let prealloc = if self.preallocate { "on" } else { "off" };
         let (dir, ram) = (dir.display(), ram.display());

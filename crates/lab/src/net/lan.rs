@@ -33,16 +33,13 @@ impl Lan {
         let address = Ipv4Addr::new(10, 78, 0, 1);
         let clients = Namespace::new(format!("{}c", link.source.name()), address)?;
         clients.add_bridge()?;
-        let with_length = format!("{address}/24");
-        clients.ip(&["address", "add", &with_length, "dev", BRIDGE])?;
+        clients.ip(&format!("address add {address}/24 dev {BRIDGE}"))?;
         for (host, port) in [(&link.source, "source"), (&link.destination, "target")] {
             host.add_bridge()?;
-            host.ip(&["tuntap", "add", TAP, "mode", "tap"])?;
+            host.ip(&format!("tuntap add {TAP} mode tap"))?;
             host.join(TAP)?;
-            let cable = [
-                "link", "add", "clients", "type", "veth", "peer", "name", port,
-            ];
-            host.ip(&[&cable[..], &["netns", clients.name()]].concat())?;
+            let peer = format!("peer name {port} netns {}", clients.name());
+            host.ip(&format!("link add clients type veth {peer}"))?;
             host.join("clients")?;
             clients.join(port)?;
         }
@@ -62,14 +59,13 @@ impl Lan {
 
 impl Namespace {
     fn add_bridge(&self) -> Result<()> {
-        self.ip(&["link", "add", BRIDGE, "type", "bridge"])?;
-        self.ip(&["link", "set", BRIDGE, "up"]).map(drop)
+        self.ip(&format!("link add {BRIDGE} type bridge"))?;
+        self.ip(&format!("link set {BRIDGE} up"))
     }
 
     /// Makes a device a port of the bridge.
     fn join(&self, device: &str) -> Result<()> {
-        self.ip(&["link", "set", device, "master", BRIDGE, "up"])
-            .map(drop)
+        self.ip(&format!("link set {device} master {BRIDGE} up"))
     }
 }
 
