@@ -19,9 +19,9 @@
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Cursor, Write};
+use std::ops::Deref;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use anyhow::{Context, Result};
 use cpio::NewcBuilder as Entry;
@@ -198,39 +198,9 @@ impl Guest {
             .take_serial()
             .context("this machine has no serial port")?;
         Ok(Self {
+            serial: Serial::new(serial, Some(qemu.stderr_file()))?,
             qemu,
-            serial: Serial::new(serial)?,
         })
-    }
-
-    /// Waits until the guest has filled its memory and begun to rewrite it.
-    pub fn wait_ready(&self, within: Duration) -> Result<()> {
-        self.explain(self.serial.wait_ready(within))
-    }
-
-    /// Waits for this many more ticks.
-    pub fn wait_ticks(&self, count: usize, within: Duration) -> Result<()> {
-        self.explain(self.serial.wait_ticks(count, within))
-    }
-
-    /// Waits until the guest has verified all its memory `count` more times.
-    pub fn wait_rounds(&self, count: usize, within: Duration) -> Result<()> {
-        self.explain(self.serial.wait_rounds(count, within))
-    }
-
-    /// Waits until a condition holds for the output.
-    pub fn wait(&self, what: &str, within: Duration, is_so: impl Fn(&Log) -> bool) -> Result<()> {
-        self.explain(self.serial.wait(what, within, is_so))
-    }
-
-    /// Writes a line to the guest's serial port.
-    pub fn say(&self, line: &str) -> Result<()> {
-        self.serial.say(line)
-    }
-
-    /// The output so far.
-    pub fn log(&self) -> Log {
-        self.serial.log()
     }
 
     /// Kills QEMU and returns all output of the guest.
@@ -238,9 +208,14 @@ impl Guest {
         self.qemu.kill()?;
         Ok(self.serial.finish())
     }
+}
 
-    fn explain(&self, waited: Result<()>) -> Result<()> {
-        waited.with_context(|| format!("QEMU says: '{}'", self.qemu.stderr()))
+/// What the guest prints, and waits for it.
+impl Deref for Guest {
+    type Target = Serial;
+
+    fn deref(&self) -> &Serial {
+        &self.serial
     }
 }
 

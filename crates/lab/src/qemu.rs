@@ -458,6 +458,10 @@ impl Qemu {
         proc::memory(self.pid())
     }
 
+    pub(crate) fn stderr_file(&self) -> PathBuf {
+        self.stderr.clone()
+    }
+
     /// Waits until QEMU exits by itself.
     pub fn wait_exit(&mut self, within: Duration) -> Result<ExitStatus> {
         let ended = self.child.wait(within)?;
@@ -506,7 +510,7 @@ impl Starting {
     }
 }
 
-fn read_stderr(path: &Path) -> String {
+pub(crate) fn read_stderr(path: &Path) -> String {
     let text = fs::read_to_string(path).unwrap_or_default();
     text.trim().to_owned()
 }

@@ -3,7 +3,6 @@
 //! It deliberately shares no code with the client of `vamoose-relay`, which it helps to test. One thread uses a connection; events
 //! are queued in order. Every wait has a limit. All commands fail like [`Qmp::execute`].
 
-use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -11,6 +10,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
+
+use crate::qemu::read_stderr;
 
 /// A connection to one QEMU.
 #[derive(Debug)]
@@ -376,15 +377,9 @@ impl Qmp {
     }
 
     fn with_stderr(&self, error: anyhow::Error) -> anyhow::Error {
-        let text = self
-            .stderr
-            .as_ref()
-            .and_then(|path| fs::read_to_string(path).ok())
-            .unwrap_or_default();
-        if text.trim().is_empty() {
-            error
-        } else {
-            anyhow!("{error:#}; QEMU says: {}", text.trim())
+        match self.stderr.as_deref().map(read_stderr) {
+            Some(text) if !text.is_empty() => anyhow!("{error:#}; QEMU says: {text}"),
+            _ => error,
         }
     }
 }

@@ -2,12 +2,14 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::qemu::read_stderr;
 use crate::watched::Watched;
 
 /// A serial port, read by a thread.
@@ -16,6 +18,8 @@ pub struct Serial {
     log: Arc<Watched<Log>>,
     port: UnixStream,
     reader: JoinHandle<()>,
+    /// The file with QEMU's stderr, quoted in errors.
+    stderr: Option<PathBuf>,
 }
 
 /// The output of a serial port.
@@ -170,8 +174,8 @@ pub fn follow(source: &Log, destination: &Log) -> Result<Continuity> {
 }
 
 impl Serial {
-    /// Starts reading.
-    pub fn new(port: UnixStream) -> Result<Self> {
+    /// Starts reading. `stderr` is the file with QEMU's stderr.
+    pub fn new(port: UnixStream, stderr: Option<PathBuf>) -> Result<Self> {
         let mut stream = port.try_clone().context("sharing a serial port")?;
         let log = Arc::<Watched<Log>>::default();
         let theirs = Arc::clone(&log);
@@ -183,7 +187,12 @@ impl Serial {
             }
             theirs.update(|log| log.ended = true);
         });
-        Ok(Self { log, port, reader })
+        Ok(Self {
+            log,
+            port,
+            reader,
+            stderr,
+        })
     }
 
     /// Writes a line to the port.
@@ -238,8 +247,9 @@ impl Serial {
         } else {
             format!("not within {within:?}")
         };
+        let stderr = self.stderr.as_deref().map_or(String::new(), read_stderr);
         bail!(
-            "waiting for {what} of the guest: {why}; its last output:\n{}",
+            "waiting for {what} of the guest: {why}; QEMU says: '{stderr}'; its last output:\n{}",
             log.end()
         )
     }
@@ -317,7 +327,7 @@ mod tests {
     #[test]
     fn a_closed_port_ends_the_wait() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let serial = Serial::new(ours).unwrap();
+        let serial = Serial::new(ours, None).unwrap();
         drop(theirs);
         let never = serial.wait("nothing", Duration::from_secs(60), |_| false);
         assert!(never.unwrap_err().to_string().contains("gone"));

@@ -214,7 +214,7 @@ impl Host {
             match self.serial.accept() {
                 Ok((stream, _)) => {
                     stream.set_nonblocking(false)?;
-                    last = Some(Serial::new(stream)?);
+                    last = Some(Serial::new(stream, None)?);
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(last),
                 Err(error) => return Err(error).context("accepting a serial port"),
