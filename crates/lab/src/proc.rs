@@ -16,25 +16,12 @@ pub(crate) fn seconds_in(path: &str) -> Result<f64> {
     Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
 }
 
-/// Memory of a process, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Memory {
-    /// Resident now, private and shared.
-    pub resident: u64,
-    /// The most that was resident at any time.
-    pub peak: u64,
-    /// The part of `resident` that is private (heap, stacks).
-    pub anonymous: u64,
-    /// The part of `resident` that is shared memory, such as guest RAM in /dev/shm.
-    pub shared: u64,
-}
-
-/// The memory of a process.
-pub fn memory(pid: u32) -> Result<Memory> {
+/// The most bytes of memory, private and shared, that were resident at any time.
+pub fn peak_memory(pid: u32) -> Result<u64> {
     let path = format!("/proc/{pid}/status");
     let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
-    parse_memory(&status)
-        .with_context(|| format!("no memory figures in {path}: has the process ended?"))
+    kilobytes(&status, "VmHWM:")
+        .with_context(|| format!("no VmHWM in {path}: has the process ended?"))
 }
 
 /// The state of each thread of a process (R: running, S: sleeping, D: waiting for storage) and where it waits in the kernel, for a
@@ -67,15 +54,6 @@ fn cpu_ticks(stat: &str) -> Option<u64> {
     Some(user + system)
 }
 
-fn parse_memory(status: &str) -> Option<Memory> {
-    Some(Memory {
-        resident: kilobytes(status, "VmRSS:")?,
-        peak: kilobytes(status, "VmHWM:")?,
-        anonymous: kilobytes(status, "RssAnon:")?,
-        shared: kilobytes(status, "RssShmem:")?,
-    })
-}
-
 fn kilobytes(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.trim()
@@ -104,21 +82,14 @@ mod tests {
 
     #[test]
     fn memory_is_read_in_bytes() {
-        let status = "Name:\tx\nVmHWM:\t    2048 kB\nVmRSS:\t 1024 kB\nRssAnon:\t 512 kB\nRssFile:\t 0 kB\nRssShmem:\t 4 kB\n";
-        let expected = Memory {
-            resident: 1 << 20,
-            peak: 2 << 20,
-            anonymous: 512 << 10,
-            shared: 4096,
-        };
-        assert_eq!(parse_memory(status), Some(expected));
-        assert_eq!(parse_memory("Name:\tzombie\n"), None);
+        let status = "Name:\tx\nVmHWM:\t    2048 kB\nVmRSS:\t 1024 kB\n";
+        assert_eq!(kilobytes(status, "VmHWM:"), Some(2 << 20));
+        assert_eq!(kilobytes("Name:\tzombie\n", "VmHWM:"), None);
     }
 
     #[test]
     fn this_process_has_figures() {
-        let memory = memory(std::process::id()).unwrap();
-        assert!(memory.peak > 0 && memory.resident > 0);
+        assert!(peak_memory(std::process::id()).unwrap() > 1 << 20);
         assert!(cpu_seconds(std::process::id()).unwrap() >= 0.0);
         assert!(cpu_seconds(u32::MAX).is_err());
     }

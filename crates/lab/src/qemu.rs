@@ -453,11 +453,6 @@ impl Qemu {
         read_stderr(&self.stderr)
     }
 
-    /// QEMU's memory, including the touched part of the guest's.
-    pub fn memory(&self) -> Result<proc::Memory> {
-        proc::memory(self.pid())
-    }
-
     pub(crate) fn stderr_file(&self) -> PathBuf {
         self.stderr.clone()
     }
@@ -597,7 +592,6 @@ mod tests {
             .unwrap()
             .query_status()
             .unwrap();
-        assert!(qemu.memory().unwrap().resident > 0);
         let paths = [
             qemu.ram().to_owned(),
             qemu.qmp_socket(),

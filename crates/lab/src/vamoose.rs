@@ -17,7 +17,7 @@ use tempfile::TempDir;
 
 use crate::{
     net::Namespace,
-    proc::{self, Memory},
+    proc,
     process::{Child, Process},
     qemu::Qemu,
     watched::Watched,
@@ -227,9 +227,9 @@ impl Vamoose {
         self.child.process()
     }
 
-    /// The memory of the process.
-    pub fn memory(&self) -> Result<Memory> {
-        proc::memory(self.pid())
+    /// The most bytes of memory that the process had at any time.
+    pub fn peak_memory(&self) -> Result<u64> {
+        proc::peak_memory(self.pid())
     }
 
     /// Waits for a line with `text` on stderr and returns what follows the text.

@@ -136,7 +136,7 @@ fn run(migrations: u16, strangers: usize) -> Result<Option<Cost>> {
         strangers,
         seconds,
         cpu: meter.read()?,
-        peaks: [gateways[0].memory()?.peak, gateways[1].memory()?.peak],
+        peaks: [gateways[0].peak_memory()?, gateways[1].peak_memory()?],
     }))
 }
 
