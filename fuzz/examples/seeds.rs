@@ -11,7 +11,10 @@ use handover::{
     SourceMessage, encode as line, to_details,
 };
 use multifd::{INITIAL_LEN, Layout, Method, PRELUDE_LEN, Prelude, RamHeader};
-use vamoose_codec::{Settings, encoder};
+use vamoose_codec::{
+    Settings, encoder,
+    shared::{Reference, Table},
+};
 use vamoose_fuzz::{LAYOUT, write_packet};
 use vamoose_live::protocol::{BlockShape, PrepareDetails};
 
@@ -31,6 +34,7 @@ fn main() {
     decoders();
     round_trips();
     channels();
+    page_stores();
     conversations();
 }
 
@@ -140,6 +144,38 @@ fn channels() {
         input.extend(ram(&[], &[], Method::None, &[], true));
         seed("channel", method.name(), &input);
     }
+}
+
+/// A page, and a reference to it; keys, a list and a verdict.
+fn page_stores() {
+    let page = &samples()[0][..LAYOUT.page_size()];
+    let settings = Settings::new(Method::ZstdFrames, None).expect("a default level");
+    let (mut encoder, mut out) = (encoder(&settings, LAYOUT), vec![0; LAYOUT.max_payload()]);
+    let encoder = encoder.as_mut().expect("memory");
+    let encoded = encoder.encode(page, &mut out).expect("encodable");
+    let with_table = |method, pages: &[u8], references| {
+        let fingerprints = vec![7];
+        let table = Table {
+            fingerprints,
+            references,
+        };
+        let mut payload = pages.to_vec();
+        payload.resize(pages.len() + table.len(), 0);
+        assert!(table.write(method, &mut payload[pages.len()..]));
+        ram(&[0x5000], &[], Method::Shared, &payload, false)
+    };
+    let reference = Reference {
+        page: 0,
+        hash: [9; 16],
+    };
+    let packets = [
+        with_table(encoded.method, encoded.payload, Vec::new()),
+        with_table(Method::None, &[], vec![reference]),
+    ];
+    seed("page_store", "packets", &packets.concat());
+    let keys = [&[1, 0, 48][..], &[7; 48]].concat();
+    let (list, verdict) = (&[2, 0, 1, 0, 0, 0, 7][..], &[3, 0, 1, 0, 0][..]);
+    seed("page_store", "way-back", &[&keys, list, verdict].concat());
 }
 
 /// Both halves of a migration's control connection, and a source that has given up.

@@ -173,12 +173,12 @@ impl RamHeader {
         self.normal = kept;
     }
 
-    /// Removes the normal pages whose index is in `gone`, which ascends.
-    pub fn remove_normal_pages(&mut self, gone: &[usize]) {
-        for index in gone.iter().rev().filter(|index| **index < self.normal) {
-            self.offsets.remove(*index);
+    /// Removes the normal page of this index, if there is one.
+    pub fn remove_normal_page(&mut self, index: usize) {
+        if index < self.normal {
+            self.offsets.remove(index);
+            self.normal -= 1;
         }
-        self.normal -= gone.iter().filter(|index| **index < self.normal).count();
     }
 
     /// Offsets of the pages in the payload, in its order.

@@ -60,6 +60,16 @@ impl Packet {
         (&mut self.ram, &mut self.pages[..len])
     }
 
+    /// Removes the normal pages whose index is in `gone`, which ascends.
+    pub(crate) fn remove_pages(&mut self, gone: &[usize]) {
+        let page_size = self.layout.page_size();
+        for index in gone.iter().rev() {
+            let (at, end) = (index * page_size, self.pages_len());
+            self.pages.copy_within(at + page_size..end, at);
+            self.ram.remove_normal_page(*index);
+        }
+    }
+
     /// Turns zero pages into normal ones, for a destination that does not support zero pages.
     pub fn expand_zero_pages(&mut self) {
         let normal = self.pages_len();

@@ -35,13 +35,15 @@ mod fingerprint;
 mod messages;
 mod receiver;
 mod sender;
+#[cfg(test)]
+mod tests;
 
 use std::{
     collections::{BTreeMap, HashMap},
     fmt, io,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
 };
 
@@ -57,7 +59,10 @@ pub use self::{
     receiver::StoreLister,
     sender::{StoreListener, StoreSender},
 };
-pub(crate) use self::{receiver::StoreReader, sender::StoreWriter};
+pub(crate) use self::{
+    receiver::{Parts, StoreReader},
+    sender::StoreWriter,
+};
 use crate::{lock, tls::matches};
 
 /// The pages of a process, shared by its migrations. In memory only, and wiped when they are dropped.
@@ -68,8 +73,11 @@ pub struct PageStore(Arc<Store>);
 #[derive(Clone, Debug)]
 pub struct GuestPages {
     store: PageStore,
-    group: u32,
+    group: Group,
 }
+
+/// Hash of a pattern, or of the name of a guest that shares pages with no other.
+type Group = PageHash;
 
 /// What a store holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -78,33 +86,35 @@ pub struct StoreUse {
     pub bytes: usize,
     /// Pages.
     pub pages: usize,
+    /// Pages that references were given since it was made.
+    pub hits: u64,
+    /// Pages that it has evicted since then.
+    pub evictions: u64,
 }
 
 struct Store {
     keys: Keys,
     /// Patterns of guests' names. Empty: all guests are one group.
     groups: Vec<String>,
+    hits: AtomicU64,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
     limit: usize,
-    used: usize,
-    pages: usize,
-    /// Numbers of the groups that have no pattern: one for each guest.
-    alone: HashMap<String, u32>,
+    usage: StoreUse,
     /// By order of arrival; the first is evicted first.
     packets: BTreeMap<u64, Arc<Kept>>,
     next: u64,
     /// Where pages are, of packets before `indexed`.
-    index: HashMap<(u32, Fingerprint), (u64, usize)>,
+    index: HashMap<(Group, Fingerprint), (u64, usize)>,
     indexed: u64,
 }
 
 /// A packet in the store.
 struct Kept {
-    group: u32,
+    group: Group,
     fingerprints: Box<[Fingerprint]>,
     content: Mutex<Content>,
     /// Memory taken by all of this. Changes with the lock of the state only.
@@ -136,6 +146,7 @@ impl PageStore {
         Ok(Self(Arc::new(Store {
             keys: Keys::random()?,
             groups,
+            hits: AtomicU64::new(0),
             state: Mutex::new(state),
         })))
     }
@@ -149,17 +160,13 @@ impl PageStore {
 
     /// The store for the guest of this name.
     pub fn of_guest(&self, name: Option<&str>) -> GuestPages {
-        let groups = &self.0.groups;
+        let Store { groups, keys, .. } = &*self.0;
         let name = name.unwrap_or_default();
-        let group = groups.iter().position(|pattern| matches(pattern, name));
-        let group = match (groups.is_empty(), group) {
-            (true, _) => 0,
-            (false, Some(group)) => u32::try_from(group).unwrap_or(u32::MAX),
-            (false, None) => {
-                let alone = &mut lock(&self.0.state).alone;
-                let next = u32::MAX - u32::try_from(alone.len()).unwrap_or(u32::MAX / 2);
-                *alone.entry(name.to_owned()).or_insert(next)
-            }
+        let of_all = groups.is_empty().then_some("");
+        let pattern = || groups.iter().find(|pattern| matches(pattern, name));
+        let group = match of_all.or_else(|| pattern().map(String::as_str)) {
+            Some(pattern) => keys.hash(&[b"group ", pattern.as_bytes()].concat()),
+            None => keys.hash(&[b"guest ", name.as_bytes()].concat()),
         };
         let store = self.clone();
         GuestPages { store, group }
@@ -167,11 +174,9 @@ impl PageStore {
 
     /// What the store holds now.
     pub fn usage(&self) -> StoreUse {
-        let state = lock(&self.0.state);
-        StoreUse {
-            bytes: state.used,
-            pages: state.pages,
-        }
+        let hits = self.0.hits.load(Ordering::Relaxed);
+        let usage = lock(&self.0.state).usage;
+        StoreUse { hits, ..usage }
     }
 }
 
@@ -251,14 +256,15 @@ impl GuestPages {
         };
         page.copy_from_slice(found);
         kept.was_used.store(true, Ordering::Relaxed);
+        self.store.0.hits.fetch_add(1, Ordering::Relaxed);
         true
     }
 }
 
 impl State {
     fn add(&mut self, kept: Arc<Kept>) {
-        self.used += kept.bytes.load(Ordering::Relaxed);
-        self.pages += kept.fingerprints.len();
+        self.usage.bytes += kept.bytes.load(Ordering::Relaxed);
+        self.usage.pages += kept.fingerprints.len();
         self.packets.insert(self.next, kept);
         self.next += 1;
         self.evict();
@@ -269,13 +275,13 @@ impl State {
         // It may have been evicted meanwhile.
         if kept.bytes.load(Ordering::Relaxed) > 0 {
             kept.bytes.fetch_add(bytes, Ordering::Relaxed);
-            self.used += bytes;
+            self.usage.bytes += bytes;
             self.evict();
         }
     }
 
     /// Where a page is, after the packets that have come since the last reference are in the index.
-    fn find(&mut self, group: u32, fingerprint: Fingerprint) -> Option<(Arc<Kept>, usize)> {
+    fn find(&mut self, group: Group, fingerprint: Fingerprint) -> Option<(Arc<Kept>, usize)> {
         for (number, kept) in self.packets.range(self.indexed..) {
             for (page, fingerprint) in kept.fingerprints.iter().enumerate() {
                 self.index
@@ -289,7 +295,7 @@ impl State {
 
     /// Evicts the oldest packets until the rest fits. A packet that was used is spared once: it becomes the newest.
     fn evict(&mut self) {
-        while self.used > self.limit
+        while self.usage.bytes > self.limit
             && let Some((number, kept)) = self.packets.pop_first()
         {
             if number < self.indexed {
@@ -305,8 +311,9 @@ impl State {
                 self.next += 1;
                 continue;
             }
-            self.used -= kept.bytes.swap(0, Ordering::Relaxed);
-            self.pages -= kept.fingerprints.len();
+            self.usage.bytes -= kept.bytes.swap(0, Ordering::Relaxed);
+            self.usage.pages -= kept.fingerprints.len();
+            self.usage.evictions += kept.fingerprints.len() as u64;
         }
     }
 }

@@ -20,7 +20,7 @@ use crate::{
     adaptive::meter::{Activity, WaitMeter},
     delta::{Incoming, Versions},
     is_stall, memory,
-    page_store::StoreReader,
+    page_store::{Parts, StoreReader},
     pages::{CopyPages, PageSink, copy_to_guest},
     socket::is_transient,
     stats::cpu_timed,
@@ -41,6 +41,8 @@ pub struct ChannelReader {
     store: Option<StoreReader>,
     /// The encoded pages of a packet with references.
     rest: Vec<u8>,
+    /// All its pages, on their way to guest memory.
+    joined: Vec<u8>,
     header: Vec<u8>,
     payload: Box<[u8]>,
     /// Measures waits, to be reported to the sender over a session.
@@ -156,6 +158,7 @@ impl ChannelReader {
             delta: None,
             store: None,
             rest: Vec::new(),
+            joined: Vec::new(),
             header: vec![0; layout.ram_header_len().max(DEVICE_STATE_HEADER_LEN)],
             payload: vec![0; layout.max_payload()].into(),
             meter,
@@ -250,47 +253,67 @@ impl ChannelReader {
         Ok(false)
     }
 
-    /// Reads the pages of a packet of method shared: those that are encoded in it, and those of the store. Pages that the store does
-    /// not have are removed from the packet; the source sends them again. A packet without references can stay encoded, as in
-    /// [`read_frame`](Self::read_frame).
+    /// Reads the pages of a packet of method shared. Pages that the store does not have are removed from the packet; the source sends
+    /// them again. A packet without references can stay encoded, as in [`read_frame`](Self::read_frame).
     fn read_shared(&mut self, packet: &mut Packet, may_stay: bool) -> Result<bool, ReadError> {
         let (header, pages) = packet.ram_parts();
-        let (page_size, count) = (self.layout.page_size(), header.normal_offsets().len());
-        let len = self.receive_timed(header, &mut PageSink::Own(pages))?;
-        let payload = &self.payload[..len.unwrap_or_default()];
-        let store = self.store.as_mut();
-        let store = store.ok_or_else(|| bad(header, PayloadFault::NoStore))?;
-        let parts = store.open(payload, count);
-        let parts = parts.map_err(|error| bad(header, error))?;
+        let parts = self.open_shared(header)?;
         header.method = parts.method;
         header.set_payload_len(parts.len, self.layout)?;
         let whole = (parts.method, parts.references) == (Method::ZstdFrames, 0);
         if may_stay && whole && checks_itself(&self.payload[..parts.len], pages.len()) {
-            store.keep(parts.method, &self.payload[..parts.len]);
+            if let Some(store) = &mut self.store {
+                store.keep(parts.method, &self.payload[..parts.len]);
+            }
             mem::swap(&mut packet.pages, &mut self.payload);
             self.turn_to(Activity::Output);
             return Ok(true);
         }
-        let encoded = (count - parts.references) * page_size;
+        let missing = self.join_shared(header, parts, pages)?;
+        packet.remove_pages(&missing);
+        Ok(false)
+    }
+
+    /// Reads the payload of a packet of method shared, and the table in it.
+    fn open_shared(&mut self, header: &RamHeader) -> Result<Parts, ReadError> {
+        let len = self.receive_timed(header, &mut PageSink::Own(&mut []))?;
+        let payload = &self.payload[..len.unwrap_or_default()];
+        let store = self.store.as_mut();
+        let store = store.ok_or_else(|| bad(header, PayloadFault::NoStore))?;
+        let parts = store.open(payload, header.normal_offsets().len());
+        parts.map_err(|error| bad(header, error))
+    }
+
+    /// Puts the pages of an opened packet together: those that are encoded in it, and those of the store. Returns the indices of pages
+    /// that the store does not have; they are zero.
+    fn join_shared(
+        &mut self,
+        header: &RamHeader,
+        parts: Parts,
+        pages: &mut [u8],
+    ) -> Result<Vec<usize>, ReadError> {
+        let encoded = pages.len() - parts.references * self.layout.page_size();
         let mut rest = mem::take(&mut self.rest);
-        rest.resize(self.layout.packet_bytes(), 0);
         let to = match parts.references {
             0 => &mut *pages,
-            _ => &mut rest[..encoded],
+            _ => {
+                rest.resize(self.layout.packet_bytes(), 0);
+                &mut rest[..encoded]
+            }
         };
         if encoded > 0 {
             self.finish_payload(header, PageSink::Own(to), Some(parts.len))?;
         }
+        let mut missing = Vec::new();
         if let Some(store) = &mut self.store {
             store.keep(parts.method, &self.payload[..parts.len]);
             if parts.references > 0 {
-                let missing = store.join(&rest[..encoded], pages);
-                header.remove_normal_pages(missing.map_err(ReadError::Io)?);
+                missing = store.join(&rest[..encoded], pages)?;
             }
         }
         self.rest = rest;
         self.turn_to(Activity::Output);
-        Ok(false)
+        Ok(missing)
     }
 
     /// Reads the header of the next packet, waiting for it as [`ChannelReader::read`] does. If the header has normal pages,
@@ -340,6 +363,16 @@ impl ChannelReader {
         let given = memory::total_len(pages);
         if given != expected || given > self.layout.packet_bytes() {
             return Err(ReadError::Pages { given, expected });
+        }
+        if header.method == Method::Shared {
+            let parts = self.open_shared(header)?;
+            let mut joined = mem::take(&mut self.joined);
+            joined.resize(expected, 0);
+            // Missing pages come before the SYNC.
+            self.join_shared(header, parts, &mut joined)?;
+            copy(&joined, pages);
+            self.joined = joined;
+            return Ok(());
         }
         self.read_payload(header, PageSink::Guest(pages, copy))
     }

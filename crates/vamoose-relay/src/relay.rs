@@ -25,8 +25,8 @@ use multifd::{Initial, MAIN_MAGIC};
 use tracing::{Span, error_span, info, warn};
 use vamoose_codec::Framing;
 use vamoose_link::{
-    ChannelReader, ChannelWriter, DeltaReceiver, DeltaSender, GuestPages, Hangup, Pacer, Session,
-    Stats, StoreListener, StoreLister, StoreSender, Stream,
+    ChannelReader, ChannelWriter, DeltaReceiver, DeltaSender, Hangup, Pacer, Stats, StoreListener,
+    StoreLister, StoreSender, Stream,
 };
 
 use crate::{
@@ -259,20 +259,14 @@ impl Relay<'_> {
 
     /// Lets the writers send references to pages that the destination's store has, if there is one. Returns what reads its messages.
     fn share_pages(&self, writers: &mut [ChannelWriter]) -> Vec<StoreListener> {
-        let session = self.dialer.with().filter(Session::has_store);
-        let Some(session) = session.filter(|_| self.config.takes_store()) else {
+        let session = self.dialer.with().filter(|_| self.config.takes_store());
+        let guest = self.config.guest.as_deref();
+        let sender = session.and_then(|it| StoreSender::over(&it, guest, self.stats.clone()));
+        let Some(sender) = sender.map(Arc::new) else {
             return Vec::new();
         };
-        let own = self.guest_pages(&session);
-        let sender = Arc::new(StoreSender::new(own, self.stats.clone()));
         let share = |writer: &mut ChannelWriter| writer.share_pages(sender.clone());
         writers.iter_mut().map(share).collect()
-    }
-
-    /// What this end of a session has of pages like the guest's.
-    fn guest_pages(&self, session: &Session) -> Option<GuestPages> {
-        let store = session.config().page_store.as_ref();
-        store.map(|store| store.of_guest(self.config.guest.as_deref()))
     }
 
     fn relay_pages(
@@ -305,10 +299,7 @@ impl Relay<'_> {
         let mut writers = self.writers(destination.channels, encoders, &pacer)?;
         let listeners = self.share_pages(&mut writers);
         let first = source.channels.first();
-        let session = first.and_then(|stream| stream.session());
-        let session = session.filter(Session::has_store);
-        let stored = session.and_then(|session| self.guest_pages(&session));
-        let lister = stored.map(|pages| StoreLister::new(pages, &source.channels));
+        let lister = StoreLister::over(&source.channels, self.config.guest.as_deref());
         let kept = first.and_then(|stream| DeltaReceiver::of(stream, *layout));
         let kept = kept.map(Arc::new);
         let readers = source.channels.into_iter().map(|stream| {

@@ -5,7 +5,7 @@ use std::{io, sync::Arc, time::Instant};
 use multifd::{BlockName, Layout, Method, RamHeader};
 use vamoose_codec::{DecodeError, shared::Table};
 
-use crate::Stream;
+use crate::{Session, Stats, Stream};
 
 /// Of a page store.
 pub enum StoreLister {}
@@ -16,6 +16,7 @@ pub enum StoreSender {}
 pub(crate) enum StoreReader {}
 pub(crate) enum StoreWriter {}
 
+#[derive(Clone, Copy)]
 pub(crate) struct Parts {
     pub(crate) method: Method,
     pub(crate) len: usize,
@@ -29,8 +30,37 @@ pub(crate) struct Undecided {
 }
 
 impl StoreLister {
+    /// None.
+    pub fn over(_: &[Arc<Stream>], _: Option<&str>) -> Option<Self> {
+        None
+    }
+
+    /// Cannot be called.
+    pub fn run(&self) {
+        match *self {}
+    }
+
+    /// Cannot be called.
+    pub fn give_up(&self) {
+        match *self {}
+    }
+
     pub(crate) fn reader(&self, _: &Arc<Stream>, _: Layout) -> Option<StoreReader> {
         match *self {}
+    }
+}
+
+impl StoreListener {
+    /// Cannot be called.
+    pub fn run(&self) {
+        match *self {}
+    }
+}
+
+impl StoreSender {
+    /// None.
+    pub fn over(_: &Session, _: Option<&str>, _: Arc<Stats>) -> Option<Self> {
+        None
     }
 }
 
@@ -43,7 +73,7 @@ impl StoreReader {
         match *self {}
     }
 
-    pub(crate) fn join(&mut self, _: &[u8], _: &mut [u8]) -> io::Result<&[usize]> {
+    pub(crate) fn join(&mut self, _: &[u8], _: &mut [u8]) -> io::Result<Vec<usize>> {
         match *self {}
     }
 }

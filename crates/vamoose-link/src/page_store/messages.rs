@@ -22,7 +22,7 @@ pub(super) enum Message {
     Verdict(Vec<u16>),
 }
 
-/// Most fingerprints in a list, so that a verdict does not wait for long behind it.
+/// Most fingerprints in a list, so that a verdict does not wait for long behind it. A packet has fewer references.
 pub(super) const MOST_LISTED: usize = 4096;
 
 const HEAD: usize = 3;
@@ -57,7 +57,7 @@ impl Message {
         let len = match kind {
             1 if count == KEYS_LEN => count,
             2 if count <= MOST_LISTED => 4 * count,
-            3 => 2 * count,
+            3 if count <= MOST_LISTED => 2 * count,
             _ => {
                 return Err(io::Error::other(
                     "the peer sent a malformed message about its page store",
@@ -128,7 +128,7 @@ mod tests {
 
     #[test]
     fn malformed_messages_are_refused() {
-        for head in [[0, 0, 0], [4, 0, 1], [1, 0, 47], [2, 0x10, 1]] {
+        for head in [[0, 0, 0], [4, 0, 1], [1, 0, 47], [2, 0x10, 1], [3, 0x10, 1]] {
             let (mut near, far) = UnixStream::pair().unwrap();
             near.write_all(&head).unwrap();
             assert!(Message::read(&Stream::from(far)).is_err(), "{head:?}");

@@ -9,14 +9,14 @@ use std::{
 use multifd::{Layout, Method};
 use vamoose_codec::{
     DecodeError, Decoder,
-    shared::{Fingerprint, Table},
+    shared::{Fingerprint, Reference, Table},
 };
 
 use super::{
     GuestPages,
     messages::{MOST_LISTED, Message},
 };
-use crate::{Stream, lock};
+use crate::{Session, Stream, lock};
 
 /// Tells the source of a migration what the store has, for as long as the migration lasts.
 pub struct StoreLister {
@@ -37,6 +37,13 @@ struct WayBack {
 const LISTED_EVERY: Duration = Duration::from_millis(250);
 
 impl StoreLister {
+    /// For a migration of the guest of this name with these channels, if this end of their session has a store, and the other uses it.
+    pub fn over(channels: &[Arc<Stream>], guest: Option<&str>) -> Option<Self> {
+        let session = channels.first()?.session().filter(Session::has_store)?;
+        let store = session.config().page_store.as_ref()?;
+        Some(Self::new(store.of_guest(guest), channels))
+    }
+
     /// For a migration with these channels.
     pub fn new(pages: GuestPages, channels: &[Arc<Stream>]) -> Self {
         let ways = channels.iter().map(|stream| WayBack {
@@ -76,7 +83,6 @@ impl StoreLister {
             decoder: Decoder::new(layout),
             table: Table::default(),
             kept: Vec::new(),
-            missing: Vec::new(),
         })
     }
 
@@ -122,11 +128,10 @@ pub(crate) struct StoreReader {
     table: Table,
     /// Fingerprints of the packet's encoded pages.
     kept: Vec<Fingerprint>,
-    /// Indices of pages that were not found.
-    missing: Vec<usize>,
 }
 
 /// What a payload of method shared is.
+#[derive(Clone, Copy)]
 pub(crate) struct Parts {
     /// Of the encoded pages.
     pub(crate) method: Method,
@@ -161,39 +166,37 @@ impl StoreReader {
         self.pages.keep(method, payload, &self.kept);
     }
 
-    /// Puts the packet's pages together: `rest`, the encoded ones, and those of the store, in `out`. Pages that are not found are left
-    /// out; their indices are returned, and the source is told to send them.
+    /// Puts the packet's pages together: `rest`, the encoded ones, and those of the store, in `out`. Pages that are not found are zero;
+    /// their indices are returned, and the source is told to send them.
     ///
     /// # Errors
     /// When the source cannot be reached.
-    pub(crate) fn join(&mut self, rest: &[u8], out: &mut [u8]) -> io::Result<&[usize]> {
+    pub(crate) fn join(&mut self, rest: &[u8], out: &mut [u8]) -> io::Result<Vec<usize>> {
         let page_size = self.layout.page_size();
-        self.missing.clear();
-        let (mut rest, mut end, mut verdict) = (rest.chunks_exact(page_size), 0, Vec::new());
+        let mut rest = rest.chunks_exact(page_size);
+        let (mut missing, mut verdict) = (Vec::new(), Vec::new());
         let mut references = (0..).zip(&self.table.references).peekable();
-        for (index, fingerprint) in self.table.fingerprints.iter().enumerate() {
-            let page = &mut out[end..end + page_size];
-            let is_there = match references.next_if(|(_, it)| it.page == index) {
-                None => rest.next().is_some_and(|it| {
-                    page.copy_from_slice(it);
-                    true
-                }),
-                Some((number, reference)) => {
-                    let decoder = &mut self.decoder;
-                    let hash = reference.hash;
-                    let found = self.pages.find(*fingerprint, hash, decoder, page);
-                    if !found {
-                        verdict.push(number);
+        let pages = out.chunks_exact_mut(page_size).enumerate();
+        for ((index, page), fingerprint) in pages.zip(&self.table.fingerprints) {
+            match references.next_if(|(_, it)| it.page == index) {
+                None => {
+                    if let Some(encoded) = rest.next() {
+                        page.copy_from_slice(encoded);
                     }
-                    found
                 }
-            };
-            match is_there {
-                true => end += page_size,
-                false => self.missing.push(index),
+                Some((number, Reference { hash, .. })) => {
+                    if !self
+                        .pages
+                        .find(*fingerprint, *hash, &mut self.decoder, page)
+                    {
+                        page.fill(0);
+                        verdict.push(number);
+                        missing.push(index);
+                    }
+                }
             }
         }
         self.way.send(&Message::Verdict(verdict))?;
-        Ok(&self.missing)
+        Ok(missing)
     }
 }

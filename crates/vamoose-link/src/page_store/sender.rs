@@ -15,7 +15,7 @@ use tracing::debug;
 use vamoose_codec::shared::{Fingerprint, Reference, Table};
 
 use super::{GuestPages, fingerprint::Keys, messages::Message};
-use crate::{Stats, Stream, chain, left, lock};
+use crate::{Session, Stats, Stream, chain, left, lock};
 
 /// A migration to a destination with a page store, shared by all its channels.
 pub struct StoreSender {
@@ -43,6 +43,13 @@ const MOST_UNDECIDED: usize = 8 << 20;
 const FEW: u64 = 256;
 
 impl StoreSender {
+    /// For a migration of the guest of this name over `session`, if its destination has a store.
+    pub fn over(session: &Session, guest: Option<&str>, stats: Arc<Stats>) -> Option<Self> {
+        let own = session.config().page_store.as_ref();
+        let own = own.map(|store| store.of_guest(guest));
+        session.has_store().then(|| Self::new(own, stats))
+    }
+
     /// For one migration. Its packets are kept in `own` too, for the day the guest comes back.
     pub fn new(own: Option<GuestPages>, stats: Arc<Stats>) -> Self {
         Self {
@@ -62,21 +69,19 @@ impl StoreSender {
 
     /// Reads what the destination says on the stream of a channel, until the stream ends.
     fn listen(&self, stream: &Stream, verdicts: &Verdicts) {
-        loop {
-            match Message::read(stream) {
-                Ok(Some(message)) => self.take(message, verdicts),
-                Ok(None) => break,
-                Err(error) => {
-                    debug!("the way back of a channel has ended: {}", chain(&error));
-                    break;
-                }
+        let end = loop {
+            let message = Message::read(stream);
+            let message = message.and_then(|it| it.ok_or(io::ErrorKind::BrokenPipe.into()));
+            if let Err(error) = message.and_then(|it| self.take(it, verdicts)) {
+                break error;
             }
-        }
-        lock(&verdicts.state).has_ended = true;
+        };
+        debug!("the way back of a channel has ended: {}", chain(&end));
+        lock(&verdicts.state).end = Some(end);
         verdicts.changed.notify_all();
     }
 
-    fn take(&self, message: Message, verdicts: &Verdicts) {
+    fn take(&self, message: Message, verdicts: &Verdicts) -> io::Result<()> {
         match message {
             Message::Keys(keys) => {
                 let mut offer = self.offer.write().unwrap_or_else(PoisonError::into_inner);
@@ -88,10 +93,13 @@ impl StoreSender {
                 offer.fingerprints.extend(list.into_iter().take(room));
             }
             Message::Verdict(missing) => {
-                lock(&verdicts.state).came.push_back(missing);
+                let mut state = lock(&verdicts.state);
+                state.due = state.due.checked_sub(1).ok_or_else(not_sent)?;
+                state.came.push_back(missing);
                 verdicts.changed.notify_all();
             }
         }
+        Ok(())
     }
 
     /// Whether references are found often enough to be sent.
@@ -111,8 +119,15 @@ struct Verdicts {
 
 #[derive(Default)]
 struct VerdictState {
+    /// Packets with references for which none has come.
+    due: usize,
     came: VecDeque<Vec<u16>>,
-    has_ended: bool,
+    /// Why no more come.
+    end: Option<io::Error>,
+}
+
+fn not_sent() -> io::Error {
+    io::Error::other("the destination's page store asks for pages that it was not sent")
 }
 
 /// Reads the destination's messages on one channel.
@@ -259,6 +274,7 @@ impl StoreWriter {
         }
         self.undecided_bytes += undecided.pages.len();
         self.undecided.push_back(undecided);
+        lock(&self.verdicts.state).due += 1;
     }
 
     /// Whether references have no verdict yet.
@@ -287,9 +303,7 @@ impl StoreWriter {
             let is_right = missing.is_sorted_by(|before, after| before < after)
                 && missing.iter().all(|index| usize::from(*index) < all);
             if !is_right {
-                return Err(io::Error::other(
-                    "the destination's page store asks for pages that it was not sent",
-                ));
+                return Err(not_sent());
             }
             let found = all - missing.len();
             self.sender.found.fetch_add(found as u64, Ordering::Relaxed);
@@ -330,8 +344,8 @@ impl Verdicts {
             if let Some(verdict) = state.came.pop_front() {
                 return Ok(Some(verdict));
             }
-            if state.has_ended {
-                return Err(io::ErrorKind::BrokenPipe.into());
+            if let Some(end) = state.end.take() {
+                return Err(end);
             }
             let wait = deadline.map_or(Duration::ZERO, left);
             match (deadline, wait.is_zero()) {

@@ -199,7 +199,24 @@ fn pages_that_were_evicted_are_sent() {
     assert!(sent.missed_pages > 0, "{sent:?}");
     assert!(far.usage().bytes <= 100_000);
     far.set_limit(0);
-    assert_eq!(far.usage(), Default::default());
+    let usage = far.usage();
+    assert_eq!((usage.bytes, usage.pages), (0, 0));
+    assert!(usage.evictions > PAGES as u64, "{usage:?}");
+}
+
+/// A guest knows where fingerprints do not look, and that another guest has these pages.
+#[test]
+fn pages_made_to_have_fingerprints_of_others_are_sent() {
+    let far = store(64 << 20);
+    migrate(&guest(0), (None, Some(&far)), ("victim", 0), |_| ());
+    let mut crafted = guest(0);
+    for page in crafted.chunks_mut(PAGE) {
+        page[9] ^= 1;
+    }
+    let sent = migrate(&crafted, (None, Some(&far)), ("crafted", PAGES - 9), |_| ());
+    assert!(sent.missed_pages > 0, "{sent:?}");
+    assert!(sent.shared_pages < 20, "{sent:?}");
+    assert_eq!(far.usage().hits, sent.shared_pages);
 }
 
 #[test]
