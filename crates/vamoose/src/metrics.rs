@@ -26,7 +26,7 @@ use prometheus_client::{
     registry::{Registry, Unit},
 };
 use tracing::info;
-use vamoose_link::{Address, Limit, LinkFaults, Snapshot, lock};
+use vamoose_link::{Address, Limit, LinkFaults, PageStore, Snapshot, StoreUse, lock};
 use vamoose_relay::{End, EndKind, Observed, Observer, Role};
 
 pub use responder::Responder;
@@ -60,6 +60,10 @@ struct Count {
 #[derive(Debug)]
 struct Limits(Vec<(Role, Limit)>);
 
+/// The page store of this process.
+#[derive(Debug)]
+struct Store(PageStore);
+
 /// Serves metrics at `address` until the responder is dropped.
 ///
 /// # Errors
@@ -68,6 +72,7 @@ pub fn serve(
     address: &Address,
     counts: &Arc<Counts>,
     limits: Vec<(Role, Limit)>,
+    store: Option<&PageStore>,
 ) -> Result<Responder> {
     let mut registry = Registry::default();
     registry.register(
@@ -77,6 +82,9 @@ pub fn serve(
     );
     registry.register_collector(Box::new(counts.clone()));
     registry.register_collector(Box::new(Limits(limits)));
+    if let Some(store) = store {
+        registry.register_collector(Box::new(Store(store.clone())));
+    }
     let responder = Responder::start(address, move || {
         let mut text = String::new();
         encode(&mut text, &registry)?;
@@ -341,6 +349,43 @@ impl Collector for Limits {
         let name = "vamoose_bandwidth_limit_bytes_per_second";
         let help = "What all migrations may send or receive together; absent without a limit";
         family(&mut encoder, name, help, None, MetricType::Gauge, rates)
+    }
+}
+
+impl Collector for Store {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let StoreUse {
+            bytes,
+            pages,
+            hits,
+            evictions,
+        } = self.0.usage();
+        for (name, help, unit, value) in [
+            (
+                "used",
+                "Memory of the page store",
+                Some(&Unit::Bytes),
+                bytes,
+            ),
+            ("pages", "Pages in the page store", None, pages),
+        ] {
+            let name = format!("vamoose_page_store_{name}");
+            let value = ConstGauge::new(value as f64);
+            value.encode(encoder.encode_descriptor(&name, help, unit, MetricType::Gauge)?)?;
+        }
+        for (name, help, value) in [
+            (
+                "hits",
+                "Pages found in the page store for references to it",
+                hits,
+            ),
+            ("evictions", "Pages that the page store evicted", evictions),
+        ] {
+            let name = format!("vamoose_page_store_{name}");
+            let value = ConstCounter::new(value);
+            value.encode(encoder.encode_descriptor(&name, help, None, MetricType::Counter)?)?;
+        }
+        Ok(())
     }
 }
 

@@ -158,7 +158,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         (Role::Destination, incoming.clone()),
     ];
     let _metrics = metrics
-        .map(|at| metrics::serve(at, &counts, shown.into()))
+        .map(|at| metrics::serve(at, &counts, shown.into(), store.as_ref()))
         .transpose()?;
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot catch signals")?;
     let handle = signals.handle();

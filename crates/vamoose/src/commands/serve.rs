@@ -93,10 +93,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let stall_timeout = options.stall_timeout.duration();
     let bandwidth = options.max_bandwidth.as_deref();
     let limit = Limit::new(max_bandwidth(bandwidth).or_usage()?);
+    let store = options.page_store.open()?;
     let sessions = SessionConfig {
         limit: limit.clone(),
         page_caches: PageCaches::new(page_caches(options.page_caches)),
-        page_store: options.page_store.open()?,
+        page_store: store.clone(),
         ..(options.link.config(&options.listen, stall_timeout)).or_usage()?
     };
     let qmp_dir = &options.qmp_dir.qmp_dir;
@@ -122,7 +123,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let metrics = options.metrics.metrics.as_ref();
     let limits = vec![(Role::Destination, limit.clone())];
     let _metrics = metrics
-        .map(|at| metrics::serve(at, &counts, limits))
+        .map(|at| metrics::serve(at, &counts, limits, store.as_ref()))
         .transpose()?;
     for address in server.addresses() {
         info!("taking migrations on {address}");

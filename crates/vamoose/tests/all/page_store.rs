@@ -7,7 +7,10 @@ use lab::{
 };
 use serde_json::Value;
 
-use crate::common::{Host, LIMIT, MIB};
+use crate::{
+    common::{Host, LIMIT, MIB},
+    gateway::metrics::wait_until,
+};
 
 /// A machine that was never started, with memory that shrinks: method auto would send noise as it is, which no store keeps.
 fn machine(binary: &Binary, to: &Binary, seed: u64) -> Result<Qemu> {
@@ -35,7 +38,8 @@ fn move_to(host: &Host, name: &str, from: &Binary, to: &Binary, seed: u64) -> Re
 
 #[test]
 fn guests_that_are_alike_are_sent_once() -> Result<()> {
-    let host = Host::start(&["--page-store", "256M"])?;
+    let host = Host::start(&["--page-store", "256M", "--metrics", "tcp:127.0.0.1:0"])?;
+    let mut shared = 0;
     for (number, (from, to)) in qemu::pairs_or_skip()?.into_iter().enumerate() {
         let report = move_to(&host, &format!("vm{number}"), &from, &to, 1)?;
         let (found, all) = (&report["shared"]["pages"], &report["ram"]["normal"]);
@@ -48,8 +52,18 @@ fn guests_that_are_alike_are_sent_once() -> Result<()> {
                 to.version
             );
         }
+        shared += found;
     }
-    Ok(())
+    let at = host.server.wait_for("metrics at tcp:", LIMIT)?;
+    let is = |name: &str, is_it: &dyn Fn(f64) -> bool| {
+        wait_until(at.trim(), &format!("vamoose_page_store_{name} "), is_it)
+    };
+    is("hits_total", &|hits| hits == shared as f64)?;
+    is("used_bytes", &|bytes| {
+        bytes > 0.0 && bytes <= (256 * MIB) as f64
+    })?;
+    is("pages", &|pages| pages > 0.0)?;
+    is("evictions_total", &|pages| pages == 0.0)
 }
 
 #[test]
