@@ -36,6 +36,9 @@ pub struct Guest {
     pub memory: u64,
     /// Number of CPUs.
     pub cpus: u32,
+    /// What its disks are made from. Guests of the same image are siblings: they have pages in common, and move one after the other,
+    /// to one host if they can.
+    pub image: Option<String>,
     /// Reasons why the guest cannot move at all.
     pub obstacles: Vec<String>,
     /// Reasons why the guest cannot move to a host.

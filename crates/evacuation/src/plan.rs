@@ -1,15 +1,18 @@
 //! Plan: destinations of the guests, and the guests that cannot move.
 
-use std::cmp::Reverse;
+use std::{
+    cmp::Reverse,
+    collections::{BTreeSet, HashMap, HashSet},
+};
 
 use thiserror::Error;
 
 use crate::{Fleet, Guest, GuestId, HostId};
 
 /// The plan of an evacuation. The same fleet has the same plan.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// The moves in the order in which they begin, the largest guests first.
+    /// The moves in the order in which they begin, the largest guests first, each followed by its siblings.
     pub moves: Vec<Move>,
     /// The guests that cannot move.
     pub stays: Vec<(GuestId, Hindrance)>,
@@ -38,35 +41,49 @@ pub enum Hindrance {
 impl Plan {
     /// Chooses a destination for each guest.
     pub fn new(fleet: &Fleet) -> Self {
-        let spread = Self::placed(fleet, Preference::Spread);
-        if spread.left_over(fleet) == 0 {
-            return spread;
-        }
-        // Spread evenly, guests may leave so little room on each host that a later one fits nowhere.
-        let tight = Self::placed(fleet, Preference::Tight);
-        match tight.left_over(fleet) < spread.left_over(fleet) {
-            true => tight,
-            false => spread,
-        }
+        // With siblings together or spread evenly, guests may leave so little room on each host that a later one fits nowhere.
+        [
+            (Preference::Spread, true),
+            (Preference::Spread, false),
+            (Preference::Tight, false),
+        ]
+        .map(|(preference, together)| Self::placed(fleet, preference, together))
+        .into_iter()
+        .min_by_key(|plan| plan.left_over(fleet))
+        .unwrap_or_default()
     }
 
-    fn placed(fleet: &Fleet, preference: Preference) -> Self {
+    /// The guests that follow a sibling to the same host.
+    pub fn followers<'a>(&'a self, fleet: &'a Fleet) -> impl Iterator<Item = GuestId> + 'a {
+        let mut seen = HashSet::new();
+        self.moves.iter().filter_map(move |step| {
+            let image = fleet.guest(step.guest).image.as_ref()?;
+            (!seen.insert((image, step.to))).then_some(step.guest)
+        })
+    }
+
+    fn placed(fleet: &Fleet, preference: Preference, together: bool) -> Self {
         let hosts = fleet.destinations.iter();
         let mut free: Vec<_> = hosts.map(|host| host.memory_free).collect();
-        let (mut moves, mut stays) = (Vec::new(), Vec::new());
-        let mut guests: Vec<_> = (0..fleet.guests.len()).map(GuestId).collect();
-        guests.sort_by_key(|&id| (Reverse(fleet.guest(id).memory), id));
-        for id in guests {
+        let mut plan = Self::default();
+        // Where siblings are, by their image.
+        let mut homes: HashMap<&str, BTreeSet<HostId>> = HashMap::new();
+        for id in in_order(fleet) {
             let guest = fleet.guest(id);
-            match destination(fleet, guest, &free, preference) {
+            let image = guest.image.as_deref().filter(|_| together);
+            let home = image.map(|image| homes.entry(image).or_default());
+            match destination(fleet, guest, &free, (preference, home.as_deref())) {
                 Ok(to) => {
                     free[to.0] -= guest.memory;
-                    moves.push(Move { guest: id, to });
+                    plan.moves.push(Move { guest: id, to });
+                    if let Some(home) = home {
+                        home.insert(to);
+                    }
                 }
-                Err(why) => stays.push((id, why)),
+                Err(why) => plan.stays.push((id, why)),
             }
         }
-        Self { moves, stays }
+        plan
     }
 
     /// Bytes of the guests without a destination.
@@ -89,12 +106,29 @@ enum Preference {
     Tight,
 }
 
-/// The destination of a guest, or why there is none.
+/// The largest guests first, each followed by its siblings.
+fn in_order(fleet: &Fleet) -> Vec<GuestId> {
+    let size = |id: &GuestId| (Reverse(fleet.guest(*id).memory), *id);
+    let mut guests: Vec<_> = (0..fleet.guests.len()).map(GuestId).collect();
+    guests.sort_by_key(size);
+    // The largest sibling of each image.
+    let mut first = HashMap::new();
+    for id in &guests {
+        first.entry(&fleet.guest(*id).image).or_insert(*id);
+    }
+    guests.sort_by_key(|id| match &fleet.guest(*id).image {
+        None => size(id),
+        image => size(&first[image]),
+    });
+    guests
+}
+
+/// The destination of a guest, or why there is none: one of those of its siblings, if one accepts it.
 fn destination(
     fleet: &Fleet,
     guest: &Guest,
     free: &[u64],
-    preference: Preference,
+    (preference, home): (Preference, Option<&BTreeSet<HostId>>),
 ) -> Result<HostId, Hindrance> {
     if !guest.obstacles.is_empty() {
         return Err(Hindrance::Obstacles(guest.obstacles.clone()));
@@ -102,10 +136,15 @@ fn destination(
     let refusal = |host: HostId| refusal(fleet, guest, host, free[host.0]);
     let hosts = fleet.host_ids();
     let accepting = hosts.clone().filter(|host| refusal(*host).is_none());
-    let chosen = match preference {
-        Preference::Spread => accepting.min_by_key(|host| (Reverse(free[host.0]), *host)),
-        Preference::Tight => accepting.min_by_key(|host| (free[host.0], *host)),
-    };
+    let is_elsewhere = |host: &HostId| home.is_some_and(|home| !home.contains(host));
+    let chosen = accepting.min_by_key(|host| {
+        let free = free[host.0];
+        let room = match preference {
+            Preference::Spread => u64::MAX - free,
+            Preference::Tight => free,
+        };
+        (is_elsewhere(host), room, *host)
+    });
     chosen.ok_or_else(|| {
         let refused = hosts.filter_map(|host| {
             let why = refusal(host)?;

@@ -100,6 +100,7 @@ impl Scenario {
                     source: SourceId(host),
                     memory,
                     cpus: 4,
+                    image: None,
                     obstacles: Vec::new(),
                     barred: BTreeMap::new(),
                 });

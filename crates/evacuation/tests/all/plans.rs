@@ -27,7 +27,12 @@ proptest! {
         for (host, taken) in &taken {
             prop_assert!(*taken <= fleet.host(*host).memory_free);
         }
-        let sizes: Vec<_> = plan.moves.iter().map(|step| fleet.guest(step.guest).memory).collect();
+        // Of the largest sibling.
+        let size = |guest: &Guest| {
+            let siblings = fleet.guests.iter().filter(|it| it.image.is_some() && it.image == guest.image);
+            siblings.map(|it| it.memory).max().unwrap_or(guest.memory)
+        };
+        let sizes: Vec<_> = plan.moves.iter().map(|step| size(fleet.guest(step.guest))).collect();
         prop_assert!(sizes.is_sorted_by(|one, next| one >= next), "{sizes:?}");
         for (guest, why) in &plan.stays {
             let Hindrance::NoDestination(refused) = why else { continue };
@@ -44,6 +49,38 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn siblings_go_to_one_host_while_it_has_room() {
+    let of = |image: &str, memory| Guest {
+        image: Some(image.to_owned()),
+        ..guest(image, memory)
+    };
+    let mut fleet = Fleet {
+        destinations: vec![host("a", 20), host("b", 19)],
+        guests: vec![
+            of("x", 4),
+            of("y", 5),
+            guest("alone", 3),
+            of("x", 5),
+            of("y", 4),
+            of("x", 4),
+        ],
+    };
+    let moves = |fleet: &Fleet| {
+        let plan = Plan::new(fleet);
+        let moves = plan.moves.iter().map(|step| (step.guest.0, step.to.0));
+        let followers = plan.followers(fleet).map(|guest| guest.0);
+        (moves.collect::<Vec<_>>(), followers.collect::<Vec<_>>())
+    };
+    let together = vec![(1, 0), (4, 0), (3, 1), (0, 1), (5, 1), (2, 0)];
+    assert_eq!(moves(&fleet), (together, vec![4, 0, 5]));
+    // The third of x has no room beside the others.
+    fleet.destinations[1].memory_free = 12;
+    let (apart, followers) = moves(&fleet);
+    assert!(apart.contains(&(5, 0)), "{apart:?}");
+    assert_eq!(followers, [4, 0]);
 }
 
 #[test]
@@ -100,6 +137,7 @@ fn guest(name: &str, memory: u64) -> Guest {
         source: SourceId(0),
         memory,
         cpus: 1,
+        image: None,
         obstacles: Vec::new(),
         barred: BTreeMap::new(),
     }

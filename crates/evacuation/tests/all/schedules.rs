@@ -284,6 +284,7 @@ fn small() -> Fleet {
         source: SourceId(0),
         memory: 4,
         cpus: 1,
+        image: None,
         obstacles: Vec::new(),
         barred: BTreeMap::new(),
     };

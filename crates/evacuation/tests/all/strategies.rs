@@ -30,12 +30,14 @@ fn guest(sources: usize, destinations: usize) -> impl Strategy<Value = Guest> {
     let barred = subsequence(barred, 0..=destinations);
     let barred = prop_oneof![2 => Just(Vec::new()), 1 => barred];
     let obstacles = prop_oneof![8 => Just(Vec::new()), 1 => Just(vec!["pinned".to_owned()])];
-    (0..sources, 1..60_u64, 1..8_u32, obstacles, barred).prop_map(
-        |(source, memory, cpus, obstacles, barred)| Guest {
+    let image = proptest::option::of("[ab]");
+    (0..sources, 1..60_u64, 1..8_u32, image, obstacles, barred).prop_map(
+        |(source, memory, cpus, image, obstacles, barred)| Guest {
             name: format!("guest of {memory}"),
             source: SourceId(source),
             memory,
             cpus,
+            image,
             obstacles,
             barred: barred
                 .into_iter()

@@ -1,5 +1,7 @@
 //! Obstacles to a guest's migration, from its description.
 
+use std::iter;
+
 use roxmltree::{Document, Node};
 
 /// The parts of a guest's description that matter to a migration.
@@ -9,6 +11,8 @@ pub(super) struct Description {
     pub(super) obstacles: Vec<String>,
     /// The guest has, and needs, all features of the source's CPU.
     pub(super) has_host_cpu: bool,
+    /// What its disks are made from: the image below the first one that has any, or else its operating system, as libosinfo calls it.
+    pub(super) image: Option<String>,
     /// Disks that are files or block devices, and that the guest writes alone, by their targets: those that can be copied.
     pub(super) own_disks: Vec<String>,
 }
@@ -21,6 +25,7 @@ impl Description {
         Ok(Self {
             obstacles: obstacles(domain, has_all_disks),
             has_host_cpu: has_host_cpu(domain),
+            image: image(domain),
             own_disks: own_disks(domain),
         })
     }
@@ -75,17 +80,43 @@ fn local_disk(disk: Node<'_, '_>) -> Option<String> {
     ))
 }
 
+fn disks<'a, 'input>(domain: Node<'a, 'input>) -> impl Iterator<Item = Node<'a, 'input>> {
+    let devices = child(domain, "devices").into_iter();
+    let devices = devices.flat_map(|devices| devices.children());
+    devices.filter(|device| device.has_tag_name("disk"))
+}
+
+fn image(domain: Node<'_, '_>) -> Option<String> {
+    const OS: (&str, &str) = ("http://libosinfo.org/xmlns/libvirt/domain/1.0", "os");
+    let below = |disk| {
+        let stores = iter::successors(child(disk, "backingStore"), |it| child(*it, "backingStore"));
+        stores.filter_map(|store| child(store, "source")).last()
+    };
+    let names = ["file", "dev", "name"];
+    let name = |image: Node<'_, '_>| {
+        names
+            .iter()
+            .find_map(|it| image.attribute(*it))
+            .map(str::to_owned)
+    };
+    let os = || {
+        domain
+            .descendants()
+            .find(|it| it.has_tag_name(OS))?
+            .attribute("id")
+            .map(str::to_owned)
+    };
+    disks(domain).filter_map(below).find_map(name).or_else(os)
+}
+
 fn own_disks(domain: Node<'_, '_>) -> Vec<String> {
-    let devices = child(domain, "devices");
-    let devices = devices.iter().flat_map(|devices| devices.children());
-    let disks = devices.filter(|device| device.has_tag_name("disk"));
     let is_own = |disk: &Node<'_, '_>| {
         let is_shared = ["readonly", "shareable"]
             .iter()
             .any(|it| child(*disk, it).is_some());
         file(*disk).is_some() && !is_shared
     };
-    let targets = disks.filter(is_own).filter_map(target);
+    let targets = disks(domain).filter(is_own).filter_map(target);
     targets.map(str::to_owned).collect()
 }
 
@@ -176,6 +207,22 @@ mod tests {
         assert_eq!(own(&disk("")), ["vdc"]);
         assert!(own(&disk("<shareable/>")).is_empty());
         assert!(own(&disk("<readonly/>")).is_empty());
+    }
+
+    #[test]
+    fn siblings_have_one_image_or_one_system() {
+        let image = |xml: &str| Description::parse(xml, true).unwrap().image;
+        let disk = "<disk type='file'><source file='/images/web1'/>
+            <backingStore type='file'><format type='qcow2'/><source file='/images/web'/>
+              <backingStore type='file'><source file='/images/debian12'/><backingStore/></backingStore>
+            </backingStore><target dev='vda'/></disk>";
+        let system = "<metadata><libosinfo:libosinfo xmlns:libosinfo='http://libosinfo.org/xmlns/libvirt/domain/1.0'>
+            <libosinfo:os id='http://debian.org/debian/12'/></libosinfo:libosinfo></metadata><os><type>hvm</type></os>";
+        let domain = |disk| format!("<domain>{system}<devices>{disk}</devices></domain>");
+        assert_eq!(image(&domain(disk)).as_deref(), Some("/images/debian12"));
+        let system = image(&domain("<disk><backingStore/></disk>"));
+        assert_eq!(system.as_deref(), Some("http://debian.org/debian/12"));
+        assert_eq!(image(DOMAIN), None);
     }
 
     #[test]

@@ -128,11 +128,12 @@ fn guest(
         let job = "libvirt has a job for it under way, such as another migration";
         obstacles.push(job.to_owned());
     }
-    let mut barred = BTreeMap::new();
+    let (mut barred, mut image) = (BTreeMap::new(), None);
     let has_all_disks = options.shared_storage || options.copy_storage;
     match Description::parse(&source.description(&domain.uuid)?, has_all_disks) {
         Ok(description) => {
             obstacles.extend(description.obstacles);
+            image = description.image.filter(|_| options.siblings_together);
             for (at, destination) in destinations.iter().enumerate() {
                 if let Some(why) = destination.bars(domain, description.has_host_cpu) {
                     barred.insert(HostId(at), why.to_owned());
@@ -146,6 +147,7 @@ fn guest(
         source: SourceId(0),
         memory: domain.memory,
         cpus: domain.cpus,
+        image,
         obstacles,
         barred,
     })
