@@ -190,8 +190,8 @@ pub use vamoose_link::{
 };
 #[cfg(feature = "_tls")]
 pub use vamoose_link::{
-    Certificates, Cipher, FileKey, Keys, OneTimeKey, Path, PublicKey, Remote, Security, Session,
-    SessionConfig, Sessions,
+    Certificates, Cipher, FileKey, Keys, OneTimeKey, PageStore, Path, PublicKey, Remote, Security,
+    Session, SessionConfig, Sessions,
 };
 pub use vm_memory;
 

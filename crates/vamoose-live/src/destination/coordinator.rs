@@ -13,7 +13,7 @@ use handover::{
 };
 use multifd::Layout;
 use tracing::{Span, debug, field, info, warn};
-use vamoose_link::{ChannelReader, ConversationError, Stats, Stream};
+use vamoose_link::{ChannelReader, ConversationError, Stats, StoreLister, Stream};
 
 use super::{
     Arrival, DestinationConfig, Event, channel,
@@ -199,8 +199,13 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
             match receiving.handle(event)? {
                 None => {}
                 Some(Action::StartChannels(streams)) => {
+                    let lister = StoreLister::over(&streams, None).map(Arc::new);
+                    if let Some(lister) = lister.clone() {
+                        let list = in_span(move || lister.run());
+                        thread::Builder::new().spawn_scoped(self.scope, list)?;
+                    }
                     for (number, stream) in streams.into_iter().enumerate() {
-                        self.start_channel(attempt.layout, number, stream)?;
+                        self.start_channel(attempt.layout, (number, stream), lister.clone())?;
                     }
                 }
                 Some(Action::ReportSynced(round)) => {
@@ -266,8 +271,16 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         ChannelReader::new(stream, layout, decoder, self.stats.clone())
     }
 
-    fn start_channel(&self, layout: Layout, number: usize, stream: Arc<Stream>) -> io::Result<()> {
+    fn start_channel(
+        &self,
+        layout: Layout,
+        (number, stream): (usize, Arc<Stream>),
+        lister: Option<Arc<StoreLister>>,
+    ) -> io::Result<()> {
         let mut reader = self.reader(layout, stream);
+        if let Some(lister) = &lister {
+            reader.share_pages(lister);
+        }
         // Only the migration writes the guest's memory before the guest runs here.
         reader.take_differences_in_place();
         let (memory, events) = (self.memory, self.events_in.clone());
@@ -277,6 +290,9 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                 // The coordinator is gone when the attempt is over.
                 let _ = events.send(Event::Synced(number, round));
             });
+            if let Some(lister) = &lister {
+                lister.give_up();
+            }
             let _ = events.send(Event::Ended(number, result));
         });
         thread::Builder::new().spawn_scoped(self.scope, receive)?;

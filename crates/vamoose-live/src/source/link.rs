@@ -15,8 +15,8 @@ use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, negotiate,
 use multifd::Initial;
 use tracing::warn;
 use vamoose_link::{
-    ChannelWriter, Conversation, ConversationError, DeltaSender, Pacer, Stream, receive_until,
-    send_message,
+    ChannelWriter, Conversation, ConversationError, DeltaSender, Pacer, StoreSender, Stream,
+    receive_until, send_message,
 };
 
 use super::{Source, Transport, channel::Channel, round::Round, transport::Redialer};
@@ -164,7 +164,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
 
     pub(super) fn open_channels(&mut self) -> Result<(), SourceError> {
         let source = self.source;
-        let sent_pages = self.sent_pages();
+        let (sent_pages, store) = (self.sent_pages(), self.store());
         self.wake_when_cancelled(true)?;
         for number in 0..source.config.channels {
             let (_, mut writer) = self.open_channel(number, Some(source.shared.pacer.clone()))?;
@@ -173,6 +173,10 @@ impl<'scope, 'a> Link<'scope, 'a> {
             }
             if let Some(sent_pages) = &sent_pages {
                 writer.send_differences(sent_pages.clone())?;
+            }
+            if let Some(store) = &store {
+                let listener = writer.share_pages(store.clone());
+                self.spawn(move || listener.run())?;
             }
             // The coordinator waits for the round before.
             let (rounds_in, rounds) = mpsc::sync_channel(1);
@@ -193,6 +197,15 @@ impl<'scope, 'a> Link<'scope, 'a> {
         };
         let cache = DeltaSender::in_place_over(session, self.source.layout);
         cache.filter(|_| self.source.config.delta).map(Arc::new)
+    }
+
+    /// The destination's page store, if it has one and the session takes it.
+    fn store(&self) -> Option<Arc<StoreSender>> {
+        let Redialer::Session(session, _) = &self.redialer else {
+            return None;
+        };
+        let stats = self.source.shared.stats.clone();
+        StoreSender::over(session, None, stats).map(Arc::new)
     }
 
     /// Limits all further waits to `resume_at`, or lifts that limit.

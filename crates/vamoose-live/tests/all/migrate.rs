@@ -23,8 +23,8 @@ use vamoose_codec::{Engines, Settings, Verify};
 use vamoose_link::MethodChoice;
 use vamoose_live::{
     AutoConverge, Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError,
-    GuestLocation, OnTimeout, Ram, RamBlock, SharedBitmap, Source, SourceError, SourceGuest, State,
-    Status, Switchover, ZeroPageDetection, chain,
+    GuestLocation, OnTimeout, PageStore, Ram, RamBlock, SharedBitmap, Source, SourceError,
+    SourceGuest, State, Status, Switchover, ZeroPageDetection, chain,
 };
 use vm_memory::Bytes;
 
@@ -156,6 +156,40 @@ fn pages_that_are_sent_again_go_as_differences() {
         outcome.expect_done();
         stage.expect_there();
     }
+}
+
+/// The second guest is so slow that the list of what the first one has left is there before its pages.
+#[test]
+fn guests_that_are_alike_move_their_pages_once() {
+    let _watchdog = Watchdog::new("guests that are alike".to_owned());
+    let mut hosts = Hosts::new();
+    hosts.near.takes_store = true;
+    hosts.far.page_store = Some(PageStore::new(64 << 20, Vec::new()).unwrap());
+    let mut shared = Vec::new();
+    for limit in [None, NonZeroU64::new(2 * MIB)] {
+        let stage = Stage::new(&Shape {
+            rate: Some(1000),
+            working_set: Some(2 * MIB..3 * MIB),
+            ..Shape::default()
+        });
+        let mut destination = stage.destination_at(acceptor_for(Some(&hosts)), |_| {});
+        let to = way_to(Some(&hosts), &destination);
+        let mut config = source_config(Method::ZstdFrames);
+        config.max_bandwidth = limit;
+        let source = stage.source(config);
+        let handle = source.handle();
+        let begun = source.handle();
+        let mut here = Here::new(&stage).switching(move |_| {
+            begun.set_max_bandwidth(None);
+            Switchover::Auto
+        });
+        let mut there = There::new(&stage);
+        let outcome = migrate_over(&to, source, &mut here, &mut destination, &mut there);
+        outcome.expect_done();
+        stage.expect_there();
+        shared.push(handle.moved().shared_pages);
+    }
+    assert!(shared[0] < 100 && shared[1] > 500, "{shared:?}");
 }
 
 fn random_shape(rig: Rig, rng: &mut Rng) -> Shape {
