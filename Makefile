@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips load databases cuts faults bench paths predict libvirt package package-rpm package-image \
+.PHONY: help setup build demo test model flips load databases cuts faults bench paths predict siblings libvirt package package-rpm package-image \
 	package-compare package-test first-migration release book
 
 help:          # Show these targets
@@ -66,6 +66,12 @@ paths: setup   # Measure what a second path gains
 # As root. PREDICT_ONLY selects rows by a part of their names.
 predict: setup # Compare what `vamoose predict` says of guests and links with their migrations (minutes)
 	cargo test --release -p vamoose --test all predict:: -- --ignored --nocapture
+
+# As root. SIBLINGS_ONLY selects guests by a part of their names, SIBLINGS_GUESTS, SIBLINGS_RUNS and SIBLINGS_RATE set how many, how
+# often each case runs, and the link's rate in Mbit/s.
+siblings: setup # Measure guests that are alike with and without a page store, beside QEMU alone (an hour, 20 GB of disk)
+	scripts/setup workloads
+	cargo test --release -p vamoose --test all gateway::siblings -- --ignored --nocapture
 
 # As root. STORAGE_SIZE and STORAGE_RUNS set the disk's size in MiB and how often each case runs, STORAGE_ONLY selects some.
 storage: setup # Measure disks and requests through two gateways beside QEMU alone, and cut the link meanwhile (minutes)

@@ -27,7 +27,7 @@ pub enum Real {
     Web,
 }
 
-/// The least memory, in bytes, that the programs need.
+/// The least memory, in bytes, that the programs need. Half of it is enough for [`Real::Base`].
 pub const LEAST: u64 = 512 << 20;
 
 /// Time in which Linux begins to run under a usable KVM.
@@ -64,8 +64,17 @@ impl Real {
 
     /// The file with the memory of such a guest of `ram` bytes. Makes it if it is missing, and tells the user.
     pub fn memory(self, binary: &Binary, ram: u64) -> Result<PathBuf> {
+        self.file(binary, ram, "")
+    }
+
+    /// The same of another guest, which booted and worked by itself: a sibling.
+    pub fn sibling(self, binary: &Binary, ram: u64, number: usize) -> Result<PathBuf> {
+        self.file(binary, ram, &format!("-{number}"))
+    }
+
+    fn file(self, binary: &Binary, ram: u64, which: &str) -> Result<PathBuf> {
         let folder = target_dir().join("corpus/guests");
-        let file = folder.join(format!("{}-{}.mem", self.name(), ram >> 20));
+        let file = folder.join(format!("{}-{}{which}.mem", self.name(), ram >> 20));
         if !file.is_file() {
             eprintln!(
                 "filling the memory of a guest ({}), once, for {}",
@@ -86,17 +95,20 @@ impl Real {
             "no {}: run scripts/setup guest workloads",
             disk().display()
         );
-        ensure!(ram >= LEAST, "a guest needs {} MiB", LEAST >> 20);
+        let least = if self == Self::Base { LEAST / 2 } else { LEAST };
+        ensure!(ram >= least, "a guest needs {} MiB", least >> 20);
         let image = image()?;
         let machine = self.machine(&image, binary, ram);
         let mut guest = start(&machine)?;
+        if self == Self::Postgres {
+            guest.wait("tables", LIMIT, |log| {
+                log.lines.iter().any(|line| line.text.starts_with("loaded"))
+            })?;
+            dump(&mut guest, &file.with_extension("before"))?;
+            guest.qemu.qmp.cont()?;
+        }
         guest.wait_ready(LIMIT)?;
-        guest.qemu.qmp.stop()?;
-        // A reader of the file finds all of it, or nothing.
-        let new = file.with_extension("new");
-        fs::copy(guest.qemu.ram(), &new)?;
-        fs::rename(new, file)?;
-        Ok(())
+        dump(&mut guest, file)
     }
 
     fn machine(self, image: &Image, binary: &Binary, ram: u64) -> Builder {
@@ -121,6 +133,15 @@ impl Real {
             Self::Web => "web",
         }
     }
+}
+
+/// Stops the guest, and writes its memory to a file. A reader of the file finds all of it, or nothing.
+fn dump(guest: &mut Guest, file: &Path) -> Result<()> {
+    guest.qemu.qmp.stop()?;
+    let new = file.with_extension("new");
+    fs::copy(guest.qemu.ram(), &new)?;
+    fs::rename(new, file)?;
+    Ok(())
 }
 
 /// Starts the guest under KVM if Linux runs under this host's, else under TCG.

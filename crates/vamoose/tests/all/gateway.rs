@@ -9,6 +9,7 @@ mod log;
 pub(crate) mod metrics;
 mod opaque;
 mod service;
+mod siblings;
 mod storage;
 mod streams;
 mod trouble;

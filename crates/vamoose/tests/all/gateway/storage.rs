@@ -92,7 +92,7 @@ fn a_round_trip_is_measured() -> Result<()> {
     const REQUESTS: usize = 20_000;
     net::available()?;
     let link = Link::new(None)?;
-    let _gateways = gateways(&link)?;
+    let _gateways = gateways(&link, "")?;
     println!("| round trip of 28 bytes | median, us | 99 of 100, us |\n|---|---:|---:|");
     for way in [Way::Direct, Way::Gateways] {
         let (waits_at, goes_to) = addresses(way, &link);
@@ -205,7 +205,7 @@ fn mirror(
     let mut source = qemu(binary, &link.source, disk, creds.as_ref(), "client")?;
     let mut destination = qemu(binary, &link.destination, &copied, creds.as_ref(), "server")?;
     let gateways = match way {
-        Way::Gateways => Some(gateways(&link)?),
+        Way::Gateways => Some(gateways(&link, "")?),
         Way::Direct | Way::Tls => None,
     };
     let (waits_at, goes_to) = addresses(way, &link);
@@ -274,7 +274,7 @@ fn qemu(
 }
 
 /// A key that both QEMUs share.
-fn credentials() -> Result<TempDir> {
+pub(super) fn credentials() -> Result<TempDir> {
     let folder = TempDir::new()?;
     fs::write(
         folder.path().join("keys.psk"),
@@ -284,18 +284,18 @@ fn credentials() -> Result<TempDir> {
 }
 
 /// Where QEMUs wait at the destination, and what stands for that at the source. Each namespace has its own.
-const OWN: &str = "127.0.0.2";
-const DOOR: &str = "127.0.0.3";
+pub(super) const OWN: &str = "127.0.0.2";
+pub(super) const DOOR: &str = "127.0.0.3";
 
-/// A gateway at each end of the link.
-fn gateways(link: &Link) -> Result<((Keys, TempDir), [Vamoose; 2])> {
+/// A gateway at each end of the link, with further lines in their configuration.
+pub(super) fn gateways(link: &Link, lines: &str) -> Result<((Keys, TempDir), [Vamoose; 2])> {
     let (keys, folder) = (Keys::make(vamoose())?, TempDir::new()?);
     let ports = format!("ports = \"{}-{}\"", PORTS[0], PORTS[1]);
     let start = |at: &Namespace, key: &PathBuf, to: &Namespace, peer: &str| -> Result<Vamoose> {
         let (own, other) = (at.address(), to.address());
         let peer = peer.split_whitespace().next().unwrap_or_default();
         let text = format!(
-            "listen = [\"{own}:4440\"]\nalias = \"{OWN}\"\n{ports}\nkeys = {key:?}\n\
+            "{lines}\nlisten = [\"{own}:4440\"]\nalias = \"{OWN}\"\n{ports}\nkeys = {key:?}\n\
              peers.other = {{ alias = \"{DOOR}\", {ports}, to = [\"{other}:4440\"], key = \"{peer}\" }}\n",
         );
         let config = folder.path().join(format!("{own}.toml"));
