@@ -57,7 +57,7 @@ fn siblings_are_measured() -> Result<()> {
     net::available()?;
     let binary = qemu::available().last().context("there is no QEMU here")?;
     println!(
-        "| guests | number | way | MB sent | of these by the first | seconds | CPU seconds | store, MiB |\n|---|---:|---|---:|---:|---:|---:|---:|"
+        "| guests | number | way | MB sent | of these by the first | seconds | CPU seconds | memory, MiB |\n|---|---:|---|---:|---:|---:|---:|---:|"
     );
     for (name, make) in FLEETS.iter().filter(|(name, _)| name.contains(&only)) {
         let fleet = make(binary).with_context(|| format!("guests: {name}"))?;
@@ -178,7 +178,7 @@ impl Fleet {
             }
             costs.push(move_one(&link, gateways, &mut source, &mut destination)?);
         }
-        let store = gateways.map_or(Ok(0), |[_, far]| far.memory().map(|it| it.anonymous))?;
+        let store = gateways.map_or(Ok(0), |[_, far]| far.peak_memory())?;
         Ok((costs, store as f64))
     }
 }
