@@ -19,7 +19,7 @@ use vamoose_relay::{AttemptId, CopiedDisks, DowntimeParts, GuestLocation, Moved,
 use crate::timeline::{Sample, Timeline};
 
 /// Report of a migration. Times are in milliseconds, as in QEMU.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Report {
     pub status: &'static str,
@@ -81,7 +81,7 @@ pub struct Report {
 }
 
 /// Savings by sending differences from earlier versions of pages.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Delta {
     /// Pages that were sent as differences.
@@ -94,7 +94,7 @@ pub struct Delta {
 }
 
 /// Pages of the destination's page store.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Shared {
     /// Pages that were there, and were not sent.
@@ -131,7 +131,7 @@ pub struct PathReport {
     pub failures: u64,
 }
 
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Ram {
     /// Bytes towards the destination.
@@ -148,7 +148,7 @@ pub struct Ram {
     pub dirty_sync_missed_zero_copy: u64,
 }
 
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct CpuSeconds {
     pub encode: f64,
     pub decode: f64,
@@ -163,15 +163,7 @@ impl Report {
         let seconds = total.as_secs_f64().max(1e-3);
         Self {
             status: "completed",
-            error_desc: None,
-            name: None,
-            attempt: None,
-            location: None,
             total_time: millis(total),
-            downtime: None,
-            downtime_parts: None,
-            on_timeout: Value::Null,
-            cpu_throttle_percentage: None,
             setup_time: millis(setup),
             ram: Ram {
                 transferred: moved.wire_bytes,
@@ -179,8 +171,7 @@ impl Report {
                 duplicate: moved.zero_pages,
                 mbps: moved.wire_bytes as f64 * 8.0 / 1e6 / seconds,
                 pages_per_second: pages * 1000 / millis(total).max(1),
-                dirty_sync_count: None,
-                dirty_sync_missed_zero_copy: 0,
+                ..Ram::default()
             },
             method: method.name(),
             level: method.level(),
@@ -198,7 +189,6 @@ impl Report {
                 pages: moved.shared_pages,
                 missed: moved.missed_pages,
             },
-            disks: None,
             fallbacks: moved.engines.fallbacks,
             verified: moved.engines.checked,
             accelerator: method.engines().device_work(),
@@ -209,8 +199,7 @@ impl Report {
             },
             host: host_name(),
             began: began(total),
-            link: None,
-            timeline: Vec::new(),
+            ..Self::default()
         }
     }
 

@@ -22,7 +22,7 @@ pub(super) struct Report {
     shut_off: usize,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct GuestReport {
     name: String,
@@ -63,15 +63,7 @@ impl Report {
             memory: domain.memory,
             outcome: "stays",
             at: Some(host.clone()),
-            to: None,
-            state: None,
-            reason: None,
-            tries: 0,
-            began: None,
-            total_time: 0,
-            bytes: 0,
-            downtime: None,
-            converges: None,
+            ..GuestReport::default()
         });
         let mut report = Self {
             status: "planned",
