@@ -4,6 +4,7 @@ mod config;
 mod systemd;
 
 use std::{
+    fmt::Debug,
     path::{Path, PathBuf},
     sync::Arc,
     thread,
@@ -18,7 +19,7 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::{error, info, warn};
-use vamoose_link::{Address, End, Limit, PageCaches, PageStore, SessionConfig};
+use vamoose_link::{End, Limit, PageCaches, PageStore};
 use vamoose_relay::{Gateway, GatewayConfig, Role};
 
 use self::config::{File, GatewaySettings};
@@ -83,50 +84,29 @@ impl Options {
     }
 }
 
-/// Settings that take effect only at the start. A copy of the whole configuration would keep its devices open.
-struct AtStart {
-    listen: Vec<Address>,
-    metrics: Option<Address>,
-    sessions: SessionConfig,
-    has_store: bool,
-    store_groups: Vec<String>,
-}
-
-impl AtStart {
-    fn of(settings: &GatewaySettings) -> Self {
-        Self {
-            listen: settings.config.listen.clone(),
-            metrics: settings.metrics.clone(),
-            sessions: settings.config.sessions.clone(),
-            has_store: settings.page_store > 0,
-            store_groups: settings.page_store_groups.clone(),
-        }
-    }
-
-    /// Keys whose values are different `now`.
-    fn changes(&self, now: &Self) -> Vec<&'static str> {
-        let [was, is] = [&self.sessions, &now.sessions];
-        let keys = [
-            ("listen", self.listen == now.listen),
-            ("metrics", self.metrics == now.metrics),
-            (
-                "reconnect-timeout (of migrations from peers)",
-                was.reconnect_timeout == is.reconnect_timeout,
-            ),
-            (
-                "stall-timeout (of migrations from peers)",
-                was.stall_timeout == is.stall_timeout,
-            ),
-            (
-                "page-cache (of migrations from peers)",
-                was.page_cache == is.page_cache,
-            ),
-            ("page-store (on or off)", self.has_store == now.has_store),
-            ("page-store-groups", self.store_groups == now.store_groups),
-        ];
-        let changed = keys.into_iter().filter(|(_, is_same)| !is_same);
-        changed.map(|(key, _)| key).collect()
-    }
+/// Keys whose changes take effect only at the start, with their values. A copy of the whole configuration would keep its devices
+/// open.
+fn at_start(settings: &GatewaySettings) -> [(&'static str, String); 7] {
+    let (config, sessions) = (&settings.config, &settings.config.sessions);
+    let values: [(_, &dyn Debug); 7] = [
+        ("listen", &config.listen),
+        ("metrics", &settings.metrics),
+        (
+            "reconnect-timeout (of migrations from peers)",
+            &sessions.reconnect_timeout,
+        ),
+        (
+            "stall-timeout (of migrations from peers)",
+            &sessions.stall_timeout,
+        ),
+        (
+            "page-cache (of migrations from peers)",
+            &sessions.page_cache,
+        ),
+        ("page-store (on or off)", &(settings.page_store > 0)),
+        ("page-store-groups", &settings.page_store_groups),
+    ];
+    values.map(|(key, value)| (key, format!("{value:?}")))
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
@@ -136,7 +116,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
     raise_descriptors();
     let settings = options.read()?;
-    let at_start = AtStart::of(&settings);
+    let before = at_start(&settings);
     let caches = PageCaches::new(settings.page_caches);
     let [outgoing, incoming] = [(); 2].map(|()| Limit::new(settings.max_bandwidth));
     let limits = [&outgoing, &incoming];
@@ -170,7 +150,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     // An error in the file leaves the previous configuration in force.
     let reload = || {
         let settings = options.read()?;
-        let now = AtStart::of(&settings);
+        let now = at_start(&settings);
         let peers = names(&settings.config);
         gateway.reload(settings.config.sharing(&caches, store.as_ref(), limits))?;
         caches.set_limit(settings.page_caches);
@@ -180,7 +160,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             store.set_limit(settings.page_store);
         }
         counts.expect(peers.iter().map(String::as_str));
-        Ok(at_start.changes(&now))
+        let changed = now
+            .iter()
+            .zip(&before)
+            .filter(|(now, before)| now != before);
+        Ok(changed.map(|((key, _), _)| *key).collect())
     };
     thread::scope(|scope| {
         let _end = watchable::serve(scope, watchable.as_ref(), || gateway.under_way());
