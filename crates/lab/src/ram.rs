@@ -61,9 +61,8 @@ fn try_write(path: &Path, size: u64, fill: &Fill, seed: u64) -> Result<()> {
 fn zero_runs(image: &File, size: u64, percent: u8) -> io::Result<()> {
     const RUN: usize = 256 << 10;
     let due = |runs: u64| runs * u64::from(percent.min(100)) / 100;
-    let runs = (0..size.div_ceil(RUN as u64)).filter(|&run| due(run + 1) > due(run));
-    runs.map(|run| image.write_all_at(&[0; RUN], run * RUN as u64))
-        .collect()
+    let mut runs = (0..size.div_ceil(RUN as u64)).filter(|&run| due(run + 1) > due(run));
+    runs.try_for_each(|run| image.write_all_at(&[0; RUN], run * RUN as u64))
 }
 
 /// Files of this machine with realistic content (libraries, programs, texts), about `total` bytes in all, always in the same order.
