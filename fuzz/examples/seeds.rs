@@ -189,6 +189,8 @@ fn conversations() {
         packet_bytes: 512 << 10,
         channels: 2,
         settle_ms: 60_000,
+        post_copy: false,
+        description: Vec::new(),
     };
     let (kind, attempt) = (ConnectionKind::Control, AttemptId(*b"some migration's"));
     let preamble = Preamble { kind, attempt }.to_bytes();
@@ -199,6 +201,7 @@ fn conversations() {
     let prepare = Prepare::new(to_details(&details).expect("they can be written"));
     let source = [
         SourceMessage::Prepare(prepare),
+        SourceMessage::StatePart { len: 0 },
         SourceMessage::State { len: 0 },
         SourceMessage::Commit { resume: true },
         SourceMessage::Settled,

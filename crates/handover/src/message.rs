@@ -50,6 +50,11 @@ pub enum SourceMessage {
         /// Its length in bytes.
         len: u64,
     },
+    /// A part of the device state that goes ahead follows as raw bytes, behind this line.
+    StatePart {
+        /// Its length in bytes.
+        len: u64,
+    },
     /// The guest belongs to the destination now. May be repeated over new connections: the answer is the same.
     Commit {
         /// Whether it shall run; it was paused at the source otherwise.
@@ -241,6 +246,7 @@ pub(crate) mod tests {
             ),
             details().prop_map(|details| SourceMessage::Inspect(Prepare::new(details))),
             any::<u64>().prop_map(|len| SourceMessage::State { len }),
+            any::<u64>().prop_map(|len| SourceMessage::StatePart { len }),
             any::<bool>().prop_map(|resume| SourceMessage::Commit { resume }),
             ".{0,40}".prop_map(|cause| SourceMessage::Abort { cause }),
             Just(SourceMessage::Settled),

@@ -13,7 +13,9 @@ use serde::Serialize;
 use testguest::{Fill, Guest, fill};
 use tracing::warn;
 use vamoose::report::process_cpu_time;
-use vamoose_live::{Destination, DestinationConfig, DestinationGuest, GuestError, Settings};
+use vamoose_live::{
+    Destination, DestinationConfig, DestinationGuest, GuestError, compression::Settings,
+};
 
 use crate::{
     digest::digest,

@@ -4,7 +4,10 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use testguest::Guest;
-use vamoose_live::{DirtyLog, KvmDirtyLog, KvmSlot, Ram, UserfaultLog};
+use vamoose_live::{
+    Ram,
+    dirty::{DirtyLog, KvmDirtyLog, KvmSlot, UserfaultLog},
+};
 
 /// Opens a log of the writes of `guest` to its memory `ram`: KVM's for a KVM guest, that of this process's page tables otherwise.
 #[allow(

@@ -13,7 +13,10 @@ use vamoose::{
     devices::DevicePath,
     options::{Hardware, as_text},
 };
-use vamoose_live::{DsaDetection, PageCopy, ZeroPageDetection};
+use vamoose_live::{
+    ZeroPageDetection,
+    dsa::{DsaDetection, PageCopy},
+};
 
 #[derive(Args, Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct DsaOptions {

@@ -9,7 +9,8 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
 use vamoose_live::{
-    Acceptor, Address, Keys, Listener, Remote, Security, SessionConfig, Sessions, Transport,
+    Acceptor, Address, Keys, Listener, Remote, Transport,
+    session::{Security, SessionConfig, Sessions},
 };
 
 #[derive(Args, Clone, Debug, Serialize, Deserialize)]

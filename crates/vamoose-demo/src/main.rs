@@ -63,7 +63,12 @@ use crate::{
 /// writes and is checked again. CPU time is reported for both sides, without making and comparing the memory. The exit code is 0
 /// if all checks pass. Ctrl-C cancels: the guest resumes at the source.
 #[derive(Parser, Debug)]
-#[command(version, max_term_width = 100, args_conflicts_with_subcommands = true)]
+#[command(
+    name = "vamoose-demo",
+    version,
+    max_term_width = 100,
+    args_conflicts_with_subcommands = true
+)]
 struct Options {
     #[command(subcommand)]
     command: Option<Command>,
@@ -306,7 +311,7 @@ fn stayed(error: SourceError, guest: &Guest, rate: u64, destination: Process) ->
 fn summarise(run: &Run, shape: &Shape, outcome: &Outcome) {
     let status = run.handle.status();
     info!(
-        "moved in {} ms, downtime {} ms, {} rounds",
+        "moved in {:?}, downtime {:?}, {} rounds",
         status.total_time,
         status.downtime.unwrap_or_default(),
         status.ram.dirty_sync_count,

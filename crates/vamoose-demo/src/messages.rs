@@ -18,7 +18,7 @@ use anyhow::{Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use testguest::Proof;
 use vamoose::options::Hardware;
-use vamoose_live::OffloadCounters;
+use vamoose_live::dsa::OffloadCounters;
 
 use crate::{dsa::DsaOptions, guest::Shape, link::Link};
 

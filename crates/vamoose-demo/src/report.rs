@@ -1,7 +1,5 @@
 //! The report: keys of the other commands' reports where they apply, and the demo's own. Times are in milliseconds, like QEMU's.
 
-use std::time::Duration;
-
 use anyhow::Result;
 use serde_json::{Value, json};
 use vamoose::report::Report;
@@ -37,13 +35,14 @@ pub(crate) fn json(
     outcome: &Outcome,
 ) -> Result<Value> {
     let (status, moved) = (run.handle.status(), run.handle.moved());
-    let millis = Duration::from_millis;
-    let (total, setup) = (millis(status.total_time), millis(status.setup_time));
+    let (total, setup) = (status.total_time, status.setup_time);
     let session = run.handle.session();
     let mut common = Report::new(&config.method, moved, total, setup).of_link(session.as_ref());
     common.status = outcome.status;
     common.error_desc.clone_from(&outcome.failure);
-    common.downtime = status.downtime;
+    common.downtime = status
+        .downtime
+        .and_then(|time| u64::try_from(time.as_millis()).ok());
     common.downtime_parts = status.downtime_parts;
     common.ram.dirty_sync_count = Some(status.ram.dirty_sync_count);
     common.ram.dirty_sync_missed_zero_copy = moved.missed_zero_copy;

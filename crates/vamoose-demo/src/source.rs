@@ -66,7 +66,7 @@ fn watch(handle: &Handle, cancel: &AtomicBool, ended: Receiver<()>) {
 
 fn progress(handle: &Handle) -> Progress {
     let status = handle.status();
-    let stopped_for = Duration::from_millis(status.downtime.unwrap_or_default());
+    let stopped_for = status.downtime.unwrap_or_default();
     // A status has only numbers and strings, so this cannot fail.
     let source = serde_json::to_value(status).unwrap_or_default();
     Progress {

@@ -6,7 +6,6 @@ use std::{
     os::fd::OwnedFd,
     path::Path,
     sync::{Arc, Condvar, Mutex, PoisonError},
-    thread,
     time::{Duration, Instant},
 };
 
@@ -18,7 +17,7 @@ use rustix::{
     },
 };
 
-use crate::{Address, Socket, SocketError, left, lock, wait_until};
+use crate::{Address, Socket, SocketError, left, lock, threads, wait_until};
 
 /// Connects to `address` within `timeout`, which is also the connection's stall timeout.
 ///
@@ -134,7 +133,7 @@ impl Lookup {
                 State::UnderWay => {}
                 State::Unknown => {
                     let (lookup, host) = (this.clone(), host.to_owned());
-                    let thread = thread::Builder::new().spawn(move || lookup.run(&host, port));
+                    let thread = threads::spawn(move || lookup.run(&host, port));
                     if let Err(error) = thread {
                         *state = State::Unknown;
                         return Err(error);

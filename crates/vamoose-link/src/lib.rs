@@ -55,6 +55,7 @@ mod session;
 mod socket;
 mod stats;
 mod stream;
+mod threads;
 mod timeouts;
 #[cfg(feature = "_tls")]
 mod tls;
@@ -95,10 +96,11 @@ pub use session::{
     StreamError,
 };
 #[cfg(feature = "_tls")]
-pub use session::{LinkFaults, Opening, Path, PathStatus};
+pub use session::{LinkFaults, Opening, PathStatus, Route};
 pub use socket::{Listener, Socket, SocketError, is_stall};
-pub use stats::{Snapshot, Stats};
+pub use stats::{Counters, Stats};
 pub use stream::Stream;
+pub use threads::{for_thread, on_every_thread};
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub use tls::testing as tls_testing;

@@ -53,6 +53,7 @@ use crate::{
     delta::Share,
     lock,
     pace::Member,
+    threads,
     timeouts::{self, LOOK},
 };
 
@@ -89,7 +90,7 @@ impl SessionConfig {
         if security != Security::Insecure {
             // Seeds the generator, which takes 20 ms, beside what is done before the first handshake. The next use waits for it, and
             // reports a failure.
-            let _ = thread::Builder::new().spawn(|| aws_lc_rs::rand::fill(&mut [0]));
+            let _ = threads::spawn(|| aws_lc_rs::rand::fill(&mut [0]));
         }
         Self {
             security,
@@ -120,14 +121,14 @@ impl SessionConfig {
 
 /// A path to the peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Path {
+pub struct Route {
     /// Address of the peer.
     pub to: Address,
     /// Local address; `None` for any.
     pub bind: Option<IpAddr>,
 }
 
-impl From<Address> for Path {
+impl From<Address> for Route {
     fn from(to: Address) -> Self {
         Self { to, bind: None }
     }
@@ -137,7 +138,7 @@ impl From<Address> for Path {
 #[derive(Clone, Debug)]
 pub struct Remote {
     /// Paths to it; at least one.
-    pub paths: Vec<Path>,
+    pub paths: Vec<Route>,
     /// Configuration of its sessions.
     pub config: SessionConfig,
 }
@@ -204,7 +205,7 @@ impl Remote {
 #[derive(Clone, Debug)]
 pub struct PathStatus {
     /// The path.
-    pub path: Path,
+    pub path: Route,
     /// Number of streams on it now.
     pub streams: usize,
     /// Bytes that the peer has received over the path.
@@ -268,7 +269,7 @@ impl Session {
     ///
     /// # Errors
     /// When no path leads to a Vamoose that accepts this end.
-    pub fn dial(paths: Vec<Path>, config: SessionConfig) -> Result<(Self, Stream), DialError> {
+    pub fn dial(paths: Vec<Route>, config: SessionConfig) -> Result<(Self, Stream), DialError> {
         dialer::begin(paths, config, 1)
     }
 
@@ -486,7 +487,7 @@ impl Shared {
             role,
         });
         let watched = Arc::downgrade(&shared);
-        thread::Builder::new().spawn(move || look_after(&watched))?;
+        threads::spawn(move || look_after(&watched))?;
         Ok(shared)
     }
 
@@ -577,7 +578,7 @@ impl Shared {
         if let Role::Client(paths) = &self.role {
             paths.failed(path);
             let lost = stream.clone();
-            let dials = thread::Builder::new().spawn(move || dialer::resume(&lost));
+            let dials = threads::spawn(move || dialer::resume(&lost));
             if let Err(error) = dials {
                 stream.close(StreamError::NoThread {
                     error: error.kind(),

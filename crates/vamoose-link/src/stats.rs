@@ -27,7 +27,7 @@ macro_rules! counters {
 
         /// The counters at one moment.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-        pub struct Snapshot {
+        pub struct Counters {
             $($(#[$meta])* pub $name: u64,)*
             /// CPU time spent encoding.
             pub encode_time: Duration,
@@ -41,8 +41,8 @@ macro_rules! counters {
 
         impl Stats {
             /// Reads all counters.
-            pub fn snapshot(&self) -> Snapshot {
-                Snapshot {
+            pub fn snapshot(&self) -> Counters {
+                Counters {
                     $($name: self.$name.read(),)*
                     encode_time: Duration::from_nanos(self.encode_nanos.read()),
                     decode_time: Duration::from_nanos(self.decode_nanos.read()),

@@ -93,7 +93,7 @@ pub enum ZeroCopyError {
 ///
 /// CAP_IPC_LOCK exempts from the limit, except if granted in a user namespace, which this check does not notice. Other
 /// processes of the user that pin memory (io_uring, AF_XDP, QEMU) count towards the same limit. A send
-/// beyond the limit is a copy, see [`Snapshot::copied_sends`](crate::Snapshot::copied_sends).
+/// beyond the limit is a copy, see [`Counters::copied_sends`](crate::Counters::copied_sends).
 ///
 /// # Errors
 /// When the limit is too low; the error names the required one.

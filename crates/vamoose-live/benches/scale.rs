@@ -37,9 +37,11 @@ use rustix::{
     time::{ClockId, clock_gettime},
 };
 use vamoose_live::{
-    Acceptor, Destination, DestinationConfig, DestinationGuest, DirtyLog, DirtyLogError, Engines,
-    GuestError, Listener, Method, Ram, RamBlock, Settings, Source, SourceConfig, SourceGuest,
-    Status, Switchover, Transport, UserfaultLog,
+    Acceptor, Destination, DestinationConfig, DestinationGuest, GuestError, Listener, Ram,
+    RamBlock, Source, SourceConfig, SourceGuest, Status, Switchover, Transport,
+    causes::DirtyLogError,
+    compression::{Engines, Method, Settings},
+    dirty::{DirtyLog, UserfaultLog},
 };
 use vm_memory::{MmapRegion, mmap::MmapRegionBuilder};
 
@@ -125,7 +127,7 @@ fn run(gib: usize, mapped: bool, userfaultfd: bool) {
         "| {gib} GiB | {} | {} | {} | {} | {:.1} | {cpu:.2} | {:.2} | {} | {} | {} | {} | {:.0} |",
         if mapped { "mapped" } else { "untouched" },
         if userfaultfd { "userfaultfd" } else { "kvm" },
-        status.setup_time,
+        status.setup_time.as_millis(),
         total.as_millis(),
         parts.last_round.as_secs_f64() * 1e3,
         cpu * 1e3 / gib as f64,

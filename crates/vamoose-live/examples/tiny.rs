@@ -3,8 +3,9 @@
 use std::{sync::Arc, thread};
 
 use vamoose_live::{
-    Destination, DestinationGuest, GuestError, Ram, Remote, Security, SharedBitmap, Source,
-    SourceGuest,
+    Destination, DestinationGuest, GuestError, Ram, Remote, Source, SourceGuest,
+    dirty::SharedBitmap,
+    session::Security,
     vm_memory::{Bytes, GuestAddress, GuestMemoryMmap},
 };
 

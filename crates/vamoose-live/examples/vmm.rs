@@ -24,10 +24,12 @@ use std::{
 use serde_json::{Value, json};
 use testguest::{Backing, Config, Fill, Guest, Kind, Memory, fill};
 use vamoose_live::{
-    Acceptor, Address, Destination, DestinationConfig, DestinationGuest, Engines, GuestError,
-    Handle, Keys, Listener, Method, PublicKey, Ram, RamBlock, Remote, Security, SessionConfig,
-    Sessions, Settings, Source, SourceConfig, SourceError, SourceGuest, Transport, UserfaultLog,
+    Acceptor, Address, Destination, DestinationConfig, DestinationGuest, GuestError, Handle, Keys,
+    Listener, Ram, RamBlock, Remote, Source, SourceConfig, SourceError, SourceGuest, Transport,
     chain,
+    compression::{Engines, Method, Settings},
+    dirty::UserfaultLog,
+    session::{PublicKey, Security, SessionConfig, Sessions},
 };
 
 type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;

@@ -23,7 +23,7 @@ mod post_copy;
 mod receiving;
 
 use std::{
-    sync::{Arc, Mutex, atomic::AtomicUsize, mpsc},
+    sync::{Arc, Mutex, OnceLock, atomic::AtomicUsize, mpsc},
     thread,
     time::Duration,
 };
@@ -32,24 +32,27 @@ use handover::{AttemptId, Incarnation, SourceMessage};
 use multifd::Initial;
 use tracing::field;
 use vamoose_codec::{Engines, Settings};
-use vamoose_link::{Address, Hangup, Session, Snapshot, Stats, Stream, lock, random_id};
+use vamoose_link::{Address, Counters, Hangup, Session, Stats, Stream, lock, random_id};
 
 use crate::{
-    ChannelError, DestinationError, DestinationGuest, OffloadCounters, PageCopy, Ram,
-    offload::Account, spans::in_span,
+    DestinationError, DestinationGuest, Ram, RamError,
+    config::setters,
+    error::ChannelError,
+    offload::{Account, OffloadCounters, PageCopy},
+    spans::in_span,
 };
 use accept::Connections;
 pub use acceptor::{Accepted, Acceptor};
 use coordinator::Coordinator;
 use guest_ram::GuestRam;
 use inbox::Inbox;
-use make_zero::MakeZero;
 use past_attempts::PastAttempts;
 
 /// Waits for a guest.
 pub struct Destination {
     acceptor: Acceptor,
-    ram: Ram,
+    /// `None`: the guest builds it.
+    ram: Option<Ram>,
     config: DestinationConfig,
     handle: DestinationHandle,
     past: PastAttempts,
@@ -59,12 +62,13 @@ pub struct Destination {
 
 /// The options of a [`Destination`].
 #[derive(Clone)]
+#[non_exhaustive]
 pub struct DestinationConfig {
     /// How pages are decoded: which hardware may help.
     pub engines: Engines,
     /// How long the source may stop in the middle of a message or packet.
     pub stall_timeout: Duration,
-    /// Most bytes of device state; in a post-copy it comes with a bit for each page of memory.
+    /// Most bytes of device state, with all its parts; in a post-copy it comes with a bit for each page of memory.
     pub max_state: u64,
     /// The VMM guarantees that guest memory reads as zeros (it has just been mapped), so that it need not be searched.
     pub memory_is_zero: bool,
@@ -87,6 +91,14 @@ impl DestinationConfig {
             copy: PageCopy::Cpu,
         }
     }
+}
+
+setters! { DestinationConfig:
+    stall_timeout: Duration,
+    max_state: u64,
+    memory_is_zero: bool,
+    punch_holes: bool,
+    copy: PageCopy,
 }
 
 impl Default for DestinationConfig {
@@ -114,16 +126,17 @@ impl DestinationHandle {
     }
 
     /// Counters of what the current call of [`Destination::run`] has received, or the last one.
-    pub fn moved(&self) -> Snapshot {
+    pub fn moved(&self) -> Counters {
         lock(&self.0).stats.snapshot()
     }
 }
 
 /// A guest that has arrived.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Arrival {
     /// Counters of the received data: bytes, packets, pages, SYNCs, and the time of the decoders.
-    pub moved: Snapshot,
+    pub moved: Counters,
     /// From the source's first message to the running guest.
     pub total_time: Duration,
     /// Whether it was resumed: a guest that was paused at the source stays so.
@@ -138,7 +151,8 @@ pub struct Arrival {
 const QUEUE: usize = 64;
 
 impl Destination {
-    /// Waits at `address` for a guest with the memory `ram`, over sessions with the default options.
+    /// Waits at `address` for a guest, over sessions with the default options. The guest gets the memory `ram`; or `None`: then it
+    /// gets what [`DestinationGuest::prepare`] builds.
     ///
     /// # Errors
     /// When `address` is malformed or in use, keys or certificates cannot be used, or the system is out of a resource.
@@ -146,30 +160,30 @@ impl Destination {
     pub fn listen(
         address: &str,
         security: impl Into<vamoose_link::Security>,
-        ram: &Ram,
+        ram: impl Into<Option<Ram>>,
     ) -> Result<Self, DestinationError> {
         let config = vamoose_link::SessionConfig::new(security.into());
         let listener = vamoose_link::Listener::bind(&address.parse()?, config.stall_timeout)?;
         let sessions = vamoose_link::Sessions::new(vec![listener], config)?;
         Self::new(
             Acceptor::Sessions(sessions),
-            ram.clone(),
+            ram,
             DestinationConfig::default(),
         )
     }
 
-    /// Waits at `acceptor` for a guest with the memory `ram`.
+    /// Waits at `acceptor` for a guest, as [`listen`](Self::listen).
     ///
     /// # Errors
     /// When the system is out of a resource.
     pub fn new(
         acceptor: Acceptor,
-        ram: Ram,
+        ram: impl Into<Option<Ram>>,
         config: DestinationConfig,
     ) -> Result<Self, DestinationError> {
         Ok(Self {
             acceptor,
-            ram,
+            ram: ram.into(),
             config,
             handle: DestinationHandle(Arc::new(Mutex::new(Current {
                 cancel: Arc::new(Hangup::new()?),
@@ -210,7 +224,11 @@ impl Destination {
             current.stats = stats.clone();
             current.cancel.clone()
         };
-        let memory = GuestRam::new(&self.ram, self.config.punch_holes);
+        let memory = OnceLock::new();
+        if let Some(ram) = &self.ram {
+            let ram = GuestRam::new(ram, self.config.punch_holes)?;
+            memory.get_or_init(|| ram);
+        }
         let (events_in, events) = mpsc::sync_channel(QUEUE);
         let connections = Connections {
             events: events_in.clone(),
@@ -223,7 +241,7 @@ impl Destination {
                 config: &self.config,
                 memory: &memory,
                 arrived: &mut self.arrived,
-                make_zero: (!self.config.memory_is_zero).then(|| MakeZero::start(&memory, scope)),
+                make_zero: None,
                 inbox: Inbox::new(events, &mut self.past),
                 events_in,
                 scope,
@@ -239,6 +257,7 @@ impl Destination {
             scope.spawn(in_span(move || {
                 accept::run(acceptor, hangup, closing, &connections, scope);
             }));
+            coordinator.begin_making_zero();
             coordinator.run(guest)
         });
         if closing.is_hung_up() {
@@ -250,8 +269,9 @@ impl Destination {
 
 /// Makes all memory of `ram` read as zeros, without touching untouched memory.
 #[cfg(feature = "_tls")]
-pub(crate) fn make_zero(ram: &Ram) {
-    GuestRam::new(ram, true).make_zero(&make_zero::Progress::default());
+pub(crate) fn make_zero(ram: &Ram) -> Result<(), RamError> {
+    GuestRam::new(ram, true)?.make_zero(&make_zero::Progress::default());
+    Ok(())
 }
 
 /// A connection of a source.
@@ -274,6 +294,8 @@ enum Event {
     Channel(Initial, Connection),
     Message(u64, SourceMessage),
     State(u64, Vec<u8>),
+    /// A part of the device state that goes ahead.
+    Part(u64, Vec<u8>),
     /// A control connection has ended.
     Disconnected(u64, DestinationError),
     /// A channel has written all its pages of this round.

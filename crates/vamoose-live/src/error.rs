@@ -11,7 +11,9 @@ use vamoose_link::{
     ZeroCopyError, chain,
 };
 
-use crate::{DirtyLogError, GuestError, MissingPagesError, offload::WrongVerdict};
+use crate::{
+    GuestError, RamError, dirty::DirtyLogError, missing::MissingPagesError, offload::WrongVerdict,
+};
 
 /// A migration that failed at the source. [`SourceError::guest`] returns where the guest is.
 #[derive(Debug, Error)]
@@ -20,6 +22,8 @@ use crate::{DirtyLogError, GuestError, MissingPagesError, offload::WrongVerdict}
 pub enum SourceError {
     #[error("{0}")]
     Config(String),
+    #[error("the guest's memory")]
+    Ram(#[from] RamError),
     #[error("invalid packet size")]
     Layout(#[from] LayoutError),
     #[error(transparent)]
@@ -88,16 +92,16 @@ pub enum SourceError {
     )]
     WrittenWhilePaused { block: String, page: usize },
     #[error(
-        "not converged within {seconds} s: {remaining} bytes are dirty, and the guest dirties {dirty_rate} bytes/s where {bandwidth} bytes/s are moved"
+        "not converged within {time:?}: {remaining} bytes are dirty, and the guest dirties {dirty_rate} bytes/s where {bandwidth} bytes/s are moved"
     )]
     TimedOut {
-        seconds: u64,
+        time: Duration,
         remaining: u64,
         dirty_rate: u64,
         bandwidth: u64,
     },
-    #[error("the destination has not {what} within {seconds} s")]
-    NoAnswer { what: &'static str, seconds: u64 },
+    #[error("the destination has not {what} within {time:?}")]
+    NoAnswer { what: &'static str, time: Duration },
     /// The longest downtime is over, and not all of the guest is at the destination.
     #[error("the destination has not received all of the guest within {max:?} of downtime")]
     DowntimeExceeded { max: Duration },
@@ -142,6 +146,8 @@ impl SourceError {
 pub enum DestinationError {
     #[error("the destination's host is out of a resource")]
     System(#[from] io::Error),
+    #[error("the guest's memory")]
+    Ram(#[from] RamError),
     #[error(transparent)]
     Address(#[from] AddressError),
     #[error(transparent)]
@@ -159,11 +165,11 @@ pub enum DestinationError {
     OutOfTurn { message: String },
     #[error("control connection from the source")]
     Control(#[from] ConversationError),
-    #[error("only {arrived} of {channels} channels connected within {seconds} s")]
+    #[error("only {arrived} of {channels} channels connected within {time:?}")]
     Channels {
         arrived: usize,
         channels: usize,
-        seconds: u64,
+        time: Duration,
     },
     #[error("the source's channel {channel} was not announced, or connected twice")]
     ChannelNumber { channel: u8 },
@@ -184,8 +190,8 @@ pub enum DestinationError {
     /// The guest stays at the source, for the cause that it sent.
     #[error("the source has given up: {cause}")]
     Aborted { cause: String },
-    #[error("the source has not handed the guest over within {seconds} s: it stays there")]
-    NotCommitted { seconds: u64 },
+    #[error("the source has not handed the guest over within {time:?}: it stays there")]
+    NotCommitted { time: Duration },
     #[error("a guest cannot be received by post-copy here")]
     PostCopy(#[from] MissingPagesError),
     #[error(

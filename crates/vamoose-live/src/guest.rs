@@ -1,6 +1,6 @@
 //! Traits that a VMM implements: pausing and resuming its guest, saving and loading the state of its devices.
 
-use crate::Status;
+use crate::{Ram, Status};
 
 /// Any error of a VMM.
 pub type GuestError = Box<dyn std::error::Error + Send + Sync>;
@@ -13,6 +13,21 @@ pub trait SourceGuest {
     /// Whether the guest runs when the migration begins. One that is paused is never resumed, at either end.
     fn is_running(&self) -> bool {
         true
+    }
+
+    /// Describes the guest, in any format: a destination without memory [builds it](DestinationGuest::prepare) from this, before
+    /// anything else is sent. At most 200 KiB.
+    fn describe(&self) -> Vec<u8> {
+        Vec::new()
+    }
+
+    /// A part of the state of devices that goes ahead of [`save`](Self::save), such as the pre-copy data of VFIO. Called until there
+    /// is none for now: after every round while the guest runs, and once it is paused. Parts arrive in this order.
+    ///
+    /// # Errors
+    /// When the state cannot be saved.
+    fn save_part(&mut self) -> Result<Option<Vec<u8>>, GuestError> {
+        Ok(None)
     }
 
     /// Stops all vCPUs and devices. After that nothing writes guest memory.
@@ -49,6 +64,26 @@ pub trait SourceGuest {
 
 /// The guest at the destination.
 pub trait DestinationGuest {
+    /// Builds the guest's memory as the source [describes](SourceGuest::describe) the guest. Called by a
+    /// [`Destination`](crate::Destination) that was given no memory.
+    ///
+    /// # Errors
+    /// When this host cannot have the guest: it is refused then.
+    fn prepare(&mut self, description: &[u8]) -> Result<Ram, GuestError> {
+        let _ = description;
+        Err("this VMM builds no memory from a description".into())
+    }
+
+    /// Takes the next part of the state of devices that the source [sends ahead](SourceGuest::save_part). Guest memory is not
+    /// complete.
+    ///
+    /// # Errors
+    /// When the state is not this VMM's. The guest stays at the source then.
+    fn load_part(&mut self, part: &[u8]) -> Result<(), GuestError> {
+        let _ = part;
+        Err("this VMM takes no device state in parts".into())
+    }
+
     /// Takes the state of vCPUs and devices. All of guest memory is there, and no other thread writes it; in a post-copy, who
     /// touches a missing page waits for it. The guest must not run yet.
     ///

@@ -9,25 +9,80 @@
 //! ```
 //!
 //! - [`Ram`] and [`RamBlock`]: guest memory, over mappings of `vm-memory` (anonymous, memfd, hugetlb).
-//! - [`DirtyLog`]: which pages were written. KVM's logs, userfaultfd's write protection, a bitmap that the VMM feeds
-//!   itself, and [`Merged`] of several.
+//! - [`dirty`]: which pages were written. KVM's logs, userfaultfd's write protection, a bitmap that the VMM feeds
+//!   itself, and several merged.
 //! - [`SourceGuest`] and [`DestinationGuest`]: implemented by the VMM: pause, resume, save, load.
 //! - [`Source`] and [`Destination`]: one migration. [`Handle`] watches and cancels it, [`Status`] has the names of
 //!   QEMU's `query-migrate`.
 //! - [`Transport`] and [`Acceptor`]: how both reach each other, over sessions or plain connections.
+//! - [`session`], [`compression`], [`dsa`]: keys and sessions, how pages are encoded, and devices that help.
 //! - [`snapshot`]: a guest that goes to a file, and comes from one.
 //! - [`GuestLocation`]: where the guest is when something breaks.
 //!
-//! Items that a VMM needs from the crates below are re-exported: methods and engines ([`MethodChoice`], [`Engines`], [`Registry`],
-//! [`Settings`]), sessions, addresses and statistics ([`Sessions`], [`Address`], [`Snapshot`]), devices ([`Devices`]), and the
-//! causes of errors ([`causes`]).
+//! Items that a VMM needs from the crates below are re-exported. The parts of errors are in [`causes`].
+//!
+//! A destination and a source with the default options:
+//!
+//! ```
+//! # #[cfg(not(feature = "sessions"))]
+//! # fn main() {}
+//! # #[cfg(feature = "sessions")]
+//! # mod lines {
+//! # use std::{path::PathBuf, sync::Arc, thread};
+//! # use vamoose_live::{Destination, DestinationGuest, GuestError, Keys, Ram, RamBlock, Remote, Source, SourceGuest};
+//! # use vamoose_live::{vm_memory::MmapRegion, dirty::{DirtyLog, SharedBitmap}};
+//! # struct Vm;
+//! # impl SourceGuest for Vm {
+//! #     fn pause(&mut self) -> Result<(), GuestError> { Ok(()) }
+//! #     fn resume(&mut self) -> Result<(), GuestError> { Ok(()) }
+//! #     fn save(&mut self) -> Result<Vec<u8>, GuestError> { Ok(vec![1]) }
+//! # }
+//! # impl DestinationGuest for Vm {
+//! #     fn load(&mut self, _: &[u8]) -> Result<(), GuestError> { Ok(()) }
+//! #     fn resume(&mut self) -> Result<(), GuestError> { Ok(()) }
+//! # }
+//! # fn ram() -> Result<Ram, GuestError> {
+//! #     Ok(Ram::new(vec![RamBlock::new("ram", Arc::new(MmapRegion::<()>::new(1 << 20)?))?])?)
+//! # }
+//! # fn destination(address: &str, keys: PathBuf) -> Result<(), GuestError> {
+//! # let (ram, mut vm) = (ram()?, Vm);
+//! // The destination, at an address such as `tcp:[::]:7000`, with keys in a directory such as `/etc/vm`.
+//! Destination::listen(address, Keys::at(keys), &ram)?.run(&mut vm)?;
+//! # Ok(())
+//! # }
+//! # fn source(address: &str, keys: PathBuf) -> Result<(), GuestError> {
+//! # let (ram, mut vm) = (ram()?, Vm);
+//! # let log: Arc<dyn DirtyLog> = Arc::new(SharedBitmap::new(&ram));
+//! // The source.
+//! Source::new(&ram, log)?.run(Remote::new(address, Keys::at(keys))?, &mut vm)?;
+//! # Ok(())
+//! # }
+//! # pub fn main() -> Result<(), GuestError> {
+//! #     let directory = tempfile::tempdir()?;
+//! #     let (near, far) = (directory.path().join("near"), directory.path().join("far"));
+//! #     let (near_key, far_key) = (Keys::generate(&near)?, Keys::generate(&far)?);
+//! #     std::fs::write(near.join("trusted"), format!("far {far_key}\n"))?;
+//! #     std::fs::write(far.join("trusted"), format!("near {near_key}\n"))?;
+//! #     let address = format!("unix:{}", directory.path().join("socket").display());
+//! #     let arriving = thread::spawn({
+//! #         let address = address.clone();
+//! #         move || destination(&address, far)
+//! #     });
+//! #     // Until the destination listens.
+//! #     while !arriving.is_finished() && source(&address, near.clone()).is_err() {}
+//! #     arriving.join().unwrap()
+//! # }
+//! # }
+//! # #[cfg(feature = "sessions")]
+//! # use lines::main;
+//! ```
 //!
 //! The log lines of a migration (`tracing`) lie in a span `migration` with the fields `role` and `attempt`.
 //!
 //! # Connections
 //! A migration goes over a session ([`Transport::Session`], [`Acceptor::Sessions`]): the two ends authenticate each other,
-//! by keys ([`Keys`]) or certificates ([`Certificates`]), all data is encrypted and checked, and lost connections are
-//! re-established within [`SessionConfig::reconnect_timeout`]. Pages have a checksum of their own, from before they are encoded to
+//! by keys ([`Keys`]) or certificates ([`Certificates`](session::Certificates)), all data is encrypted and checked, and lost connections are
+//! re-established within [`reconnect_timeout`](session::SessionConfig::reconnect_timeout). Pages have a checksum of their own, from before they are encoded to
 //! after they are decoded. Plain sockets ([`Transport::Plain`], [`Acceptor::Plain`]) have none of this. They are for zero-copy
 //! send, which a session does not support: a session has to resend exactly the bytes that it sent, and guest memory changes.
 //!
@@ -43,8 +98,8 @@
 //! use std::{sync::Arc, thread};
 //!
 //! use vamoose_live::{
-//!     Destination, DestinationGuest, GuestError, Keys, Ram, RamBlock, Remote, SharedBitmap, Source,
-//!     SourceGuest,
+//!     Destination, DestinationGuest, GuestError, Keys, Ram, RamBlock, Remote, Source, SourceGuest,
+//!     dirty::SharedBitmap,
 //!     vm_memory::{Bytes, MmapRegion},
 //! };
 //!
@@ -116,7 +171,7 @@
 //! here.set_counter(42)?;
 //! let to = Remote::new(&address.to_string(), keys(near, far_key))?;
 //! let status = Source::new(&here.ram, here.log.clone())?.run(to, &mut here)?;
-//! println!("moved {} bytes, downtime {:?} ms", status.ram.transferred, status.downtime);
+//! println!("moved {} bytes, downtime {:?}", status.ram.transferred, status.downtime);
 //!
 //! let there = arriving.join().unwrap()?;
 //! assert!(there.runs && !here.runs);
@@ -142,6 +197,7 @@
 
 #![deny(unsafe_code)]
 
+mod config;
 mod destination;
 pub mod dirty;
 mod error;
@@ -167,41 +223,55 @@ mod test_ram;
 pub use destination::{
     Accepted, Acceptor, Arrival, Destination, DestinationConfig, DestinationHandle,
 };
-pub use dirty::{
-    Bitmap, DirtyLog, DirtyLogError, KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot, Merged,
-    PhysicalLog, Place, Placed, SharedBitmap, UserfaultLog, VhostLog, VmMemoryLog,
-};
-pub use error::{ChannelError, DestinationError, Mismatch, SourceError};
+pub use error::{DestinationError, SourceError};
 pub use guest::{DestinationGuest, GuestError, SourceGuest, Switchover};
 pub use handover::GuestLocation;
-pub use memory::{Ram, RamBlock, RamError, Region};
-pub use missing::MissingPagesError;
-pub use multifd::Method;
-pub use offload::{Devices, DsaDetection, OffloadCounters, PageCopy};
+pub use memory::{Ram, RamBlock, RamError, RamInUse, Region};
 pub use source::{
-    AutoConverge, CHANNELS, OnTimeout, OwnConnections, Source, SourceConfig, Transport,
-    ZeroPageDetection,
+    AutoConverge, OnTimeout, OwnConnections, Source, SourceConfig, Transport, ZeroPageDetection,
 };
-pub use status::{Handle, RamStatus, State, Status};
-pub use vamoose_codec::{Accel, Engines, Registry, Settings, Verify};
-pub use vamoose_link::{
-    Address, AddressError, ConversationError, DowntimeParts, Listener, MethodChoice, Peers,
-    Snapshot, chain,
-};
+pub use status::{Handle, Phase, RamStatus, Status};
+pub use vamoose_link::{Address, Counters, DowntimeParts, Listener, chain, on_every_thread};
 #[cfg(feature = "_tls")]
-pub use vamoose_link::{
-    Certificates, Cipher, FileKey, Keys, OneTimeKey, PageStore, Path, PublicKey, Remote, Security,
-    Session, SessionConfig, Sessions,
-};
+pub use vamoose_link::{Keys, Remote};
 pub use vm_memory;
 
-/// The causes of errors, from the crates below.
+/// How pages are encoded: methods, their engines, and the adaptive choice.
+pub mod compression {
+    pub use multifd::Method;
+    pub use vamoose_codec::{Accel, Engines, Registry, Settings, Verify};
+    pub use vamoose_link::MethodChoice;
+}
+
+/// Intel's DSA: devices that look for zero pages at the source, and copy pages at the destination.
+pub mod dsa {
+    pub use crate::offload::{Devices, DsaDetection, OffloadCounters, PageCopy};
+}
+
+/// Sessions between two hosts: authenticated, encrypted, checked, and continued over new connections.
+#[cfg(feature = "_tls")]
+pub mod session {
+    pub use vamoose_link::{
+        Certificates, Cipher, FileKey, Keys, OneTimeKey, PageStore, Peers, PublicKey, Remote, Route, Security,
+        Session, SessionConfig, Sessions,
+    };
+}
+
+/// The causes of errors, also from the crates below.
 pub mod causes {
-    pub use crate::offload::WrongVerdict;
+    pub use crate::{
+        dirty::DirtyLogError,
+        error::{ChannelError, Mismatch},
+        missing::MissingPagesError,
+        offload::WrongVerdict,
+    };
     pub use handover::{FrameError, VersionMismatch};
     pub use multifd::{InitialError, LayoutError, PacketError};
     pub use vamoose_codec::{DecodeError, EncodeError};
-    pub use vamoose_link::{DialError, ReadError, SocketError, WriteError, ZeroCopyError};
+    pub use vamoose_link::{
+        AddressError, ConversationError, DialError, ReadError, SocketError, WriteError,
+        ZeroCopyError,
+    };
     #[cfg(feature = "_tls")]
     pub use vamoose_link::{SessionsError, TlsError};
 }

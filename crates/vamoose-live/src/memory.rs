@@ -3,7 +3,14 @@
 //! A mapping is accessed as a [`VolatileSlice`]: there are no Rust references to bytes that a vCPU may change.
 //! They are copied out by `vm-memory`, or go by address to the system calls of `vamoose-link`.
 
-use std::{fmt, ops::Range, sync::Arc};
+use std::{
+    fmt,
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
 
 use multifd::BlockName;
 use thiserror::Error;
@@ -37,6 +44,24 @@ pub trait Region: Send + Sync {
 pub struct Ram {
     blocks: Vec<RamBlock>,
     page_size: usize,
+    /// How many migrations and snapshots need the blocks as they are, or [`CHANGES`].
+    uses: Arc<AtomicUsize>,
+}
+
+/// The memory of a guest changes.
+const CHANGES: usize = usize::MAX;
+
+/// Keeps a [`Ram`] in use until it is dropped. See [`Ram::change`].
+#[derive(Debug)]
+pub struct RamInUse {
+    uses: Arc<AtomicUsize>,
+    as_many: usize,
+}
+
+impl Drop for RamInUse {
+    fn drop(&mut self) {
+        self.uses.fetch_sub(self.as_many, Ordering::AcqRel);
+    }
 }
 
 /// A named part of guest memory, which has the same name and length at the destination.
@@ -64,6 +89,12 @@ pub enum RamError {
         address: usize,
         page_size: usize,
     },
+    #[error(
+        "memory cannot be added or removed now: a migration or a snapshot of the guest is under way"
+    )]
+    InUse,
+    #[error("memory is being added or removed")]
+    Changing,
     #[error("a guest without RAM blocks")]
     Empty,
     #[error("{blocks} RAM blocks are more than {MAX_BLOCKS}")]
@@ -105,7 +136,12 @@ impl Ram {
                 });
             }
         }
-        Ok(Self { blocks, page_size })
+        let uses = Arc::default();
+        Ok(Self {
+            blocks,
+            page_size,
+            uses,
+        })
     }
 
     /// All regions of a guest's `memory`, each as a block named after its guest address: `ram@100000000`. The blocks keep clones of
@@ -129,6 +165,33 @@ impl Ram {
         Self::new(blocks.collect::<Result<_, _>>()?)
     }
 
+    /// For a VMM that adds or removes memory of the guest: no migration and no snapshot of this memory begins until the result is
+    /// dropped.
+    ///
+    /// # Errors
+    /// [`RamError::InUse`] while one is under way, or waits for a source: the VMM refuses the change.
+    pub fn change(&self) -> Result<RamInUse, RamError> {
+        self.hold_as(CHANGES, |uses| uses == 0)
+            .ok_or(RamError::InUse)
+    }
+
+    /// Keeps the blocks as they are.
+    pub(crate) fn hold(&self) -> Result<RamInUse, RamError> {
+        self.hold_as(1, |uses| uses != CHANGES)
+            .ok_or(RamError::Changing)
+    }
+
+    fn hold_as(&self, as_many: usize, may: impl Fn(usize) -> bool) -> Option<RamInUse> {
+        let more = |uses| may(uses).then(|| uses + as_many);
+        let held = self
+            .uses
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, more);
+        held.ok().map(|_| RamInUse {
+            uses: self.uses.clone(),
+            as_many,
+        })
+    }
+
     /// The blocks, in their order.
     pub fn blocks(&self) -> &[RamBlock] {
         &self.blocks
@@ -149,6 +212,12 @@ impl Ram {
         self.blocks
             .get(index)
             .map_or(0, |block| block.len() / self.page_size)
+    }
+}
+
+impl From<&Ram> for Option<Ram> {
+    fn from(ram: &Ram) -> Self {
+        Some(ram.clone())
     }
 }
 

@@ -21,8 +21,8 @@ use vamoose_link::{Hangup, wait_until};
 use vm_memory::VolatileSlice;
 
 use crate::{
-    Bitmap, Ram, RamBlock,
-    dirty::count,
+    Ram, RamBlock,
+    dirty::{Bitmap, count},
     mapping::backings,
     sys::{faults::Faults, memory::Punch},
 };

@@ -1,17 +1,33 @@
 //! Work that is done in parts, by several threads.
 
-use std::{ops::Range, sync::Mutex, thread};
+use std::{
+    ops::Range,
+    sync::{Mutex, PoisonError},
+    thread,
+};
 
 use vamoose_link::lock;
 
 use crate::spans::in_span;
 
-/// Calls `work` with each of `parts`, on up to `threads` threads. The caller's is one of them, and does
+/// Calls `work` with each of `parts`, on up to `threads` threads, until it fails. The caller's is one of them, and does
 /// everything where no other can be had.
-pub(crate) fn each<T: Send>(parts: Vec<T>, threads: usize, work: &(dyn Fn(T) + Sync)) {
+///
+/// # Errors
+/// The first failure.
+pub(crate) fn each<T: Send, E: Send>(
+    parts: Vec<T>,
+    threads: usize,
+    work: &(dyn Fn(T) -> Result<(), E> + Sync),
+) -> Result<(), E> {
     let threads = threads.min(parts.len());
-    let parts = Mutex::new(parts.into_iter());
-    let run = || std::iter::from_fn(|| lock(&parts).next()).for_each(work);
+    let (parts, failure) = (Mutex::new(parts.into_iter()), Mutex::new(None));
+    let next = || lock(&failure).is_none().then(|| lock(&parts).next())?;
+    let run = || {
+        if let Err(error) = std::iter::from_fn(next).try_for_each(work) {
+            lock(&failure).get_or_insert(error);
+        }
+    };
     thread::scope(|scope| {
         for _ in 1..threads {
             let builder = thread::Builder::new().name("vamoose-part".into());
@@ -22,6 +38,9 @@ pub(crate) fn each<T: Send>(parts: Vec<T>, threads: usize, work: &(dyn Fn(T) + S
         }
         run();
     });
+    let failure = failure.into_inner();
+    let failure = failure.unwrap_or_else(PoisonError::into_inner);
+    failure.map_or(Ok(()), Err)
 }
 
 /// `range` in parts that end at multiples of `size`.
@@ -57,14 +76,26 @@ mod tests {
         for threads in [0, 1, 3] {
             for parts in [0, 1, 2, 100] {
                 let done = Mutex::new(Vec::new());
-                each((0..parts).collect(), threads, &|part| {
+                let all = each((0..parts).collect(), threads, &|part| {
                     done.lock().unwrap().push(part);
+                    Ok::<_, ()>(())
                 });
+                all.unwrap();
                 let mut done = done.into_inner().unwrap();
                 done.sort_unstable();
                 assert!(done.into_iter().eq(0..parts), "{threads} threads");
             }
         }
+    }
+
+    #[test]
+    fn the_first_failure_ends_the_work() {
+        let done = Mutex::new(0);
+        let failure = each((0..1000).collect(), 1, &|part| {
+            *done.lock().unwrap() += 1;
+            if part < 7 { Ok(()) } else { Err(part) }
+        });
+        assert_eq!((failure, done.into_inner().unwrap()), (Err(7), 8));
     }
 
     #[test]
@@ -91,9 +122,11 @@ mod tests {
         // On a thread that is left behind if the parts wait for each other in vain.
         thread::spawn(move || {
             let meet = Barrier::new(2);
-            each(vec![(), ()], 2, &|()| {
+            let both = each(vec![(), ()], 2, &|()| {
                 meet.wait();
+                Ok::<_, ()>(())
             });
+            both.unwrap();
             done_in.send(()).unwrap();
         });
         done.recv_timeout(Duration::from_secs(60)).unwrap();

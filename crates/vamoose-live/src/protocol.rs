@@ -17,6 +17,7 @@
 //!     <───────────────── prepared (its incarnation), or refused ──
 //!     ══ pages of round 1 ═══ SYNC 1 ═══════════════════════════════>
 //!     <─────────────────────────────────────────────────── synced 1 ──  when all channels had their SYNC
+//!     ── state part (length), the part ──────────────────────────────>  any number of them, after any round
 //!     ══ … until the rest fits into the downtime limit …
 //!  pauses the guest
 //!     ══ the last pages ═════ SYNC n ═══ last SYNC ═════════════════>   a channel that ends without it was cut
@@ -69,7 +70,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vamoose_link::{Conversation, ConversationError, millis};
 
-use crate::{Bitmap, Ram, SourceConfig, error::Mismatch, source::CHANNELS};
+use crate::{Ram, SourceConfig, dirty::Bitmap, error::Mismatch, source::CHANNELS};
 
 /// Number of the SYNC that ends a channel.
 pub const LAST_SYNC: u64 = u64::MAX;
@@ -155,6 +156,9 @@ pub struct PrepareDetails {
     /// Pages may follow the guest: the device state begins with the pages that are missing.
     #[serde(default)]
     pub post_copy: bool,
+    /// What [`SourceGuest::describe`](crate::SourceGuest::describe) has returned.
+    #[serde(default)]
+    pub description: Vec<u8>,
 }
 
 /// A RAM block that both sides must have.
@@ -167,7 +171,12 @@ pub struct BlockShape {
 }
 
 impl PrepareDetails {
-    pub(crate) fn new(ram: &Ram, layout: Layout, config: &SourceConfig) -> Self {
+    pub(crate) fn new(
+        ram: &Ram,
+        layout: Layout,
+        config: &SourceConfig,
+        description: Vec<u8>,
+    ) -> Self {
         let number = |value| u32::try_from(value).unwrap_or(u32::MAX);
         Self {
             blocks: block_shapes(ram),
@@ -176,37 +185,17 @@ impl PrepareDetails {
             channels: config.channels,
             settle_ms: millis(config.settle_time),
             post_copy: config.post_copy,
+            description,
         }
     }
 
     /// Checks that the source's guest can run in `ram`; returns the layout of its packets.
     pub(crate) fn check(&self, ram: &Ram) -> Result<Layout, Mismatch> {
-        let (theirs, ours) = (self.page_size, ram.page_size());
-        if theirs as usize != ours {
-            return Err(Mismatch::PageSize { theirs, ours });
-        }
         if !CHANNELS.contains(&self.channels) {
             return Err(Mismatch::Channels(self.channels));
         }
-        for block in ram.blocks() {
-            let (name, ours) = (block.name().to_string(), block.len() as u64);
-            let mut same_name = self.blocks.iter().filter(|theirs| theirs.name == name);
-            match (same_name.next().map(|theirs| theirs.len), same_name.next()) {
-                (Some(theirs), None) if theirs == ours => {}
-                (Some(theirs), None) => return Err(Mismatch::BlockLen { name, theirs, ours }),
-                (None, _) => return Err(Mismatch::BlockMissing(name)),
-                (_, Some(_)) => return Err(Mismatch::BlockTwice(name)),
-            }
-        }
-        let known = |name: &str| {
-            ram.blocks()
-                .iter()
-                .any(|block| block.name().to_string() == name)
-        };
-        match self.blocks.iter().find(|theirs| !known(&theirs.name)) {
-            Some(theirs) => Err(Mismatch::BlockUnknown(theirs.name.clone())),
-            None => Ok(Layout::new(theirs)?.with_packet_bytes(self.packet_bytes)?),
-        }
+        check_shape(&self.blocks, self.page_size, ram)?;
+        Ok(Layout::new(self.page_size)?.with_packet_bytes(self.packet_bytes)?)
     }
 
     /// How many streams of pages there may be.
@@ -217,6 +206,38 @@ impl PrepareDetails {
     pub(crate) fn settle_time(&self) -> Duration {
         Duration::from_millis(self.settle_ms)
     }
+}
+
+/// Checks that `ram` has these RAM blocks, in pages of `theirs` bytes; returns the index in it of each.
+pub(crate) fn check_shape(
+    blocks: &[BlockShape],
+    theirs: u32,
+    ram: &Ram,
+) -> Result<Vec<usize>, Mismatch> {
+    let ours = ram.page_size();
+    if theirs as usize != ours {
+        return Err(Mismatch::PageSize { theirs, ours });
+    }
+    let names: Vec<_> = ram
+        .blocks()
+        .iter()
+        .map(|block| block.name().to_string())
+        .collect();
+    for (block, name) in ram.blocks().iter().zip(&names) {
+        let (name, ours) = (name.clone(), block.len() as u64);
+        let mut same_name = blocks.iter().filter(|theirs| theirs.name == name);
+        match (same_name.next().map(|theirs| theirs.len), same_name.next()) {
+            (Some(theirs), None) if theirs == ours => {}
+            (Some(theirs), None) => return Err(Mismatch::BlockLen { name, theirs, ours }),
+            (None, _) => return Err(Mismatch::BlockMissing(name)),
+            (_, Some(_)) => return Err(Mismatch::BlockTwice(name)),
+        }
+    }
+    let index = |theirs: &BlockShape| {
+        let known = names.iter().position(|name| *name == theirs.name);
+        known.ok_or_else(|| Mismatch::BlockUnknown(theirs.name.clone()))
+    };
+    blocks.iter().map(index).collect()
 }
 
 /// The RAM blocks of `ram`.
@@ -313,9 +334,10 @@ mod tests {
             any::<u8>(),
             any::<u64>(),
             any::<bool>(),
+            any::<Vec<u8>>(),
         )
             .prop_map(
-                |(blocks, page_size, packet_bytes, channels, settle_ms, post_copy)| {
+                |(blocks, page_size, packet_bytes, channels, settle_ms, post_copy, description)| {
                     PrepareDetails {
                         blocks,
                         page_size,
@@ -323,6 +345,7 @@ mod tests {
                         channels,
                         settle_ms,
                         post_copy,
+                        description,
                     }
                 },
             )

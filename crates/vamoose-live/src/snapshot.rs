@@ -50,7 +50,10 @@ use vamoose_codec::{DecodeError, EncodeError, Engines, Settings};
 use vamoose_link::FileKey;
 
 use crate::{
-    DirtyLog, DirtyLogError, GuestError, MissingPagesError, Ram, SourceGuest, error::Mismatch,
+    GuestError, Ram, RamError, SourceGuest,
+    dirty::{DirtyLog, DirtyLogError},
+    error::Mismatch,
+    missing::MissingPagesError,
 };
 pub use restore::Snapshot;
 
@@ -107,6 +110,8 @@ pub struct Restored {
 pub enum SnapshotError {
     #[error("the host is out of a resource")]
     System(#[from] io::Error),
+    #[error("the guest's memory")]
+    Ram(#[from] RamError),
     #[error("snapshot: {what} failed")]
     File {
         what: &'static str,

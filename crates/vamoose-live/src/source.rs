@@ -33,12 +33,11 @@ use convergence::Convergence;
 use handover::{AttemptId, Decision, GuestLocation, SourceDriver, SourceEvent, SourceState};
 use multifd::Layout;
 use tracing::{debug, info, warn};
-use vamoose_link::{Conversation, ZeroCopyError, check_locked_memory, millis, random_id};
+use vamoose_link::{Conversation, ZeroCopyError, check_locked_memory, random_id};
 
 use crate::{
-    Bitmap, DirtyLog, GuestError, Handle, Ram, SourceError, SourceGuest, State, Status, Switchover,
-    chain,
-    dirty::{clear, collect, count},
+    GuestError, Handle, Phase, Ram, SourceError, SourceGuest, Status, Switchover, chain,
+    dirty::{Bitmap, DirtyLog, clear, collect, count},
     mapping::backings,
     offload::Account,
     parallel,
@@ -46,7 +45,8 @@ use crate::{
     protocol::missing_bytes,
     status::{Shared, Stopwatch},
 };
-pub use config::{CHANNELS, SourceConfig, ZeroPageDetection};
+pub(crate) use config::CHANNELS;
+pub use config::{SourceConfig, ZeroPageDetection};
 pub use convergence::{AutoConverge, OnTimeout};
 use hand_over::HandOver;
 use link::{Link, RoundEnd};
@@ -123,6 +123,10 @@ impl Source {
     ) -> Result<Status, SourceError> {
         let destination = &destination.into();
         self.shared.progress().start = Instant::now();
+        let _held = match self.ram.hold() {
+            Ok(held) => held,
+            Err(error) => return self.report(Err(error.into())),
+        };
         let is_session = matches!(destination, Transport::Session(_));
         if self.config.zero_copy && is_session {
             return self.report(Err(ZeroCopyError::Session.into()));
@@ -163,9 +167,9 @@ impl Source {
         let mut progress = self.shared.progress();
         progress.end();
         progress.status.status = match &result {
-            Ok(()) => State::Completed,
-            Err(SourceError::Cancelled) => State::Cancelled,
-            Err(_) => State::Failed,
+            Ok(()) => Phase::Completed,
+            Err(SourceError::Cancelled) => Phase::Cancelled,
+            Err(_) => Phase::Failed,
         };
         progress.status.error_desc = result.as_ref().err().map(|error| chain(error));
         drop(progress);
@@ -229,7 +233,7 @@ impl<'a> Attempt<'a> {
 
     /// Sends the guest the memory that it has not been sent, now that it runs at the destination.
     fn follow(&mut self, link: &Link<'_, 'a>, post_copy: PostCopy) -> Result<(), SourceError> {
-        self.source.shared.progress().status.status = State::PostcopyActive;
+        self.source.shared.progress().status.status = Phase::PostcopyActive;
         let sent = post_copy.run(self.source, link, self.round + 1);
         sent.map_err(|error| SourceError::PagesLost {
             source: Box::new(error),
@@ -242,7 +246,7 @@ impl<'a> Attempt<'a> {
         link: &mut Link<'_, 'a>,
         driver: &mut SourceDriver,
     ) -> Result<(), SourceError> {
-        let prepared = link.prepare()?;
+        let prepared = link.prepare(self.guest.describe())?;
         driver.handle(SourceEvent::Message(prepared));
         link.open_channels()?;
         let (rest, forced) = self.precopy(link)?;
@@ -254,7 +258,7 @@ impl<'a> Attempt<'a> {
 
     /// Sends rounds until it is time to pause the guest. Returns the pages that are dirty then, and whether the time has come because
     /// somebody wanted it.
-    fn precopy(&mut self, link: &Link<'_, '_>) -> Result<(Vec<Bitmap>, bool), SourceError> {
+    fn precopy(&mut self, link: &mut Link<'_, '_>) -> Result<(Vec<Bitmap>, bool), SourceError> {
         let source = self.source;
         // Before the log, which may register the memory with a userfaultfd of its own.
         let mut pages = Pages::Touched(Touched::new(backings(&source.ram)));
@@ -262,8 +266,8 @@ impl<'a> Attempt<'a> {
         self.logging = true;
         let start = {
             let mut progress = source.shared.progress();
-            progress.status.status = State::Active;
-            progress.status.setup_time = millis(progress.start.elapsed());
+            progress.status.status = Phase::Active;
+            progress.status.setup_time = progress.start.elapsed();
             progress.start
         };
         let gives_up = source.config.on_timeout == OnTimeout::Abort;
@@ -274,6 +278,7 @@ impl<'a> Attempt<'a> {
             if self.send(link, pages, deadline)? == RoundEnd::TooLate {
                 return Err(self.timed_out());
             }
+            self.send_parts(link)?;
             let dirty = self.collect(
                 Bitmap::for_blocks(&source.ram),
                 source.config.channels.into(),
@@ -342,7 +347,7 @@ impl<'a> Attempt<'a> {
         let source = self.source;
         // A guest is not paused for a migration that has ended already.
         link.idle(Duration::ZERO)?;
-        source.shared.progress().status.status = State::Device;
+        source.shared.progress().status.status = Phase::Device;
         let mut paused = Stopwatch::start();
         let max = self.convergence.limit().max(source.config.downtime_max);
         link.bound_downtime(paused.started.checked_add(max));
@@ -355,6 +360,7 @@ impl<'a> Attempt<'a> {
             session.set_paused(true);
         }
         paused.lap(|parts| &mut parts.last_round);
+        self.send_parts(link)?;
         let state = self.guest.save();
         let mut state = state.map_err(|error| guest_error("save the state of", error))?;
         paused.lap(|parts| &mut parts.device_state);
@@ -378,12 +384,21 @@ impl<'a> Attempt<'a> {
             state = bytes;
         }
         paused.lap(|parts| &mut parts.last_round);
-        link.send_state(state)?;
+        link.send_state(state, false)?;
         paused.lap(|parts| &mut parts.device_state);
         link.wait_for_loaded()?;
         self.check_pause()?;
         paused.lap(|parts| &mut parts.load);
         self.paused = Some(paused);
+        Ok(())
+    }
+
+    /// Sends the parts of the device state that there are now.
+    fn send_parts(&mut self, link: &mut Link<'_, '_>) -> Result<(), SourceError> {
+        let failed = |error| guest_error("save a part of the state of", error);
+        while let Some(part) = self.guest.save_part().map_err(failed)? {
+            link.send_state(part, true)?;
+        }
         Ok(())
     }
 
@@ -451,7 +466,7 @@ impl<'a> Attempt<'a> {
             let mut progress = shared.progress();
             progress.count_remaining(dirty, &shared.stats);
             let status = &mut progress.status;
-            status.expected_downtime = Some(millis(rates.time_for(self.bytes(dirty))));
+            status.expected_downtime = Some(rates.time_for(self.bytes(dirty)));
             status.ram.dirty_pages_rate = whole(rates.dirty_pages);
             status.ram.mbps = rates.wire_bytes * 8.0 / 1e6;
             status.ram.pages_per_second = whole(rates.pages);
@@ -469,7 +484,7 @@ impl<'a> Attempt<'a> {
         let page_size = self.source.ram.page_size() as u64;
         let rates = self.rates;
         SourceError::TimedOut {
-            seconds: self.source.config.timeout.unwrap_or_default().as_secs(),
+            time: self.source.config.timeout.unwrap_or_default(),
             remaining: self.source.shared.status().ram.remaining,
             dirty_rate: whole(rates.dirty_pages) * page_size,
             bandwidth: whole(rates.page_bytes),
@@ -484,7 +499,7 @@ impl<'a> Attempt<'a> {
         let (downtime, parts) = (paused.total(), paused.parts);
         info!(?downtime, "the guest runs at the destination ({parts})");
         let mut progress = self.source.shared.progress();
-        progress.status.downtime = Some(millis(downtime));
+        progress.status.downtime = Some(downtime);
         progress.status.downtime_parts = Some(parts);
         progress.end();
     }
@@ -497,8 +512,7 @@ impl<'a> Attempt<'a> {
                     true => self.guest.resume(),
                     false => Ok(()),
                 };
-                self.source.shared.progress().status.downtime =
-                    Some(millis(paused.started.elapsed()));
+                self.source.shared.progress().status.downtime = Some(paused.started.elapsed());
                 resumed
             }
             None => Ok(()),

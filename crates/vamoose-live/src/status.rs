@@ -9,32 +9,40 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde::Serialize;
-use vamoose_link::{DowntimeParts, Hangup, Limit, Pacer, Session, Snapshot, Stats, lock, millis};
+use serde::{Serialize, Serializer};
+use vamoose_link::{Counters, DowntimeParts, Hangup, Limit, Pacer, Session, Stats, lock, millis};
 
-use crate::{OffloadCounters, Ram, SourceError, offload::Account};
+use crate::{
+    Ram, SourceError,
+    offload::{Account, OffloadCounters},
+};
 
 /// Watches a migration and ends it, from any thread.
 #[derive(Clone)]
 pub struct Handle(pub(crate) Arc<Shared>);
 
-/// A snapshot of a migration. Times are in milliseconds, as in QEMU.
+/// A migration at one moment. Serialized, times are in milliseconds, as in QEMU.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
 #[serde(rename_all = "kebab-case")]
 pub struct Status {
-    /// The state.
-    pub status: State,
+    /// The phase.
+    pub status: Phase,
     /// Time since the beginning.
-    pub total_time: u64,
+    #[serde(serialize_with = "as_millis")]
+    pub total_time: Duration,
     /// How long the guest was paused, once it runs again: at the destination, or here after a failure.
-    pub downtime: Option<u64>,
+    #[serde(serialize_with = "some_as_millis")]
+    pub downtime: Option<Duration>,
     /// Parts of the downtime.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub downtime_parts: Option<DowntimeParts>,
     /// How long the last round would take if the guest were paused now.
-    pub expected_downtime: Option<u64>,
+    #[serde(serialize_with = "some_as_millis")]
+    pub expected_downtime: Option<Duration>,
     /// Time until the first page was sent.
-    pub setup_time: u64,
+    #[serde(serialize_with = "as_millis")]
+    pub setup_time: Duration,
     /// The guest's memory.
     pub ram: RamStatus,
     /// The devices' part of the search for zero pages, if devices are used.
@@ -47,8 +55,20 @@ pub struct Status {
     pub error_desc: Option<String>,
 }
 
+fn as_millis<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    millis(*time).serialize(serializer)
+}
+
+fn some_as_millis<S: Serializer>(
+    time: &Option<Duration>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    time.map(millis).serialize(serializer)
+}
+
 /// The memory part of a [`Status`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
 #[serde(rename_all = "kebab-case")]
 pub struct RamStatus {
     /// Bytes sent, headers included.
@@ -71,16 +91,17 @@ pub struct RamStatus {
     pub pages_per_second: u64,
     /// How often the dirty log was read.
     pub dirty_sync_count: u64,
-    /// See [`vamoose_link::Snapshot::missed_zero_copy`].
+    /// See [`vamoose_link::Counters::missed_zero_copy`].
     pub dirty_sync_missed_zero_copy: u64,
     /// Bytes in a page.
     pub page_size: u64,
 }
 
-/// State of a migration, as QEMU's `MigrationStatus`.
+/// The phase of a migration, as QEMU's `MigrationStatus`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 #[serde(rename_all = "kebab-case")]
-pub enum State {
+pub enum Phase {
     /// Connecting.
     #[default]
     Setup,
@@ -105,7 +126,7 @@ impl Handle {
     }
 
     /// The counters.
-    pub fn moved(&self) -> Snapshot {
+    pub fn moved(&self) -> Counters {
         self.0.stats.snapshot()
     }
 
@@ -180,7 +201,7 @@ impl Progress {
     pub(crate) fn end(&mut self) {
         if !self.over {
             self.over = true;
-            self.status.total_time = millis(self.start.elapsed());
+            self.status.total_time = self.start.elapsed();
         }
     }
 
@@ -192,7 +213,7 @@ impl Progress {
     }
 }
 
-fn pages_sent(moved: &Snapshot) -> u64 {
+fn pages_sent(moved: &Counters) -> u64 {
     moved.normal_pages + moved.zero_pages
 }
 
@@ -243,7 +264,7 @@ impl Shared {
         let progress = self.progress();
         let mut status = progress.status.clone();
         if !progress.over {
-            status.total_time = millis(progress.start.elapsed());
+            status.total_time = progress.start.elapsed();
         }
         let moved = self.stats.snapshot();
         let done = pages_sent(&moved).saturating_sub(progress.pages_sent)

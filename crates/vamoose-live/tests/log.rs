@@ -12,8 +12,10 @@ use std::{
 
 use tracing_subscriber::filter::LevelFilter;
 use vamoose_live::{
-    Acceptor, Destination, DestinationConfig, DestinationGuest, Engines, GuestError, Listener,
-    Method, Ram, RamBlock, Settings, SharedBitmap, Source, SourceConfig, SourceGuest, Transport,
+    Acceptor, Destination, DestinationConfig, DestinationGuest, GuestError, Listener, Ram,
+    RamBlock, Source, SourceConfig, SourceGuest, Transport,
+    compression::{Engines, Method, Settings},
+    dirty::SharedBitmap,
 };
 use vm_memory::MmapRegion;
 

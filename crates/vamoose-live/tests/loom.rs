@@ -8,7 +8,10 @@ use loom::{
     sync::atomic::{AtomicU64, Ordering},
     thread,
 };
-use vamoose_live::{Bitmap, DirtyLog, Ram, RamBlock, SharedBitmap};
+use vamoose_live::{
+    Ram, RamBlock,
+    dirty::{Bitmap, DirtyLog, SharedBitmap},
+};
 use vm_memory::MmapRegion;
 
 /// Two pages of guest memory, a word each, and a log. Data is relaxed: only the log may order it.

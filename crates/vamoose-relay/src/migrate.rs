@@ -38,7 +38,7 @@ use handover::{
 use serde_json::{Value, json};
 use tracing::{Span, error_span};
 use vamoose_link::{
-    ConversationError, Hangup, Listener, Opening, Remote, Session, Snapshot, Stats, lock, random_id,
+    ConversationError, Counters, Hangup, Listener, Opening, Remote, Session, Stats, lock, random_id,
 };
 
 use crate::{
@@ -116,7 +116,7 @@ pub struct Progress {
     /// QEMU's answer to `query-migrate`, with `downtime-parts` once the guest runs at the destination.
     pub source: Value,
     /// What the relay has moved.
-    pub moved: Snapshot,
+    pub moved: Counters,
     /// The disks that are copied.
     pub disks: Option<CopiedDisks>,
     /// The session with the server.
@@ -135,7 +135,7 @@ pub struct Moved {
     /// QEMU's last answer to `query-migrate`, with `downtime-parts`. Empty if another process drove the migration.
     pub source: Value,
     /// What the relay has moved.
-    pub moved: Snapshot,
+    pub moved: Counters,
     /// The disks that were copied.
     pub disks: Option<CopiedDisks>,
     /// From the source's stop to the server's message that the guest runs, by this host's clock.
@@ -471,7 +471,7 @@ struct Ended {
     /// Why it failed before the hand-over.
     cause: Option<Cause>,
     account: Value,
-    moved: Snapshot,
+    moved: Counters,
     disks: Option<CopiedDisks>,
     switchover: Option<Switchover>,
 }

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use tracing::debug;
 use vamoose_link::{
-    Address, Hangup, HangupGuard, Listener, Snapshot, Socket, SocketError, chain, dial, millis,
+    Address, Counters, Hangup, HangupGuard, Listener, Socket, SocketError, chain, dial, millis,
     wait_until,
 };
 
@@ -58,7 +58,7 @@ pub struct UnderWay {
 
 impl UnderWay {
     /// From the counters of a relay.
-    pub fn new(by: &str, role: Role, peer: String, began: Instant, moved: &Snapshot) -> Self {
+    pub fn new(by: &str, role: Role, peer: String, began: Instant, moved: &Counters) -> Self {
         let (guest_bytes, wire_bytes) = match role {
             Role::Source => (moved.received_bytes, moved.wire_bytes),
             Role::Destination => (moved.wire_bytes, moved.received_bytes),
@@ -227,7 +227,7 @@ mod tests {
     use super::*;
 
     fn moving(name: &str) -> UnderWay {
-        let moved = Snapshot::default();
+        let moved = Counters::default();
         UnderWay {
             name: Some(name.to_owned()),
             total_time: 0,
@@ -258,10 +258,10 @@ mod tests {
 
     #[test]
     fn wire_bytes_are_those_between_the_hosts() {
-        let moved = Snapshot {
+        let moved = Counters {
             received_bytes: 5,
             wire_bytes: 3,
-            ..Snapshot::default()
+            ..Counters::default()
         };
         for (role, guest, wire) in [(Role::Source, 5, 3), (Role::Destination, 3, 5)] {
             let it = UnderWay::new("x", role, "kvm2".to_owned(), Instant::now(), &moved);

@@ -4,7 +4,7 @@ use std::{fs, net::IpAddr, time::Duration};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use vamoose_link::{Address, PageStore, Path, Remote, SessionConfig};
+use vamoose_link::{Address, PageStore, Remote, Route, SessionConfig};
 
 use crate::{
     options::{CONNECTIONS, ENCODING, Switch},
@@ -89,11 +89,11 @@ pub fn page_caches(size: Option<Size>) -> usize {
 
 /// The paths to the addresses `to` of one host: from the addresses `bind`, one for each of `to`, or from any. `None` if the
 /// numbers of addresses differ.
-pub fn paths(to: &[Address], bind: &[IpAddr]) -> Option<Vec<Path>> {
+pub fn paths(to: &[Address], bind: &[IpAddr]) -> Option<Vec<Route>> {
     if !bind.is_empty() && bind.len() != to.len() {
         return None;
     }
-    let paths = to.iter().enumerate().map(|(at, address)| Path {
+    let paths = to.iter().enumerate().map(|(at, address)| Route {
         to: address.clone(),
         bind: bind.get(at).copied(),
     });

@@ -26,7 +26,7 @@ use prometheus_client::{
     registry::{Registry, Unit},
 };
 use tracing::info;
-use vamoose_link::{Address, Limit, LinkFaults, PageStore, Snapshot, StoreUse, lock};
+use vamoose_link::{Address, Counters, Limit, LinkFaults, PageStore, StoreUse, lock};
 use vamoose_relay::{End, EndKind, Observed, Observer, Role};
 
 pub use responder::Responder;
@@ -168,7 +168,7 @@ struct Metric {
 type Label = (&'static str, &'static str);
 
 /// Value of a counter for one migration.
-type Counter = fn(Role, &Snapshot, &LinkFaults) -> f64;
+type Counter = fn(Role, &Counters, &LinkFaults) -> f64;
 
 /// Values of all counters, by metric.
 type Values = [[f64; MOST]; METRICS.len()];

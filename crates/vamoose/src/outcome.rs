@@ -90,17 +90,17 @@ mod tests {
     use std::time::Duration;
 
     use serde_json::json;
-    use vamoose_link::Snapshot;
+    use vamoose_link::Counters;
 
     use super::*;
     use crate::terminal::wrap;
 
     fn done() -> Moved {
         Moved {
-            moved: Snapshot {
+            moved: Counters {
                 wire_bytes: 812 << 20,
                 page_bytes: 4060 << 20,
-                ..Snapshot::default()
+                ..Counters::default()
             },
             downtime: Some(Duration::from_millis(112)),
             total_time: Duration::from_millis(8200),

@@ -445,7 +445,7 @@ impl Rates {
 #[cfg(test)]
 mod tests {
     use serde_json::json;
-    use vamoose_link::Snapshot;
+    use vamoose_link::Counters;
 
     use super::*;
 
@@ -458,10 +458,10 @@ mod tests {
         let progress = Progress {
             status: "active".to_owned(),
             source: json!({ "ram": ram, "expected-downtime": 300 }),
-            moved: Snapshot {
+            moved: Counters {
                 wire_bytes: 100,
                 page_bytes: 250,
-                ..Snapshot::default()
+                ..Counters::default()
             },
             ..Progress::default()
         };

@@ -13,7 +13,7 @@ use idxd::offload::OffloadCounters;
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use serde_json::Value;
-use vamoose_link::{MethodChoice, PathStatus, Session, Snapshot, millis};
+use vamoose_link::{Counters, MethodChoice, PathStatus, Session, millis};
 use vamoose_relay::{AttemptId, CopiedDisks, DowntimeParts, GuestLocation, Moved, chain};
 
 use crate::timeline::{Sample, Timeline};
@@ -158,7 +158,7 @@ pub struct CpuSeconds {
 
 impl Report {
     /// The report of one relay.
-    pub fn new(method: &MethodChoice, moved: Snapshot, total: Duration, setup: Duration) -> Self {
+    pub fn new(method: &MethodChoice, moved: Counters, total: Duration, setup: Duration) -> Self {
         let pages = moved.normal_pages + moved.zero_pages;
         let seconds = total.as_secs_f64().max(1e-3);
         Self {

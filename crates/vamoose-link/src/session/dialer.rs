@@ -23,7 +23,7 @@ use vamoose_session::{
 };
 
 use super::{
-    Path, PathStatus, Role, Session, SessionConfig, Shared,
+    PathStatus, Role, Route, Session, SessionConfig, Shared,
     connection::NewConnection,
     keeper,
     resumable::{OldConnection, Resumable, ResumableStream},
@@ -31,7 +31,7 @@ use super::{
 use crate::{
     Address, Socket, SocketError, Stream, TlsError, chain,
     dial::Destination,
-    is_stall, left, lock, random_id,
+    is_stall, left, lock, random_id, threads,
     timeouts::{ATTEMPT, HANDSHAKE, LAST_ATTEMPT, RETRY_PAUSES, SHUN},
     tls::ClientTerms,
 };
@@ -171,7 +171,7 @@ pub(crate) struct Paths {
 type Greeting = JoinHandle<Result<Greeted, DialError>>;
 
 struct KnownPath {
-    path: Path,
+    path: Route,
     destination: Destination,
     delivered: AtomicU64,
     failures: AtomicU64,
@@ -194,7 +194,7 @@ impl Shunned {
 }
 
 impl Paths {
-    fn new(list: Vec<Path>, config: &SessionConfig) -> Result<Self, DialError> {
+    fn new(list: Vec<Route>, config: &SessionConfig) -> Result<Self, DialError> {
         let terms = config.security.client_terms(config.cipher);
         let terms = terms.map_err(DialError::Security)?;
         let list = list.into_iter().map(|path| KnownPath {
@@ -222,7 +222,7 @@ impl Paths {
             let own = keeper::own_path(stream, self.list.len());
             let greet = move || Greeted::new(&paths, own, ATTEMPT);
             // Without a thread, the connection is made when the stream is opened.
-            if let Ok(greeting) = thread::Builder::new().spawn(greet) {
+            if let Ok(greeting) = threads::spawn(greet) {
                 ahead.insert(stream, greeting);
             }
         }
@@ -331,7 +331,7 @@ impl Paths {
 }
 
 pub(crate) fn begin(
-    list: Vec<Path>,
+    list: Vec<Route>,
     config: SessionConfig,
     streams: usize,
 ) -> Result<(Session, Stream), DialError> {
@@ -345,7 +345,7 @@ pub(crate) fn begin(
 
 /// As [`begin`], and tries again for as long as `limit` if the server may be reachable soon.
 pub(crate) fn reach(
-    list: Vec<Path>,
+    list: Vec<Route>,
     config: &SessionConfig,
     streams: usize,
     limit: Duration,
@@ -391,7 +391,7 @@ impl Opening {
             session: session.clone(),
             began: Instant::now(),
             stream: None,
-            thread: thread::Builder::new().spawn(move || open(&shared)).ok(),
+            thread: threads::spawn(move || open(&shared)).ok(),
         }
     }
 
@@ -476,7 +476,7 @@ pub(super) fn replace(stream: &Arc<ResumableStream>, paths: Vec<usize>) {
         return;
     }
     let replaced = stream.clone();
-    let thread = thread::Builder::new().spawn(move || {
+    let thread = threads::spawn(move || {
         paths.into_iter().any(|path| move_to(&replaced, path));
         replaced.replaced();
     });
@@ -780,7 +780,7 @@ mod tests {
     #[test]
     fn connection_closed_before_its_handshake_is_tried_again() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let path = Path {
+        let path = Route {
             to: format!("tcp:{}", listener.local_addr().unwrap())
                 .parse()
                 .unwrap(),

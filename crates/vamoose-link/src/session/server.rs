@@ -42,7 +42,7 @@ use super::{
 use crate::{
     Address, Listener, PollQueue, Security, Socket, Stream, TlsError, chain,
     delta::Share,
-    left, lock, random_id,
+    left, lock, random_id, threads,
     timeouts::{ACCEPT_PAUSE, HANDSHAKE, LINGER},
     tls::ServerTerms,
     wait_for, wait_until,
@@ -136,7 +136,7 @@ impl Sessions {
         });
         // Reports errors now rather than at the first connection.
         server.terms()?;
-        let acceptor = thread::Builder::new().spawn({
+        let acceptor = threads::spawn({
             let server = server.clone();
             // Handshakes may outlive the listeners.
             move || server.accept(&listeners)
@@ -259,7 +259,7 @@ impl Server {
                 Err(error) => server.warn(&chain(&error), address),
             }
         };
-        if let Err(error) = thread::Builder::new().spawn(greet) {
+        if let Err(error) = threads::spawn(greet) {
             self.warn(&error, address);
         }
     }
@@ -601,7 +601,7 @@ mod tests {
     use vamoose_session::frame::{Header, Kind};
 
     use super::*;
-    use crate::{DialError, session::Path};
+    use crate::{DialError, session::Route};
 
     const LIMIT: Duration = Duration::from_secs(60);
 
@@ -647,7 +647,7 @@ mod tests {
         let mut opened = |last: u8| {
             let bind = Some(IpAddr::from([127, 0, 0, last]));
             let to = to.clone();
-            let (session, first) = Session::dial(vec![Path { to, bind }], config.clone())?;
+            let (session, first) = Session::dial(vec![Route { to, bind }], config.clone())?;
             (&first).write_all(b"here").unwrap();
             all.push((session.clone(), first, sessions.next(LIMIT).unwrap()));
             let mut count = 1;

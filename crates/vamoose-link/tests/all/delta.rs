@@ -12,9 +12,9 @@ use multifd::{BlockName, Layout, Method};
 use proptest::{collection::vec, prelude::*};
 use vamoose_codec::{Decoder, Settings, encoder};
 use vamoose_link::{
-    Address, ChannelReader, ChannelWriter, DeltaReceiver, DeltaSender, Listener, Packet,
-    PacketEncoder, PageCaches, Path, Received, Security, Session, SessionConfig, Sessions,
-    Snapshot, Stats, Stream,
+    Address, ChannelReader, ChannelWriter, Counters, DeltaReceiver, DeltaSender, Listener, Packet,
+    PacketEncoder, PageCaches, Received, Route, Security, Session, SessionConfig, Sessions, Stats,
+    Stream,
 };
 
 use crate::channel::LAYOUT;
@@ -43,7 +43,7 @@ impl Ends {
         let middlebox = Middlebox::new(address).unwrap();
         let sessions = Sessions::new(vec![listener], far).unwrap();
         let to: Address = format!("tcp:{}", middlebox.address()).parse().unwrap();
-        let (session, first) = Session::dial(vec![Path::from(to)], near).unwrap();
+        let (session, first) = Session::dial(vec![Route::from(to)], near).unwrap();
         let mut near = vec![Arc::new(first)];
         while near.len() < CHANNELS {
             near.push(Arc::new(session.open().unwrap()));
@@ -145,7 +145,7 @@ fn run(
     ends: &Ends,
     encoder: impl Fn() -> PacketEncoder,
     meanwhile: impl FnOnce(&Middlebox) + Send,
-) -> Snapshot {
+) -> Counters {
     let stats = Arc::<Stats>::default();
     let sender = DeltaSender::over(&ends.session, LAYOUT).map(Arc::new);
     let receiver = DeltaReceiver::of(&ends.far[0], LAYOUT).map(Arc::new);

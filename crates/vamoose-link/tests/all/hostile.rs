@@ -11,7 +11,7 @@ use std::{
 use lab::middlebox::{Direction, Middlebox};
 use rustix::net::{AddressFamily, Shutdown, SocketType, bind, connect, ipproto, shutdown, socket};
 use vamoose_link::{
-    Address, DialError, Introduced, Listener, Path, Security, Session, SessionConfig, Sessions,
+    Address, DialError, Introduced, Listener, Route, Security, Session, SessionConfig, Sessions,
     Stream, StreamError, chain,
 };
 use vamoose_session::{
@@ -424,7 +424,7 @@ fn strangers_keep_nobody_out() {
     // One address has all places, and no more.
     babbling[MANY - 1].is_closed();
     for _ in 0..3 {
-        let from = Path {
+        let from = Route {
             to: tcp(bench.address),
             bind: Some(unused_address().into()),
         };

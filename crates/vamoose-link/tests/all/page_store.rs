@@ -11,7 +11,7 @@ use lab::middlebox::{Change, Direction, Middlebox, Which};
 use multifd::{BlockName, Method};
 use vamoose_codec::Decoder;
 use vamoose_link::{
-    ChannelReader, ChannelWriter, Packet, PageStore, Received, Security, SessionConfig, Snapshot,
+    ChannelReader, ChannelWriter, Counters, Packet, PageStore, Received, Security, SessionConfig,
     Stats, StoreLister, StoreSender,
 };
 
@@ -57,7 +57,7 @@ fn migrate(
     (near, far): (Option<&PageStore>, Option<&PageStore>),
     (name, offered): (&str, usize),
     meanwhile: impl FnOnce(&Middlebox) + Send,
-) -> Snapshot {
+) -> Counters {
     let ends = Ends::new(config(near), config(far));
     assert_eq!(ends.session.has_store(), far.is_some());
     let stats = Arc::<Stats>::default();

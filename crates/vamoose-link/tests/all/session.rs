@@ -13,8 +13,8 @@ use lab::middlebox::{Admission, Change, Direction, Flow, Mark, Middlebox, Which}
 use multifd::{BlockName, Method, PacketKind};
 use vamoose_codec::{Decoder, Settings, encoder};
 use vamoose_link::{
-    Address, ChannelReader, ChannelWriter, Introduced, Keys, LinkFaults, Listener, Packet, Path,
-    Received, Remote, Security, Session, SessionConfig, Sessions, Stream,
+    Address, ChannelReader, ChannelWriter, Introduced, Keys, LinkFaults, Listener, Packet,
+    Received, Remote, Route, Security, Session, SessionConfig, Sessions, Stream,
 };
 use vamoose_session::handshake::{ATTACH_LEN, HELLO_LEN};
 
@@ -58,7 +58,7 @@ impl Bench {
         Session::dial(vec![self.path()], config.clone()).unwrap()
     }
 
-    fn path(&self) -> Path {
+    fn path(&self) -> Route {
         path_to(&self.middlebox)
     }
 
@@ -119,9 +119,9 @@ fn pass(mut from: &TcpStream, mut to: &TcpStream, len: usize, barrier: Option<&B
     to.write_all(&message).unwrap();
 }
 
-fn path_to(middlebox: &Middlebox) -> Path {
+fn path_to(middlebox: &Middlebox) -> Route {
     let address = middlebox.address();
-    Path::from(format!("tcp:{address}").parse::<Address>().unwrap())
+    Route::from(format!("tcp:{address}").parse::<Address>().unwrap())
 }
 
 fn bytes(len: usize, seed: u64) -> Vec<u8> {

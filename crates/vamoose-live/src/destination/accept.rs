@@ -155,30 +155,30 @@ impl Connections {
 
     /// Receives a source's messages, until the connection ends.
     fn receive(&self, number: u64, mut control: Conversation) {
+        let mut left = self.max_state;
+        let mut bytes = |control: &mut Conversation, len: u64| {
+            let max = self.max_state;
+            let within = left.checked_sub(len).zip(usize::try_from(len).ok());
+            let (rest, len) = within.ok_or(DestinationError::StateLength { len, max })?;
+            left = rest;
+            Ok(control.receive_bytes(len)?)
+        };
         loop {
             let event = match control.receive() {
-                Ok(SourceMessage::State { len }) => self.state(number, &mut control, len),
-                Ok(message) => Event::Message(number, message),
-                Err(error) => Event::Disconnected(number, error.into()),
+                Ok(SourceMessage::State { len }) => {
+                    bytes(&mut control, len).map(|state| Event::State(number, state))
+                }
+                Ok(SourceMessage::StatePart { len }) => {
+                    bytes(&mut control, len).map(|part| Event::Part(number, part))
+                }
+                Ok(message) => Ok(Event::Message(number, message)),
+                Err(error) => Err(DestinationError::from(error)),
             };
+            let event = event.unwrap_or_else(|error| Event::Disconnected(number, error));
             let last = matches!(event, Event::Disconnected(..));
             if self.events.send(event).is_err() || last {
                 return;
             }
-        }
-    }
-
-    fn state(&self, number: u64, control: &mut Conversation, len: u64) -> Event {
-        let max = self.max_state;
-        let result = match usize::try_from(len) {
-            Ok(wanted) if len <= max => control
-                .receive_bytes(wanted)
-                .map_err(DestinationError::from),
-            _ => Err(DestinationError::StateLength { len, max }),
-        };
-        match result {
-            Ok(state) => Event::State(number, state),
-            Err(error) => Event::Disconnected(number, error),
         }
     }
 }

@@ -5,7 +5,11 @@ use vamoose_link::{ChannelReader, Received, Stats};
 use vm_memory::VolatileSlice;
 
 use super::guest_ram::GuestRam;
-use crate::{ChannelError, PageCopy, offload::DsaCopy, protocol::LAST_SYNC};
+use crate::{
+    error::ChannelError,
+    offload::{DsaCopy, PageCopy},
+    protocol::LAST_SYNC,
+};
 
 /// Receives the packets of a channel until it ends. `synced` is called with each SYNC's number when every page
 /// before it has been written.
@@ -15,7 +19,7 @@ use crate::{ChannelError, PageCopy, offload::DsaCopy, protocol::LAST_SYNC};
 pub(super) fn receive(
     mut reader: ChannelReader,
     layout: Layout,
-    memory: &GuestRam<'_>,
+    memory: &GuestRam,
     copy: &PageCopy,
     stats: &Stats,
     synced: impl Fn(u64),

@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    sync::{Arc, mpsc::SyncSender},
+    sync::{Arc, OnceLock, mpsc::SyncSender},
     thread::{self, Scope},
     time::{Duration, Instant},
 };
@@ -24,9 +24,10 @@ use super::{
     receiving::{Action, Receiving, unexpected},
 };
 use crate::{
-    ChannelError, DestinationError, DestinationGuest, MissingPagesError, chain,
+    DestinationError, DestinationGuest, GuestError, chain,
     dirty::count,
-    missing::Missing,
+    error::ChannelError,
+    missing::{Missing, MissingPagesError},
     offload::Account,
     protocol::{PrepareDetails, split_missing},
     spans::in_span,
@@ -47,7 +48,8 @@ const REASON_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub(super) struct Coordinator<'scope, 'env> {
     pub(super) config: &'env DestinationConfig,
-    pub(super) memory: &'env GuestRam<'env>,
+    /// Until it is there, the guest is to build it.
+    pub(super) memory: &'env OnceLock<GuestRam>,
     /// Whether the guest belongs to this destination.
     pub(super) arrived: &'env mut bool,
     /// Until a source has made an offer.
@@ -65,6 +67,7 @@ struct Attempt<'env> {
     id: AttemptId,
     driver: DestinationDriver,
     details: PrepareDetails,
+    memory: &'env GuestRam,
     layout: Layout,
     start: Instant,
     done: Done,
@@ -90,7 +93,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
     ) -> Result<Arrival, DestinationError> {
         let (id, prepare) = self.inbox.wait_for_source()?;
         Span::current().record("attempt", field::display(id));
-        let mut attempt = self.prepare(id, prepare)?;
+        let mut attempt = self.prepare(id, prepare, guest)?;
         self.drive(&mut attempt, guest);
         let committed = self.receive_and_load(&mut attempt, guest);
         let result = match committed {
@@ -109,6 +112,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         &mut self,
         id: AttemptId,
         prepare: Prepare,
+        guest: &mut dyn DestinationGuest,
     ) -> Result<Attempt<'env>, DestinationError> {
         let start = Instant::now();
         let refuse = |error: DestinationError| {
@@ -119,16 +123,20 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         let protocol = prepare.negotiate().map_err(|error| refuse(error.into()))?;
         let details: PrepareDetails = from_details(prepare.details)
             .map_err(|error| refuse(ConversationError::from(error).into()))?;
+        let memory = self
+            .build(guest, &details.description)
+            .map_err(|error| refuse(error))?;
         let layout = details
-            .check(self.memory.ram)
+            .check(&memory.ram)
             .map_err(|error| refuse(error.into()))?;
         if details.post_copy {
             let can_follow = match self.config.punch_holes {
-                true => Missing::check(self.memory.ram),
+                true => Missing::check(&memory.ram),
                 false => Err(MissingPagesError::Pinned),
             };
             can_follow.map_err(|error| refuse(error.into()))?;
         }
+        self.begin_making_zero();
         self.finish_making_zero();
         let incarnation = self.inbox.past.incarnation;
         let prepared = DestinationMessage::Prepared {
@@ -142,11 +150,38 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
             id,
             driver: DestinationDriver::accept(incarnation, prepared),
             details,
+            memory,
             layout,
             start,
             done: Done::default(),
             following: None,
         })
+    }
+
+    /// The guest's memory, which the guest builds as `description` says if it is not there.
+    fn build(
+        &self,
+        guest: &mut dyn DestinationGuest,
+        description: &[u8],
+    ) -> Result<&'env GuestRam, DestinationError> {
+        if let Some(memory) = self.memory.get() {
+            return Ok(memory);
+        }
+        let ram = guest
+            .prepare(description)
+            .map_err(guest_error("build the memory of"))?;
+        let memory = GuestRam::new(&ram, self.config.punch_holes)?;
+        Ok(self.memory.get_or_init(|| memory))
+    }
+
+    /// Begins to make the memory zero, once it is there.
+    pub(super) fn begin_making_zero(&mut self) {
+        if let Some(memory) = self.memory.get()
+            && self.make_zero.is_none()
+            && !self.config.memory_is_zero
+        {
+            self.make_zero = Some(MakeZero::start(memory, self.scope));
+        }
     }
 
     /// Waits until all memory reads as zeros, as a source does not send untouched memory. Sends `preparing` every second
@@ -165,14 +200,11 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         attempt: &mut Attempt<'env>,
         guest: &mut dyn DestinationGuest,
     ) -> Result<SourceMessage, DestinationError> {
-        let state = self.receive(attempt)?;
+        let state = self.receive(attempt, guest)?;
         let began = Instant::now();
         guest
             .load(&state)
-            .map_err(|source| DestinationError::Guest {
-                what: "load the state of",
-                source,
-            })?;
+            .map_err(guest_error("load the state of"))?;
         debug!(took = ?began.elapsed(), bytes = state.len(), "device state loaded");
         attempt.check()?;
         self.report(attempt, guest, DestinationEvent::Loaded);
@@ -180,7 +212,11 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
     }
 
     /// Receives all memory and the device state. When this returns, no page is written any more, but those that are missing.
-    fn receive(&mut self, attempt: &mut Attempt<'env>) -> Result<Vec<u8>, DestinationError> {
+    fn receive(
+        &mut self,
+        attempt: &mut Attempt<'env>,
+        guest: &mut dyn DestinationGuest,
+    ) -> Result<Vec<u8>, DestinationError> {
         let details = &attempt.details;
         let timeout = self.config.stall_timeout;
         let timeout = timeout.saturating_add(self.inbox.reconnect_timeout());
@@ -193,7 +229,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                 return Err(DestinationError::Channels {
                     arrived: connected.unwrap_or_default(),
                     channels: details.channels.into(),
-                    seconds: timeout.as_secs(),
+                    time: timeout,
                 });
             };
             match receiving.handle(event)? {
@@ -205,8 +241,12 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                         thread::Builder::new().spawn_scoped(self.scope, list)?;
                     }
                     for (number, stream) in streams.into_iter().enumerate() {
-                        self.start_channel(attempt.layout, (number, stream), lister.clone())?;
+                        self.start_channel(attempt, (number, stream), lister.clone())?;
                     }
+                }
+                Some(Action::LoadPart(part)) => {
+                    let loaded = guest.load_part(&part);
+                    loaded.map_err(guest_error("load a part of the state of"))?;
                 }
                 Some(Action::ReportSynced(round)) => {
                     self.stats.add_sync();
@@ -229,7 +269,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         bytes: &[u8],
     ) -> Result<Vec<u8>, DestinationError> {
         let (missing, state) =
-            split_missing(self.memory.ram, bytes).ok_or(DestinationError::MissingPages)?;
+            split_missing(&attempt.memory.ram, bytes).ok_or(DestinationError::MissingPages)?;
         let Some(missing) = missing else {
             return Ok(state);
         };
@@ -245,7 +285,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                 return Err(DestinationError::Channels {
                     arrived: channels,
                     channels: attempt.details.page_streams().into(),
-                    seconds: timeout.as_secs(),
+                    time: timeout,
                 });
             };
             receiving.handle(event)?;
@@ -253,7 +293,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         let Some(demand) = streams.last() else {
             return Err(DestinationError::MissingPages);
         };
-        let (memory, layout) = (self.memory, attempt.layout);
+        let (memory, layout) = (attempt.memory, attempt.layout);
         let post_copy = PostCopy::new(memory, layout, &missing, demand.clone(), channels)?;
         info!(pages = count(&missing), "pages follow the guest");
         for (number, stream) in streams.iter().enumerate() {
@@ -273,18 +313,19 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
 
     fn start_channel(
         &self,
-        layout: Layout,
+        attempt: &Attempt<'env>,
         (number, stream): (usize, Arc<Stream>),
         lister: Option<Arc<StoreLister>>,
     ) -> io::Result<()> {
+        let (memory, layout) = (attempt.memory, attempt.layout);
         let mut reader = self.reader(layout, stream);
         if let Some(lister) = &lister {
             reader.share_pages(lister);
         }
         // Only the migration writes the guest's memory before the guest runs here.
         reader.take_differences_in_place();
-        let (memory, events) = (self.memory, self.events_in.clone());
         let (copy, stats) = (&self.config.copy, self.stats.clone());
+        let events = self.events_in.clone();
         let receive = in_span(move || {
             let result = channel::receive(reader, layout, memory, copy, &stats, |round| {
                 // The coordinator is gone when the attempt is over.
@@ -315,8 +356,8 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                 Some(Event::PostCopy) => attempt.check()?,
                 Some(event) => unexpected(event)?,
                 None => {
-                    let seconds = timeout.as_secs();
-                    return Err(DestinationError::NotCommitted { seconds });
+                    let time = timeout;
+                    return Err(DestinationError::NotCommitted { time });
                 }
             }
         }
@@ -450,8 +491,7 @@ impl DestinationHost for Host<'_, '_> {
         let resumed = if resume { self.guest.resume() } else { Ok(()) };
         if let Err(source) = resumed {
             *self.arrived = false;
-            let what = "run";
-            let error = DestinationError::Guest { what, source };
+            let error = guest_error("run")(source);
             let cause = chain(&error);
             self.done.failure = Some(error);
             return Some(DestinationEvent::NotStarted { cause });
@@ -479,6 +519,10 @@ impl DestinationHost for Host<'_, '_> {
     fn forget(&mut self) {
         self.done.settled = true;
     }
+}
+
+fn guest_error(what: &'static str) -> impl FnOnce(GuestError) -> DestinationError {
+    move |source| DestinationError::Guest { what, source }
 }
 
 impl Attempt<'_> {

@@ -10,17 +10,20 @@ use vm_memory::{Bytes, VolatileSlice};
 
 use super::make_zero::Progress;
 use crate::{
-    ChannelError, Ram, RamBlock,
+    Ram, RamBlock, RamError,
     dirty::pages_in,
+    error::ChannelError,
     mapping::backings,
+    memory::RamInUse,
     parallel,
     present::Touched,
     sys::memory::{Punch, is_zero},
 };
 
 /// The memory that all channels write. Every page is either zero or marked as written.
-pub(super) struct GuestRam<'a> {
-    pub(super) ram: &'a Ram,
+pub(super) struct GuestRam {
+    pub(super) ram: Ram,
+    _in_use: RamInUse,
     blocks: Vec<Block>,
     touched: Touched,
 }
@@ -42,8 +45,9 @@ const PART: usize = 256 << 20;
 /// Pages between two reports of progress: often enough even for memory that is swapped out.
 const STEP: usize = 4096;
 
-impl<'a> GuestRam<'a> {
-    pub(super) fn new(ram: &'a Ram, punch_holes: bool) -> Self {
+impl GuestRam {
+    pub(super) fn new(ram: &Ram, punch_holes: bool) -> Result<Self, RamError> {
+        let in_use = ram.hold()?;
         let backings = backings(ram);
         let blocks = backings.iter().enumerate();
         let blocks = blocks.map(|(index, backing)| Block {
@@ -52,11 +56,12 @@ impl<'a> GuestRam<'a> {
                 .collect(),
             punch: Punch::of(*backing).filter(|_| punch_holes),
         });
-        Self {
-            ram,
+        Ok(Self {
+            ram: ram.clone(),
+            _in_use: in_use,
             blocks: blocks.collect(),
             touched: Touched::new(backings),
-        }
+        })
     }
 
     /// Makes all memory read as zeros, on all processors and without touching untouched memory. Stops when `progress` says
@@ -64,11 +69,12 @@ impl<'a> GuestRam<'a> {
     pub(super) fn make_zero(&self, progress: &Progress) {
         let blocks = 0..self.blocks.len();
         let parts = blocks.flat_map(|index| self.parts(index).map(move |pages| (index, pages)));
-        parallel::each(parts.collect(), parallel::processors(), &|(
+        // A failure: the rest is not needed.
+        let _ = parallel::each(parts.collect(), parallel::processors(), &|(
             index,
             pages,
         )| {
-            self.make_part_zero(index, pages, progress);
+            self.make_part_zero(index, pages, progress).ok_or(())
         });
     }
 
@@ -83,16 +89,15 @@ impl<'a> GuestRam<'a> {
         parallel::aligned_parts(block.addresses(), size).map(pages)
     }
 
-    fn make_part_zero(&self, index: usize, pages: Range<usize>, progress: &Progress) {
-        if !progress.step() {
-            return;
-        }
-        let touched = self.touched.find(self.ram, index, pages.clone());
+    /// `None` when the rest is not needed.
+    fn make_part_zero(&self, index: usize, pages: Range<usize>, progress: &Progress) -> Option<()> {
+        progress.step().then_some(())?;
+        let touched = self.touched.find(&self.ram, index, pages.clone());
         let (memory, page_size) = (self.ram.blocks()[index].memory(), self.page_size());
         let mut run = 0..0;
         for (nth, page) in pages_in(pages.start, &touched).enumerate() {
-            if nth % STEP == STEP - 1 && !progress.step() {
-                return;
+            if nth % STEP == STEP - 1 {
+                progress.step().then_some(())?;
             }
             let offset = page * page_size;
             let Ok(slice) = memory.subslice(offset, page_size) else {
@@ -103,14 +108,15 @@ impl<'a> GuestRam<'a> {
             }
         }
         self.clear(index, &run);
+        Some(())
     }
 
     /// Finds the memory of a packet's normal pages, into `pages`, and checks its zero pages. Returns the block's index.
     ///
     /// # Errors
     /// When there is no such block, or a page is outside of it.
-    pub(super) fn resolve(
-        &self,
+    pub(super) fn resolve<'a>(
+        &'a self,
         header: &RamHeader,
         pages: &mut Vec<VolatileSlice<'a>>,
     ) -> Result<usize, ChannelError> {
@@ -248,10 +254,10 @@ mod tests {
         bytes
     }
 
-    fn touched(guest_ram: &GuestRam<'_>) -> usize {
+    fn touched(guest_ram: &GuestRam) -> usize {
         let words = guest_ram
             .touched
-            .find(guest_ram.ram, 0, 0..guest_ram.ram.pages(0));
+            .find(&guest_ram.ram, 0, 0..guest_ram.ram.pages(0));
         pages_in(0, &words).count()
     }
 
@@ -269,7 +275,9 @@ mod tests {
             for page in (3..300).chain([500, 999]) {
                 fill(&ram, page, 7);
             }
-            GuestRam::new(&ram, punch_holes).make_zero(&Progress::default());
+            GuestRam::new(&ram, punch_holes)
+                .unwrap()
+                .make_zero(&Progress::default());
             assert!(bytes(&ram).iter().all(|byte| *byte == 0));
         }
     }
@@ -278,7 +286,7 @@ mod tests {
     fn a_zero_page_is_cleared_only_where_something_was_written() {
         for punch_holes in [false, true] {
             let ram = ram(200);
-            let guest_ram = GuestRam::new(&ram, punch_holes);
+            let guest_ram = GuestRam::new(&ram, punch_holes).unwrap();
             let offsets: Vec<u64> = (0..128).map(|page| page * PAGE as u64).collect();
             guest_ram.zero(0, &offsets);
             assert_eq!(touched(&guest_ram), 0);
@@ -298,7 +306,7 @@ mod tests {
     fn memory_becomes_zero_in_parts() {
         let ram = ram(3 * PART / PAGE);
         let pages = ram.pages(0);
-        let guest_ram = GuestRam::new(&ram, true);
+        let guest_ram = GuestRam::new(&ram, true).unwrap();
         for filled in [
             vec![],
             vec![0, pages / 2, pages - 1],
@@ -320,7 +328,7 @@ mod tests {
     fn parts_are_the_whole_block() {
         for len in [1, PART / PAGE, 3 * PART / PAGE + 5] {
             let ram = ram(len);
-            let guest_ram = GuestRam::new(&ram, true);
+            let guest_ram = GuestRam::new(&ram, true).unwrap();
             let mut next = 0;
             for pages in guest_ram.parts(0) {
                 assert!(
@@ -338,7 +346,9 @@ mod tests {
         for ram in test_ram::in_huge_pages(2 * test_ram::HUGE_PAGE) {
             (0..1024).for_each(|page| fill(&ram, page, 7));
             assert_eq!(huge_pages(&ram), 2);
-            GuestRam::new(&ram, true).make_zero(&Progress::default());
+            GuestRam::new(&ram, true)
+                .unwrap()
+                .make_zero(&Progress::default());
             assert_eq!(huge_pages(&ram), 0, "{ram:?}");
         }
     }
@@ -350,7 +360,7 @@ mod tests {
                 let blocks = rustix::fs::fstat(file.file()).unwrap().st_blocks;
                 usize::try_from(blocks).unwrap() * 512 / test_ram::HUGE_PAGE
             }
-            None => touched(&GuestRam::new(ram, true)) * PAGE / test_ram::HUGE_PAGE,
+            None => touched(&GuestRam::new(ram, true).unwrap()) * PAGE / test_ram::HUGE_PAGE,
         }
     }
 
@@ -383,7 +393,7 @@ mod tests {
     }
 
     fn expect_exactly_the_runs_become_zero(ram: &Ram) {
-        let guest_ram = GuestRam::new(ram, true);
+        let guest_ram = GuestRam::new(ram, true).unwrap();
         let pages = ram.pages(0);
         let offsets: Vec<u64> = (0..pages).map(|page| (page * PAGE) as u64).collect();
         (0..pages).for_each(|page| fill(ram, page, 7));
@@ -407,7 +417,9 @@ mod tests {
         for page in RUNS.into_iter().flatten() {
             fill(ram, page, 9);
         }
-        GuestRam::new(ram, true).make_zero(&Progress::default());
+        GuestRam::new(ram, true)
+            .unwrap()
+            .make_zero(&Progress::default());
         let stale = bytes(ram).iter().position(|byte| *byte != 0);
         assert_eq!(stale.map(|at| at / PAGE), None, "a page is not zero");
     }
@@ -415,7 +427,7 @@ mod tests {
     #[test]
     fn only_pages_of_the_guest_are_resolved() {
         let ram = ram(4);
-        let guest_ram = GuestRam::new(&ram, true);
+        let guest_ram = GuestRam::new(&ram, true).unwrap();
         let mut pages = Vec::new();
         let mut resolve = |header: &RamHeader| guest_ram.resolve(header, &mut pages);
         assert_eq!(resolve(&header("ram", &[0, 0x3000], &[0x1000])).unwrap(), 0);

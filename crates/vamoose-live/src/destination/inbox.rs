@@ -91,6 +91,7 @@ impl<'env> Inbox<'env> {
                 Some(
                     Event::Message(number, _)
                     | Event::State(number, _)
+                    | Event::Part(number, _)
                     | Event::Disconnected(number, _),
                 ) if !self.controls.contains_key(&number) => {}
                 event => return event,

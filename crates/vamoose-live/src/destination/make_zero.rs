@@ -22,7 +22,7 @@ use crate::spans::in_span;
 
 /// Memory that is being made zero. Dropping this stops the work.
 pub(super) struct MakeZero<'env> {
-    memory: &'env GuestRam<'env>,
+    memory: &'env GuestRam,
     progress: Arc<Progress>,
     ended: Receiver<()>,
 }
@@ -40,7 +40,7 @@ pub(super) const HEARTBEAT: Duration = Duration::from_secs(1);
 impl<'env> MakeZero<'env> {
     /// Begins, on all processors.
     pub(super) fn start<'scope>(
-        memory: &'env GuestRam<'env>,
+        memory: &'env GuestRam,
         scope: &'scope Scope<'scope, 'env>,
     ) -> Self {
         let progress = Arc::new(Progress::default());
@@ -108,7 +108,7 @@ mod tests {
     /// Memory that is made zero by a thread that the test plays.
     fn with_thread(test: impl FnOnce(MakeZero<'_>, &mpsc::Sender<()>)) {
         let ram = test_ram::anonymous(1 << 20);
-        let memory = GuestRam::new(&ram, true);
+        let memory = GuestRam::new(&ram, true).unwrap();
         let (ended_in, ended) = mpsc::channel();
         let progress = Arc::default();
         let make_zero = MakeZero {
@@ -147,7 +147,7 @@ mod tests {
     #[test]
     fn without_a_thread_it_is_done_by_the_caller() {
         let ram = test_ram::anonymous(1 << 20);
-        let memory = GuestRam::new(&ram, true);
+        let memory = GuestRam::new(&ram, true).unwrap();
         let progress = Arc::<Progress>::default();
         let make_zero = MakeZero {
             memory: &memory,

@@ -23,7 +23,9 @@ use vm_memory::VolatileSlice;
 
 use super::{Event, guest_ram::GuestRam};
 use crate::{
-    Bitmap, ChannelError, DestinationError,
+    DestinationError,
+    dirty::Bitmap,
+    error::ChannelError,
     missing::{AtomicPages, Missing},
     protocol::{LAST_SYNC, Request},
     spans::in_span,
@@ -31,7 +33,7 @@ use crate::{
 
 /// The missing pages, and the streams that they come from. Dropping it ends the streams.
 pub(super) struct PostCopy<'env> {
-    memory: &'env GuestRam<'env>,
+    memory: &'env GuestRam,
     layout: Layout,
     missing: Missing,
     /// Pages that the source has been asked for.
@@ -55,7 +57,7 @@ impl<'env> PostCopy<'env> {
     /// Has the pages of `missing` be missing. They come on streams, of which the one called `demand` is for pages on demand, and
     /// `background` others are not.
     pub(super) fn new(
-        memory: &'env GuestRam<'env>,
+        memory: &'env GuestRam,
         layout: Layout,
         missing: &[Bitmap],
         demand: Arc<Stream>,
@@ -64,8 +66,8 @@ impl<'env> PostCopy<'env> {
         Ok(Arc::new(Self {
             memory,
             layout,
-            missing: Missing::new(memory.ram, missing)?,
-            requested: AtomicPages::new(&Bitmap::for_blocks(memory.ram)),
+            missing: Missing::new(&memory.ram, missing)?,
+            requested: AtomicPages::new(&Bitmap::for_blocks(&memory.ram)),
             demand,
             stop: Hangup::new()?,
             progress: Mutex::new(Progress {

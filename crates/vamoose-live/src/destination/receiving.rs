@@ -14,7 +14,7 @@ use handover::SourceMessage;
 use vamoose_link::Stream;
 
 use super::Event;
-use crate::{ChannelError, DestinationError};
+use crate::{DestinationError, error::ChannelError};
 
 /// How much of a guest has been received.
 pub(super) enum Receiving {
@@ -50,6 +50,8 @@ struct Channel {
 pub(super) enum Action {
     /// All channels are connected: read from them.
     StartChannels(Vec<Arc<Stream>>),
+    /// Have the VMM load this part of the device state.
+    LoadPart(Vec<u8>),
     /// Report to the source that all pages of this round are written.
     ReportSynced(u64),
     /// All of the guest is here, and no page is written any more. This is its device state.
@@ -146,6 +148,7 @@ impl Rounds {
                 self.check_ended()?;
                 Ok(self.load())
             }
+            Event::Part(_, part) if self.state.is_none() => Ok(Some(Action::LoadPart(part))),
             Event::State(_, state) if self.awaits_state() => {
                 self.state = Some(state);
                 Ok(self.load())
@@ -204,7 +207,7 @@ pub(super) fn unexpected(event: Event) -> Result<(), DestinationError> {
             out_of_turn(format!("{message:?}"))
         }
         Event::Synced(_, number) => out_of_turn(format!("SYNC {number}")),
-        Event::State(..) => out_of_turn("state".to_owned()),
+        Event::State(..) | Event::Part(..) => out_of_turn("state".to_owned()),
         Event::Disconnected(_, error) => Err(error),
         Event::PostCopy => Ok(()),
         Event::Cancelled => Err(DestinationError::Cancelled),

@@ -1,9 +1,5 @@
 //! Collecting from a dirty log, by several threads, and clearing it.
 
-use std::sync::Mutex;
-
-use vamoose_link::lock;
-
 use super::{Bitmap, COLLECT_BYTES, DirtyLog, DirtyLogError};
 use crate::parallel;
 
@@ -22,17 +18,11 @@ pub(crate) fn collect(
         let parts = bitmap.words_mut().chunks_mut(words).enumerate();
         parts.map(move |(nth, part)| (block, nth * words * 64, part))
     });
-    let failure = Mutex::new(None);
-    parallel::each(parts.collect(), threads, &|(block, first_page, words)| {
-        if let Err(error) = log.collect(block, first_page, words) {
-            lock(&failure).get_or_insert(error);
-        }
+    let collected = parallel::each(parts.collect(), threads, &|(block, first_page, words)| {
+        log.collect(block, first_page, words)
     });
     dirty.iter_mut().for_each(Bitmap::trim);
-    let failure = failure
-        .into_inner()
-        .unwrap_or_else(|poisoned| poisoned.into_inner());
-    failure.map_or(Ok(()), Err)
+    collected
 }
 
 /// Clears all pages of `dirty`, of which one has `page_size` bytes, in windows that no log finds too long.

@@ -243,7 +243,7 @@ mod tests {
     #[test]
     fn bytes_at_a_guest_address_are_marked_in_their_blocks() {
         let ram = test_ram::blocks([5 * 4096, 128 * 4096].into_iter());
-        let log = crate::SharedBitmap::new(&ram).placed(places());
+        let log = crate::dirty::SharedBitmap::new(&ram).placed(places());
         log.mark_at(GuestAddress(4 * PAGE + 4095), 2);
         log.mark_at(GuestAddress(1027 * PAGE), u64::MAX);
         log.mark_at(GuestAddress(500 * PAGE), PAGE);

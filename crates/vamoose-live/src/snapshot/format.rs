@@ -51,8 +51,14 @@ pub(super) struct Trailer {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Index {
     pub(super) blocks: Vec<BlockShape>,
-    /// Where the device state is.
+    /// Where the device state is, behind its parts that go ahead.
     pub(super) state: Range<u64>,
+    /// The lengths of these parts.
+    #[serde(default)]
+    pub(super) parts: Vec<u64>,
+    /// As the source describes the guest.
+    #[serde(default)]
+    pub(super) description: Vec<u8>,
     pub(super) packets: Vec<Packet>,
 }
 
@@ -256,6 +262,8 @@ mod tests {
         Index {
             blocks: vec![BlockShape { name, len }],
             state: 900..RECORDS,
+            parts: Vec::new(),
+            description: Vec::new(),
             packets: vec![packet],
         }
     }

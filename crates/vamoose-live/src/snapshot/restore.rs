@@ -14,12 +14,8 @@ use super::{
     format::{Check, Index, STATE, TRAILER_LEN, Trailer},
 };
 use crate::{
-    Bitmap, DestinationGuest, Ram,
-    destination::make_zero,
-    missing::Missing,
-    parallel,
-    protocol::{BlockShape, PrepareDetails},
-    spans::in_span,
+    DestinationGuest, Ram, destination::make_zero, dirty::Bitmap, missing::Missing, parallel,
+    protocol::check_shape, spans::in_span,
 };
 
 /// A snapshot in a file that is complete.
@@ -73,6 +69,11 @@ impl Snapshot {
         })
     }
 
+    /// What [`SourceGuest::describe`](crate::SourceGuest::describe) said when it was written, for a VMM that builds the guest's memory.
+    pub fn description(&self) -> &[u8] {
+        &self.index.description
+    }
+
     /// Checks every page of the snapshot, without a guest.
     ///
     /// # Errors
@@ -91,8 +92,9 @@ impl Snapshot {
         guest: &mut dyn DestinationGuest,
     ) -> Result<Restored, SnapshotError> {
         let began = Instant::now();
+        let _held = ram.hold()?;
         let places = Places::new(self, ram)?;
-        make_zero(ram);
+        make_zero(ram)?;
         self.each_packet(
             |_| true,
             |number, bytes| {
@@ -128,8 +130,9 @@ impl Snapshot {
         guest: &mut dyn DestinationGuest,
     ) -> Result<Restored, SnapshotError> {
         let began = Instant::now();
+        let _held = ram.hold()?;
         let places = Places::new(self, ram)?;
-        make_zero(ram);
+        make_zero(ram)?;
         let missing = Missing::new(ram, &places.filled())?;
         let stop = Hangup::new()?;
         let fill = |number: usize, bytes: &[u8]| {
@@ -180,7 +183,15 @@ impl Snapshot {
     }
 
     fn load(&self, guest: &mut dyn DestinationGuest) -> Result<(), SnapshotError> {
-        let load = guest.load(&self.state);
+        let mut state = &self.state[..];
+        for len in &self.index.parts {
+            let at = usize::try_from(*len).unwrap_or(usize::MAX);
+            let (part, rest) = state.split_at_checked(at).ok_or(SnapshotError::State)?;
+            let load = guest.load_part(part);
+            load.map_err(SnapshotError::guest_call("load a part of the state of"))?;
+            state = rest;
+        }
+        let load = guest.load(state);
         load.map_err(SnapshotError::guest_call("load the state of"))
     }
 
@@ -193,20 +204,13 @@ impl Snapshot {
         let packets = self.index.packets.len();
         let parts = (0..packets).step_by(PART);
         let parts = parts.map(|first| first..packets.min(first + PART));
-        let failure = Mutex::new(None);
-        parallel::each(parts.collect(), parallel::processors(), &|part| {
+        parallel::each(parts.collect(), parallel::processors(), &|part: Range<
+            usize,
+        >| {
             let mut reader = Reader::new(self);
-            let result = part
-                .filter(|number| is_wanted(*number) && lock(&failure).is_none())
-                .try_for_each(|number| each(number, reader.read(number)?));
-            if let Err(error) = result {
-                lock(&failure).get_or_insert(error);
-            }
-        });
-        let failure = failure
-            .into_inner()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
-        failure.map_or(Ok(()), Err)
+            let mut wanted = part.filter(|number| is_wanted(*number));
+            wanted.try_for_each(|number| each(number, reader.read(number)?))
+        })
     }
 }
 
@@ -255,26 +259,8 @@ struct Places<'a> {
 impl<'a> Places<'a> {
     fn new(snapshot: &'a Snapshot, ram: &Ram) -> Result<Self, SnapshotError> {
         let (index, layout) = (&snapshot.index, snapshot.layout);
-        let number = |size| u32::try_from(size).unwrap_or(u32::MAX);
-        let shape = PrepareDetails {
-            blocks: index.blocks.clone(),
-            page_size: number(layout.page_size()),
-            packet_bytes: number(layout.packet_bytes()),
-            channels: 1,
-            settle_ms: 0,
-            post_copy: false,
-        };
-        shape.check(ram)?;
-        let block = |shape: &BlockShape| {
-            let mut blocks = ram.blocks().iter();
-            let found = blocks.position(|block| block.name().to_string() == shape.name);
-            found.ok_or(SnapshotError::Index)
-        };
-        let blocks = index
-            .blocks
-            .iter()
-            .map(block)
-            .collect::<Result<Vec<_>, _>>()?;
+        let page_size = u32::try_from(layout.page_size()).unwrap_or(u32::MAX);
+        let blocks = check_shape(&index.blocks, page_size, ram)?;
         let pages = (0..ram.blocks().len()).map(|block| vec![0; ram.pages(block)]);
         let mut packets: Vec<Vec<u32>> = pages.collect();
         for (packet, number) in index.packets.iter().zip(1..) {

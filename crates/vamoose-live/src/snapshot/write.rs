@@ -7,7 +7,6 @@ use std::{
     os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::{Arc, Mutex},
-    thread,
     time::{Duration, Instant},
 };
 
@@ -20,14 +19,13 @@ use super::{
     format::{Check, Index, Packet, STATE, Trailer, number},
 };
 use crate::{
-    Bitmap, DirtyLog, Merged, Ram, SourceGuest,
-    dirty::collect,
+    Ram, SourceGuest,
+    dirty::{Bitmap, DirtyLog, Merged, collect},
     mapping::backings,
     parallel,
     present::Touched,
     protocol::block_shapes,
     source::round::{Pages, Round},
-    spans::in_span,
 };
 
 pub(super) fn write(
@@ -44,6 +42,7 @@ pub(super) fn write(
             return Err(SnapshotError::Block { block });
         }
     }
+    let _held = ram.hold()?;
     let unfinished = Unfinished::create(path)?;
     let page_size = u32::try_from(ram.page_size()).unwrap_or(u32::MAX);
     let layout = Layout::new(page_size)?;
@@ -66,7 +65,8 @@ pub(super) fn write(
         file: &unfinished.file,
         tail: Mutex::default(),
     };
-    let (mut state, downtime) = writer.write_guest(guest)?;
+    let description = guest.describe();
+    let (DeviceState { parts, mut state }, downtime) = writer.write_guest(guest)?;
     let Writer { check, tail, .. } = writer;
     let tail = tail
         .into_inner()
@@ -78,6 +78,8 @@ pub(super) fn write(
         blocks: block_shapes(ram),
         state: tail.offset..trailer.index.start,
         packets: tail.packets,
+        parts,
+        description,
     };
     let record = index.to_record(&mut trailer, &check)?;
     unfinished.put(&record, trailer.index.start)?;
@@ -157,6 +159,27 @@ struct Writer<'a> {
     tail: Mutex<Tail>,
 }
 
+/// The state of devices, behind the parts that go ahead, whose lengths are known.
+#[derive(Default)]
+struct DeviceState {
+    parts: Vec<u64>,
+    state: Vec<u8>,
+}
+
+impl DeviceState {
+    fn take_parts(&mut self, guest: &mut dyn SourceGuest) -> Result<(), SnapshotError> {
+        let failed = SnapshotError::guest_call;
+        while let Some(part) = guest
+            .save_part()
+            .map_err(failed("save a part of the state of"))?
+        {
+            self.parts.push(part.len() as u64);
+            self.state.extend(part);
+        }
+        Ok(())
+    }
+}
+
 /// Where the next record goes.
 #[derive(Default)]
 struct Tail {
@@ -169,7 +192,8 @@ impl Writer<'_> {
     fn write_guest(
         &self,
         guest: &mut dyn SourceGuest,
-    ) -> Result<(Vec<u8>, Duration), SnapshotError> {
+    ) -> Result<(DeviceState, Duration), SnapshotError> {
+        let mut state = DeviceState::default();
         let all = Pages::Touched(Touched::new(backings(self.ram)));
         let log = self.options.log.as_deref().map(Logged);
         let rest = match &log {
@@ -177,28 +201,32 @@ impl Writer<'_> {
             Some(Logged(log)) => {
                 log.start()?;
                 self.write_round(all, *log)?;
+                state.take_parts(guest)?;
                 None
             }
         };
         let began = Instant::now();
         let paused = guest.pause().map_err(SnapshotError::guest_call("pause"));
         let written = paused.and_then(|()| {
-            let state = guest.save();
-            let state = state.map_err(SnapshotError::guest_call("save the state of"))?;
+            state.take_parts(guest)?;
+            let rest_of_state = guest.save();
+            state
+                .state
+                .extend(rest_of_state.map_err(SnapshotError::guest_call("save the state of"))?);
             let rest = match rest {
                 Some(all) => all,
                 None => Pages::Last(self.written()?),
             };
             // It writes nothing.
-            self.write_round(rest, &Merged::new(Vec::new()))?;
-            Ok(state)
+            self.write_round(rest, &Merged::new(Vec::new()))
         });
         if written.is_err() || self.options.resume {
             guest
                 .resume()
                 .map_err(SnapshotError::guest_call("resume"))?;
         }
-        Ok((written?, began.elapsed()))
+        written?;
+        Ok((state, began.elapsed()))
     }
 
     /// The pages that the log has found.
@@ -215,24 +243,9 @@ impl Writer<'_> {
         let keeps_zeros = matches!(pages, Pages::Last(_));
         let threads = parallel::processors();
         let round = Round::new(1, pages, self.ram, threads);
-        let failure = Mutex::new(None);
-        let run = || {
-            let written = self.write_share(&round, log, keeps_zeros);
-            if let Err(error) = written {
-                lock(&failure).get_or_insert(error);
-            }
-        };
-        thread::scope(|scope| {
-            for _ in 1..threads {
-                // Without it, the others do its share.
-                let _ = thread::Builder::new().spawn_scoped(scope, in_span(run));
-            }
-            run();
-        });
-        let failure = failure
-            .into_inner()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
-        failure.map_or(Ok(()), Err)
+        parallel::each(vec![(); threads], threads, &|()| {
+            self.write_share(&round, log, keeps_zeros)
+        })
     }
 
     fn write_share(

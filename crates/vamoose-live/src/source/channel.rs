@@ -23,7 +23,8 @@ use super::{
     round::{Chunk, Round},
 };
 use crate::{
-    DirtyLog, Ram, SourceError,
+    Ram, SourceError,
+    dirty::DirtyLog,
     missing::AtomicPages,
     offload::{DsaScan, ZeroScan},
     protocol::LAST_SYNC,

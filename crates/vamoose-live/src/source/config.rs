@@ -7,10 +7,11 @@ use multifd::PACKET_BYTES;
 use vamoose_link::MethodChoice;
 
 use super::{AutoConverge, OnTimeout};
-use crate::{DsaDetection, SourceError};
+use crate::{SourceError, config::setters, offload::DsaDetection};
 
 /// The options of a [`Source`](crate::Source).
 #[derive(Clone)]
+#[non_exhaustive]
 pub struct SourceConfig {
     /// How pages are encoded.
     pub method: MethodChoice,
@@ -56,7 +57,7 @@ pub struct SourceConfig {
     /// memory in pages of the base size; it refuses the guest otherwise.
     ///
     /// From then on the guest is in two parts, until all of its memory is there. If the link is lost for longer than
-    /// [`reconnect_timeout`](crate::SessionConfig::reconnect_timeout), or one of the two processes ends, the guest is lost:
+    /// [`reconnect_timeout`](crate::session::SessionConfig::reconnect_timeout), or one of the two processes ends, the guest is lost:
     /// [`SourceError::PagesLost`].
     pub post_copy: bool,
     /// Looks for writes while the guest is paused, and fails with [`SourceError::WrittenWhilePaused`] if there is one. For the
@@ -67,6 +68,7 @@ pub struct SourceConfig {
 
 /// How zero pages are found.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub enum ZeroPageDetection {
     /// Not at all. Untouched memory is not sent in any case.
     None,
@@ -78,7 +80,26 @@ pub enum ZeroPageDetection {
 }
 
 /// How many channels a migration may have.
-pub const CHANNELS: RangeInclusive<u8> = 1..=64;
+pub(crate) const CHANNELS: RangeInclusive<u8> = 1..=64;
+
+setters! { SourceConfig:
+    delta: bool,
+    channels: u8,
+    packet_bytes: u32,
+    zero_copy: bool,
+    zero_page_detection: ZeroPageDetection,
+    max_bandwidth: Option<NonZeroU64>,
+    downtime_limit: Duration,
+    downtime_max: Duration,
+    timeout: Option<Duration>,
+    on_timeout: OnTimeout,
+    auto_converge: Option<AutoConverge>,
+    stall_timeout: Duration,
+    settle_time: Duration,
+    direct_link: bool,
+    post_copy: bool,
+    check_pause: bool,
+}
 
 impl Default for SourceConfig {
     /// Sends by the adaptive method, encoded in software, over two channels.

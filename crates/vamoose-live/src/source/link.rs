@@ -138,14 +138,14 @@ impl<'scope, 'a> Link<'scope, 'a> {
     }
 
     /// Describes the guest, and waits until the destination is ready for it; returns its answer.
-    pub(super) fn prepare(&self) -> Result<DestinationMessage, SourceError> {
+    pub(super) fn prepare(&self, description: Vec<u8>) -> Result<DestinationMessage, SourceError> {
         let Source {
             ram,
             layout,
             config,
             ..
         } = self.source;
-        let details = to_details(&PrepareDetails::new(ram, *layout, config));
+        let details = to_details(&PrepareDetails::new(ram, *layout, config, description));
         let prepare = Prepare::new(details.map_err(ConversationError::from)?);
         let timeout = self.timeout(config.stall_timeout.max(MIN_PREPARE_TIMEOUT));
         let mut answer = self
@@ -256,15 +256,15 @@ impl<'scope, 'a> Link<'scope, 'a> {
         self.rounds.clear();
     }
 
-    /// Sends the device state.
-    pub(super) fn send_state(&mut self, state: Vec<u8>) -> Result<(), SourceError> {
+    /// Sends the device state, or a part that goes ahead.
+    pub(super) fn send_state(&mut self, state: Vec<u8>, is_part: bool) -> Result<(), SourceError> {
         let (control, events) = (self.control.clone(), self.events_in.clone());
         let stats = self.source.shared.stats.clone();
         self.device_state = DeviceState::Sending;
         // On a separate thread: a destination that stops reading must not block the coordinator, which alone can
         // resume the guest.
         self.spawn(move || {
-            let event = match send_state(&control, &state) {
+            let event = match send_state(&control, &state, is_part) {
                 Ok(()) => Event::Sent,
                 Err(error) => Event::Failed(error.into()),
             };
@@ -275,9 +275,10 @@ impl<'scope, 'a> Link<'scope, 'a> {
         while self.device_state == DeviceState::Sending {
             match self.next(None)? {
                 None => {}
+                Some(Event::Sent) if is_part => self.device_state = DeviceState::Unsent,
                 Some(Event::Sent) => self.device_state = DeviceState::Sent,
                 // The message has overtaken the thread's event.
-                Some(Event::Message(DestinationMessage::Loaded)) => {
+                Some(Event::Message(DestinationMessage::Loaded)) if !is_part => {
                     self.device_state = DeviceState::Loaded;
                 }
                 Some(event) => unexpected_event(event)?,
@@ -315,8 +316,8 @@ impl<'scope, 'a> Link<'scope, 'a> {
                 Some(Event::Sent) => {}
                 Some(event) => unexpected_event(event)?,
                 None => {
-                    let seconds = timeout.as_secs();
-                    return Err(SourceError::NoAnswer { what, seconds });
+                    let time = timeout;
+                    return Err(SourceError::NoAnswer { what, time });
                 }
             }
         }
@@ -540,9 +541,13 @@ fn finish(control: &Stream, timeout: Duration) {
     }
 }
 
-fn send_state(control: &Stream, state: &[u8]) -> Result<(), ConversationError> {
+fn send_state(control: &Stream, state: &[u8], is_part: bool) -> Result<(), ConversationError> {
     let len = state.len() as u64;
-    send_message(control, &SourceMessage::State { len })?;
+    let message = match is_part {
+        true => SourceMessage::StatePart { len },
+        false => SourceMessage::State { len },
+    };
+    send_message(control, &message)?;
     Ok(control.write_both(state, &[])?)
 }
 

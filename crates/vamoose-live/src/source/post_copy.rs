@@ -24,8 +24,8 @@ use super::{
     round::{Pages, Round},
 };
 use crate::{
-    Bitmap, SourceError,
-    dirty::count,
+    SourceError,
+    dirty::{Bitmap, count},
     missing::AtomicPages,
     protocol::{Request, missing_bytes},
 };

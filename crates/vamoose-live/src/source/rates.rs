@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vamoose_link::Snapshot;
+use vamoose_link::Counters;
 
 /// Rates per second.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -62,7 +62,7 @@ pub(super) struct Sent {
 
 impl Sent {
     /// The difference of two snapshots.
-    pub(super) fn between(before: &Snapshot, after: &Snapshot) -> Self {
+    pub(super) fn between(before: &Counters, after: &Counters) -> Self {
         Self {
             normal_pages: after.normal_pages - before.normal_pages,
             zero_pages: after.zero_pages - before.zero_pages,

@@ -21,8 +21,8 @@ use std::{
 };
 
 use crate::{
-    Bitmap, DirtyLog, DirtyLogError, Ram,
-    dirty::{count, ones, pages_in},
+    Ram,
+    dirty::{Bitmap, DirtyLog, DirtyLogError, count, ones, pages_in},
     present::Touched,
 };
 

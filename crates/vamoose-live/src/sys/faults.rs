@@ -9,22 +9,20 @@ use std::{
 
 use linux_raw_sys::{
     general::{
-        UFFD_API, UFFD_EVENT_PAGEFAULT, UFFDIO_REGISTER_MODE_MISSING, uffdio_api, uffdio_copy,
-        uffdio_range, uffdio_register, uffdio_zeropage,
+        UFFD_EVENT_PAGEFAULT, UFFDIO_REGISTER_MODE_MISSING, uffdio_copy, uffdio_range,
+        uffdio_zeropage,
     },
-    ioctl::{
-        UFFDIO_API, UFFDIO_COPY, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_ZEROPAGE,
-    },
+    ioctl::{UFFDIO_COPY, UFFDIO_WAKE, UFFDIO_ZEROPAGE},
 };
 use rustix::mm::{UserfaultfdFlags, userfaultfd};
 use vm_memory::VolatileSlice;
 
-use super::userfaultfd::range;
+use super::userfaultfd::Userfaultfd;
 
 /// A userfaultfd that delivers the faults of missing pages, those of the kernel as well: KVM touches guest memory from there.
 /// When it is closed, missing pages read as zeros.
 #[derive(Debug)]
-pub(crate) struct Faults(OwnedFd);
+pub(crate) struct Faults(Userfaultfd);
 
 /// `USERFAULTFD_IOC_NEW` of /dev/userfaultfd (Linux 6.1).
 const NEW: libc::Ioctl = 0xaa00;
@@ -43,20 +41,15 @@ impl Faults {
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
         // SAFETY: the file descriptor is used by this module only, which documents the effect of each request.
         let faults = match unsafe { userfaultfd(flags) } {
-            Ok(fd) => Self(fd),
+            Ok(fd) => fd,
             Err(error) => Self::from_device(flags).map_err(|_| error)?,
         };
-        let mut argument = uffdio_api {
-            api: UFFD_API.into(),
-            features: 0,
-            ioctls: 0,
-        };
-        // SAFETY: the request takes this argument, and is about this file descriptor alone.
-        unsafe { super::ioctl(faults.as_fd(), UFFDIO_API, &mut argument) }?;
+        let faults = Self(Userfaultfd(faults));
+        faults.0.choose(0)?;
         Ok(faults)
     }
 
-    fn from_device(flags: UserfaultfdFlags) -> io::Result<Self> {
+    fn from_device(flags: UserfaultfdFlags) -> io::Result<OwnedFd> {
         use std::os::fd::AsRawFd;
         let device = OpenOptions::new()
             .read(true)
@@ -68,21 +61,17 @@ impl Faults {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: it is new, and nobody else's.
-        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
     /// From here on, a thread that touches a missing page of `addresses` waits until the page is filled, or the memory
     /// [unregistered](Self::unregister).
     pub(crate) fn register(&self, addresses: &Range<usize>) -> io::Result<()> {
-        let mut argument = uffdio_register {
-            range: range(addresses),
-            mode: UFFDIO_REGISTER_MODE_MISSING.into(),
-            ioctls: 0,
-        };
-        // SAFETY: the request takes this argument. Threads may wait; nothing reads anything else than before.
-        unsafe { super::ioctl(self.as_fd(), UFFDIO_REGISTER, &mut argument) }?;
+        let ioctls = self
+            .0
+            .register_for(UFFDIO_REGISTER_MODE_MISSING, addresses)?;
         // Huge pages cannot be filled with zeros, nor in parts.
-        if argument.ioctls >> (UFFDIO_ZEROPAGE & 0xff) & 1 == 0 {
+        if ioctls >> (UFFDIO_ZEROPAGE & 0xff) & 1 == 0 {
             self.unregister(addresses)?;
             return Err(io::ErrorKind::Unsupported.into());
         }
@@ -91,9 +80,7 @@ impl Faults {
 
     /// Missing pages of `addresses` read as zeros again, and who waits for one goes on.
     pub(crate) fn unregister(&self, addresses: &Range<usize>) -> io::Result<()> {
-        let mut argument = range(addresses);
-        // SAFETY: the request takes this argument, and gives memory back its ordinary faults.
-        unsafe { super::ioctl(self.as_fd(), UFFDIO_UNREGISTER, &mut argument) }.map(drop)
+        self.0.unregister(addresses.clone())
     }
 
     /// Fills the missing `page` with `bytes`, in one step, and wakes who waits for it. False if the page is not missing.
@@ -152,7 +139,7 @@ impl Faults {
     /// The addresses of new faults; none if there are none.
     pub(crate) fn read(&self) -> io::Result<impl Iterator<Item = usize>> {
         let mut events = [0; EVENTS * EVENT_LEN];
-        let read = match rustix::io::read(&self.0, &mut events) {
+        let read = match rustix::io::read(self, &mut events) {
             Ok(read) => read,
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => 0,
             Err(error) => return Err(error.into()),
@@ -170,7 +157,7 @@ impl Faults {
 impl AsFd for Faults {
     /// Readable when there are faults.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.0.0.as_fd()
     }
 }
 

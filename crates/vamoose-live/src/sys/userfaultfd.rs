@@ -1,5 +1,5 @@
-//! Userfaultfd with asynchronous write protection: the kernel itself lifts the protection of a page that is
-//! written; no fault is ever delivered.
+//! Userfaultfd: what both kinds of it share, and asynchronous write protection: the kernel itself lifts the protection of a page that
+//! is written, and no fault is ever delivered.
 
 use std::{
     io,
@@ -19,7 +19,7 @@ use rustix::mm::{UserfaultfdFlags, userfaultfd};
 
 /// An open userfaultfd. Closing it ends the protection of all memory that is registered with it.
 #[derive(Debug)]
-pub(crate) struct Userfaultfd(OwnedFd);
+pub(crate) struct Userfaultfd(pub(super) OwnedFd);
 
 /// Faults are for writes, also to shared memory, huge pages, and pages that are absent (PAGEMAP_SCAN requires it). The kernel lifts
 /// the protection itself.
@@ -50,25 +50,13 @@ impl Userfaultfd {
     /// # Errors
     /// `EINVAL` before Linux 6.7.
     pub(crate) fn choose_async_write_protection(&self) -> io::Result<()> {
-        let mut argument = uffdio_api {
-            api: UFFD_API.into(),
-            features: FEATURES.into(),
-            ioctls: 0,
-        };
-        // SAFETY: the request takes this argument, and is about this file descriptor alone.
-        unsafe { super::ioctl(self.0.as_fd(), UFFDIO_API, &mut argument) }.map(drop)
+        self.choose(FEATURES)
     }
 
     /// Registers `addresses` for write protection.
     pub(crate) fn register(&self, addresses: Range<usize>) -> io::Result<()> {
-        let mut argument = uffdio_register {
-            range: range(&addresses),
-            mode: UFFDIO_REGISTER_MODE_WP.into(),
-            ioctls: 0,
-        };
-        // SAFETY: the request takes this argument. No thread waits for a fault in this memory, since the protection is
-        // asynchronous.
-        unsafe { super::ioctl(self.0.as_fd(), UFFDIO_REGISTER, &mut argument) }.map(drop)
+        self.register_for(UFFDIO_REGISTER_MODE_WP, &addresses)
+            .map(drop)
     }
 
     /// Write-protects all of `addresses`, and marks absent pages, which allocates their page tables.
@@ -90,7 +78,32 @@ impl Userfaultfd {
     }
 }
 
-pub(super) fn range(addresses: &Range<usize>) -> uffdio_range {
+impl Userfaultfd {
+    /// Chooses `features`. Once, before anything else.
+    pub(super) fn choose(&self, features: u32) -> io::Result<()> {
+        let mut argument = uffdio_api {
+            api: UFFD_API.into(),
+            features: features.into(),
+            ioctls: 0,
+        };
+        // SAFETY: the request takes this argument, and is about this file descriptor alone.
+        unsafe { super::ioctl(self.0.as_fd(), UFFDIO_API, &mut argument) }.map(drop)
+    }
+
+    /// Registers `addresses` in this mode; returns a bit for each request that the memory allows.
+    pub(super) fn register_for(&self, mode: u32, addresses: &Range<usize>) -> io::Result<u64> {
+        let mut argument = uffdio_register {
+            range: range(addresses),
+            mode: mode.into(),
+            ioctls: 0,
+        };
+        // SAFETY: the request takes this argument. Threads may wait for missing pages; nothing reads anything else than before.
+        unsafe { super::ioctl(self.0.as_fd(), UFFDIO_REGISTER, &mut argument) }?;
+        Ok(argument.ioctls)
+    }
+}
+
+fn range(addresses: &Range<usize>) -> uffdio_range {
     uffdio_range {
         start: addresses.start as u64,
         len: addresses.len() as u64,

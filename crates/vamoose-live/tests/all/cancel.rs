@@ -19,7 +19,7 @@ use crate::common::{
     source_config, until_one_arrives,
 };
 use multifd::Method;
-use vamoose_live::{DestinationError, GuestLocation, Handle, SourceError, State, Switchover};
+use vamoose_live::{DestinationError, GuestLocation, Handle, Phase, SourceError, Switchover};
 
 /// When the source is cancelled.
 #[derive(Clone, Copy, Debug)]
@@ -153,14 +153,14 @@ fn cancelled(shape: &Shape, when: When, rng: &mut Rng) {
     match result {
         Ok(status) => {
             assert!(!cancelled, "{when:?}: cancelled, and migrated all the same");
-            assert_eq!(status.status, State::Completed);
+            assert_eq!(status.status, Phase::Completed);
             assert!(failures.is_empty(), "{failures:?}");
         }
         Err(error) => {
             assert!(cancelled, "{when:?}: {error}");
             assert!(matches!(error, SourceError::Cancelled), "{error}");
             assert_eq!(error.guest(), GuestLocation::Source);
-            assert_eq!(handle.status().status, State::Cancelled);
+            assert_eq!(handle.status().status, Phase::Cancelled);
             // The destination knows why.
             for failure in &failures {
                 let is_told =
@@ -197,9 +197,9 @@ fn cancel_after_commit_is_too_late() {
     });
     let outcome = migrate(source, &mut Here::new(&stage), &mut destination, &mut there);
     let (status, _) = outcome.expect_done();
-    assert_eq!(status.status, State::Completed);
+    assert_eq!(status.status, Phase::Completed);
     assert!(!handle.cancel());
-    assert_eq!(handle.status().status, State::Completed);
+    assert_eq!(handle.status().status, Phase::Completed);
     stage.expect_there();
 }
 

@@ -12,7 +12,8 @@ use idxd_model::{Config, Faults, InjectedFault, Model, On, Work};
 use multifd::Method;
 use vamoose_codec::Verify;
 use vamoose_live::{
-    GuestLocation, OffloadCounters, PageCopy, SourceError, Status, Switchover, ZeroPageDetection,
+    GuestLocation, SourceError, Status, Switchover, ZeroPageDetection,
+    dsa::{OffloadCounters, PageCopy},
 };
 
 /// Before the switchover, at least.

@@ -11,7 +11,7 @@ use std::{net::TcpStream, sync::Arc, thread, time::Duration};
 use multifd::Method;
 use vamoose_live::{
     Address, Arrival, Destination, DestinationConfig, DestinationGuest, GuestError, Ram, RamBlock,
-    SharedBitmap, Source, SourceConfig, SourceGuest,
+    Source, SourceConfig, SourceGuest, dirty::SharedBitmap,
 };
 use vm_memory::{Bytes, MmapRegion};
 

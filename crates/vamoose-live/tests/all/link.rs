@@ -1,21 +1,21 @@
 //! Sessions whose connections are reset, blocked and refused, again and again: the guest arrives whole and runs at one end
 //! alone. And peers that are not trusted, and links that do not come back.
 
-use std::{net::SocketAddr, num::NonZeroU64, os::unix::net::UnixStream, thread, time::Duration};
+use std::{num::NonZeroU64, os::unix::net::UnixStream, thread, time::Duration};
 
 use crate::common::{
     Here, MIB, Shape, Stage, Step, There, Watchdog, address_of,
     cuts::{Cut, Phase, run},
-    in_parallel, listen, loopback, migrate_over, nothing_to_migrate, plain,
+    in_parallel, loopback, middlebox, migrate_over, nothing_to_migrate,
     sessions::Hosts,
     source_config, until_one_arrives,
 };
-use lab::middlebox::{Admission, Change, Direction, Middlebox, Which};
+use lab::middlebox::{Admission, Change, Direction, Which};
 use multifd::Method;
 use vamoose_live::{
-    Accepted, Acceptor, Address, Destination, DestinationError, GuestLocation, Listener,
-    OneTimeKey, Remote, Security, SessionConfig, Sessions, SourceConfig, SourceError, Status,
-    Switchover, Transport, causes, chain,
+    Accepted, Acceptor, DestinationError, GuestLocation, Listener, Remote, SourceConfig,
+    SourceError, Status, Switchover, Transport, causes, chain,
+    session::{OneTimeKey, Security, SessionConfig, Sessions},
 };
 
 /// Slow enough for cuts to find something under way.
@@ -32,14 +32,6 @@ fn shape() -> Shape {
         rate: Some(1_000),
         ..Shape::default()
     }
-}
-
-fn middlebox(destination: &Destination) -> (Middlebox, Address) {
-    let address = address_of(destination).to_string();
-    let address: SocketAddr = address.trim_start_matches("tcp:").parse().unwrap();
-    let middlebox = Middlebox::new(address).unwrap();
-    let address = format!("tcp:{}", middlebox.address()).parse().unwrap();
-    (middlebox, address)
 }
 
 #[test]
@@ -306,49 +298,6 @@ fn a_peer_that_is_not_trusted_is_refused_at_both_ends() {
             "{ended:?}"
         );
     });
-}
-
-/// One end with sessions and one without do not understand each other, and say so.
-#[test]
-fn plain_connections_and_sessions_do_not_mix() {
-    if nothing_to_migrate() {
-        return;
-    }
-    let _watchdog = Watchdog::new("plain and sessions".to_owned());
-    let stage = Stage::new(&shape());
-    let run = |destination: &mut Destination, to: Transport| {
-        let stop = destination.handle();
-        thread::scope(|scope| {
-            let waiting = scope.spawn(|| destination.run(&mut There::new(&stage)));
-            let error = stage
-                .source(slow())
-                .run(&to, &mut Here::new(&stage))
-                .unwrap_err();
-            stop.cancel();
-            waiting.join().unwrap().unwrap_err();
-            error
-        })
-    };
-    for hosts in [Hosts::insecure(true), Hosts::new()] {
-        let mut sessions = stage.destination_at(hosts.acceptor(), |_| {});
-        let to = plain(&address_of(&sessions));
-        let error = run(&mut sessions, to);
-        let is_told = matches!(
-            error,
-            SourceError::Unanswered | SourceError::SessionExpected
-        );
-        assert!(is_told, "{error}");
-        assert!(error.to_string().contains("expects a session"), "{error}");
-        let mut sockets = stage.destination_at(listen(&loopback()), |_| {});
-        let to = hosts.to(&address_of(&sockets));
-        let error = run(&mut sockets, to);
-        assert!(matches!(error, SourceError::OtherTransport(_)), "{error}");
-        assert!(
-            error.to_string().contains("expects plain connections"),
-            "{error}"
-        );
-    }
-    stage.expect_here();
 }
 
 /// The host refuses connections when the destination's process has ended.

@@ -11,6 +11,7 @@
 
 mod common;
 
+mod both_ends;
 mod cancel;
 mod dsa;
 mod faults;
@@ -19,3 +20,6 @@ mod link;
 mod migrate;
 mod post_copy;
 mod snapshots;
+#[cfg(target_arch = "x86_64")]
+mod threads;
+mod vmm;

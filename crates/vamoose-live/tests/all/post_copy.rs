@@ -2,7 +2,6 @@
 
 use std::{
     mem,
-    net::SocketAddr,
     num::NonZeroU64,
     sync::{
         Arc,
@@ -12,19 +11,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lab::middlebox::{Admission, Change, Middlebox, Which};
+use lab::middlebox::{Admission, Change, Which};
 use multifd::Method;
 use testguest::Backing;
 use vamoose_live::{
-    Address, Destination, DestinationError, DestinationGuest, GuestError, GuestLocation, Handle,
-    MissingPagesError, Ram, SharedBitmap, Source, SourceConfig, SourceError, SourceGuest, State,
-    Status, Switchover, chain,
+    Destination, DestinationError, DestinationGuest, GuestError, GuestLocation, Handle, Phase, Ram,
+    Source, SourceConfig, SourceError, SourceGuest, Status, Switchover, Transport,
+    causes::MissingPagesError, chain, dirty::SharedBitmap,
 };
 use vm_memory::Bytes;
 
 use crate::common::{
-    Here, MIB, PAGE, Rig, Shape, Stage, Step, There, Watchdog, address_of, expect_equal, lock,
-    migrate, migrate_over, nothing_to_migrate,
+    Here, MIB, Outcome, PAGE, Rig, Shape, Stage, Step, There, Watchdog, address_of, expect_equal,
+    lock, middlebox, migrate, migrate_over, nothing_to_migrate,
     sessions::{Hosts, acceptor_for, way_to},
     source_config,
 };
@@ -47,10 +46,27 @@ fn config(method: Method) -> SourceConfig {
     config
 }
 
+/// Moves the guest of `stage`, whose memory follows; does something `meanwhile`.
+fn follow(
+    (stage, to): (&Arc<Stage>, &Transport),
+    destination: &mut Destination,
+    config: SourceConfig,
+    meanwhile: impl FnOnce(&Handle) + Send,
+) -> Outcome {
+    let source = stage.source(config);
+    let handle = source.handle();
+    let mut here = Here::new(stage).switching(|_| Switchover::Force);
+    let mut there = There::new(stage).partial();
+    thread::scope(|scope| {
+        scope.spawn(|| meanwhile(&handle));
+        migrate_over(to, source, &mut here, destination, &mut there)
+    })
+}
+
 /// Waits until the guest follows.
 fn wait_for_post_copy(handle: &Handle) {
-    while handle.status().status != State::PostcopyActive {
-        assert_ne!(handle.status().status, State::Failed);
+    while handle.status().status != Phase::PostcopyActive {
+        assert_ne!(handle.status().status, Phase::Failed);
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -91,25 +107,18 @@ fn a_guest_writes_while_its_memory_follows() {
         let _watchdog = Watchdog::new(format!("post-copy of {rig:?} over {backing:?}"));
         let stage = Stage::new(&shape(rig, backing));
         let mut destination = stage.destination_at(acceptor_for(hosts), |_| {});
-        let source = stage.source(config(method));
-        let handle = source.handle();
         let wrote = AtomicBool::new(false);
         let to = way_to(hosts, &destination);
-        let mut here = Here::new(&stage).switching(|_| Switchover::Force);
-        let mut there = There::new(&stage).partial();
-        let outcome = thread::scope(|scope| {
-            scope.spawn(|| {
-                wait_for_post_copy(&handle);
-                let guest = stage.arrived().unwrap();
-                while handle.status().status == State::PostcopyActive {
-                    wrote.fetch_or(guest.written() > 0, Ordering::Relaxed);
-                }
-            });
-            migrate_over(&to, source, &mut here, &mut destination, &mut there)
+        let outcome = follow((&stage, &to), &mut destination, config(method), |handle| {
+            wait_for_post_copy(handle);
+            let guest = stage.arrived().unwrap();
+            while handle.status().status == Phase::PostcopyActive {
+                wrote.fetch_or(guest.written() > 0, Ordering::Relaxed);
+            }
         });
         let (status, _) = outcome.expect_done();
         assert!(wrote.into_inner(), "it has waited for all of its memory");
-        assert_eq!(status.status, State::Completed);
+        assert_eq!(status.status, Phase::Completed);
         assert!(
             status.downtime.unwrap() < status.total_time / 2,
             "{status:?}"
@@ -156,14 +165,6 @@ fn nothing_follows_a_guest_that_is_not_forced() {
     stage.expect_there();
 }
 
-fn middlebox(destination: &Destination) -> (Middlebox, Address) {
-    let address = address_of(destination).to_string();
-    let address: SocketAddr = address.trim_start_matches("tcp:").parse().unwrap();
-    let middlebox = Middlebox::new(address).unwrap();
-    let address = format!("tcp:{}", middlebox.address()).parse().unwrap();
-    (middlebox, address)
-}
-
 #[test]
 fn a_cut_of_some_seconds_is_survived() {
     if nothing_to_migrate() {
@@ -174,25 +175,25 @@ fn a_cut_of_some_seconds_is_survived() {
     let stage = Stage::new(&shape(Rig::Threads, Backing::Anonymous));
     let mut destination = stage.destination_at(hosts.acceptor(), |_| {});
     let (middlebox, address) = middlebox(&destination);
-    let source = stage.source(config(Method::Zstd));
-    let handle = source.handle();
-    let mut here = Here::new(&stage).switching(|_| Switchover::Force);
-    let mut there = There::new(&stage).partial();
-    let outcome = thread::scope(|scope| {
-        scope.spawn(|| {
-            wait_for_post_copy(&handle);
+    let to = hosts.to(&address);
+    let mut session = None;
+    let outcome = follow(
+        (&stage, &to),
+        &mut destination,
+        config(Method::Zstd),
+        |handle| {
+            wait_for_post_copy(handle);
             middlebox.admit(Admission::Refuse).unwrap();
             middlebox.apply(Which::All, Change::Reset);
             // The length of the cut, not a wait for anything.
             thread::sleep(Duration::from_secs(3));
-            assert_eq!(handle.status().status, State::PostcopyActive);
+            assert_eq!(handle.status().status, Phase::PostcopyActive);
             middlebox.admit(Admission::Pass).unwrap();
-        });
-        let to = hosts.to(&address);
-        migrate_over(&to, source, &mut here, &mut destination, &mut there)
-    });
+            session = handle.session();
+        },
+    );
     outcome.expect_done();
-    assert!(handle.session().unwrap().reconnects() > 0);
+    assert!(session.unwrap().reconnects() > 0);
     expect_whole(&stage);
 }
 
@@ -209,18 +210,11 @@ fn a_link_that_does_not_come_back_leaves_the_guest_at_the_destination() {
     let mut config = config(Method::Zstd);
     // The source's last word may be lost with the link: the destination listens for it that long.
     config.settle_time = Duration::from_secs(1);
-    let source = stage.source(config);
-    let handle = source.handle();
-    let mut here = Here::new(&stage).switching(|_| Switchover::Force);
-    let mut there = There::new(&stage).partial();
-    let outcome = thread::scope(|scope| {
-        scope.spawn(|| {
-            wait_for_post_copy(&handle);
-            middlebox.admit(Admission::Refuse).unwrap();
-            middlebox.apply(Which::All, Change::Reset);
-        });
-        let to = hosts.to(&address);
-        migrate_over(&to, source, &mut here, &mut destination, &mut there)
+    let to = hosts.to(&address);
+    let outcome = follow((&stage, &to), &mut destination, config, |handle| {
+        wait_for_post_copy(handle);
+        middlebox.admit(Admission::Refuse).unwrap();
+        middlebox.apply(Which::All, Change::Reset);
     });
     let error = outcome.source.unwrap_err();
     assert!(matches!(error, SourceError::PagesLost { .. }), "{error}");
@@ -270,10 +264,8 @@ fn before_the_commit_a_lost_link_leaves_the_guest_at_the_source() {
     stage.expect_here();
     // The same memory can be used again.
     middlebox.admit(Admission::Pass).unwrap();
-    let source = stage.source(config(Method::Zstd));
-    let mut here = Here::new(&stage).switching(|_| Switchover::Force);
-    let mut there = There::new(&stage).partial();
-    migrate_over(&to, source, &mut here, &mut destination, &mut there).expect_done();
+    let way = (&stage, &to);
+    follow(way, &mut destination, config(Method::Zstd), |_| ()).expect_done();
     expect_whole(&stage);
 }
 
@@ -368,9 +360,8 @@ fn latency_of_a_page_on_demand() {
         let mut config = config(Method::None);
         config.max_bandwidth = None;
         let source = Source::with_config(here.clone(), log.clone(), config).unwrap();
-        let engines = vamoose_codec::Engines::software(vamoose_codec::Settings::default());
-        let config = vamoose_live::DestinationConfig::new(engines);
-        let mut destination = Destination::new(hosts.acceptor(), there.clone(), config).unwrap();
+        let config = vamoose_live::DestinationConfig::default();
+        let mut destination = Destination::new(hosts.acceptor(), &there, config).unwrap();
         let to = hosts.to(&address_of(&destination));
         let guest = std::sync::Mutex::new(Touching {
             ram: there.clone(),

@@ -11,7 +11,9 @@ use multifd::Method;
 use proptest::{collection::vec, prelude::*};
 use tempfile::TempDir;
 use vamoose_live::{
-    DestinationGuest, FileKey, GuestError, GuestLocation, Mismatch, Ram, RamBlock, SourceGuest,
+    DestinationGuest, GuestError, GuestLocation, Ram, RamBlock, SourceGuest,
+    causes::Mismatch,
+    session::FileKey,
     snapshot::{Snapshot, SnapshotError, SnapshotOptions},
 };
 use vm_memory::{Bytes, MmapRegion};

@@ -8,7 +8,10 @@ use std::{
 use kvm_bindings::{kvm_regs, kvm_segment, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use rustix::param::page_size;
-use vamoose_live::{DirtyLog, KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot, Ram};
+use vamoose_live::{
+    Ram,
+    dirty::{DirtyLog, KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot},
+};
 use vm_memory::Bytes;
 
 use crate::model::{Fixture, Place, Write, offset_in_page};

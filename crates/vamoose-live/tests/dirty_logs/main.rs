@@ -31,7 +31,11 @@ use rustix::{
     mm::{Advice, madvise},
     param::page_size,
 };
-use vamoose_live::{DirtyLog, DirtyLogError, Ram, RamBlock, SharedBitmap, UserfaultLog};
+use vamoose_live::{
+    Ram, RamBlock,
+    causes::DirtyLogError,
+    dirty::{DirtyLog, SharedBitmap, UserfaultLog},
+};
 use vm_memory::{
     FileOffset, MmapRegion,
     mmap::{MmapRegionBuilder, MmapRegionError},
@@ -90,7 +94,7 @@ fn merged_logs_of_two_mappings() {
         let shared = Arc::new(SharedBitmap::new(&ram));
         let page_tables = Arc::new(UserfaultLog::new(&ram).unwrap());
         let writers = vec![storing(&ram), marking(&elsewhere, &shared)];
-        let log = vamoose_live::Merged::new(vec![page_tables, shared]);
+        let log = vamoose_live::dirty::Merged::new(vec![page_tables, shared]);
         Fixture::new(ram, Arc::new(log), writers)
     });
 }
@@ -100,7 +104,7 @@ mod kvm {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use kvm_ioctls::Kvm;
-    use vamoose_live::{KvmDirtyLog, KvmRings, KvmSlot};
+    use vamoose_live::dirty::{KvmDirtyLog, KvmRings, KvmSlot};
 
     use super::{
         guest::{BOOT_PAGES, Guest},
@@ -131,7 +135,7 @@ mod kvm {
         let kvm = guest.bitmap();
         let device = Arc::new(SharedBitmap::new(&guest.ram));
         let writes = marking(&guest.ram, &device);
-        let log = vamoose_live::Merged::new(vec![kvm, device]);
+        let log = vamoose_live::dirty::Merged::new(vec![kvm, device]);
         model::no_write_is_lost(guest.with_log(Arc::new(log)).with_writer(writes));
     }
 
@@ -531,7 +535,9 @@ fn merged_logs_are_collected_in_the_largest_parts() {
     assert_eq!(merged.pages_per_collect(), 256);
 }
 
-fn recorded(fails: [Option<&'static str>; 3]) -> (vamoose_live::Merged, Arc<Mutex<Vec<String>>>) {
+fn recorded(
+    fails: [Option<&'static str>; 3],
+) -> (vamoose_live::dirty::Merged, Arc<Mutex<Vec<String>>>) {
     let calls = Arc::new(Mutex::new(Vec::new()));
     let logs = [("a", 64), ("b", 256), ("c", 128)].into_iter().zip(fails);
     let logs = logs.map(|((name, pages_per_collect), fails)| {
@@ -543,7 +549,7 @@ fn recorded(fails: [Option<&'static str>; 3]) -> (vamoose_live::Merged, Arc<Mute
             calls,
         }) as Arc<dyn DirtyLog>
     });
-    (vamoose_live::Merged::new(logs.collect()), calls)
+    (vamoose_live::dirty::Merged::new(logs.collect()), calls)
 }
 
 /// Pages of the base size, whatever the host's policy is.

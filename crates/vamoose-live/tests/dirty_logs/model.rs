@@ -15,7 +15,10 @@ use proptest::{
     prelude::*,
     test_runner::{Config, TestRunner},
 };
-use vamoose_live::{Bitmap, DirtyLog, Ram};
+use vamoose_live::{
+    Ram,
+    dirty::{Bitmap, DirtyLog},
+};
 use vm_memory::Bytes;
 
 /// A page of guest memory.

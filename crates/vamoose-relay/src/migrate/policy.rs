@@ -6,7 +6,7 @@ use convergence::{OnTimeout, Policy};
 use multifd::Layout;
 use serde_json::{Value, json};
 use tracing::warn;
-use vamoose_link::{Snapshot, millis};
+use vamoose_link::{Counters, millis};
 
 use super::{
     Cause,
@@ -51,7 +51,7 @@ impl Guide {
         &mut self,
         source: &mut SourceQemu,
         account: &Value,
-        moved: Snapshot,
+        moved: Counters,
         round_trip: Duration,
     ) -> Result<Option<Cause>, QemuError> {
         let ram = |key: &str| account["ram"][key].as_u64().unwrap_or(0);

@@ -19,7 +19,7 @@ use std::{
 use convergence::{Convergence, Policy};
 use multifd::Layout;
 use serde_json::Value;
-use vamoose_link::Snapshot;
+use vamoose_link::Counters;
 
 /// The rule for one migration. It has neither a clock nor a QEMU.
 #[derive(Debug)]
@@ -30,7 +30,7 @@ pub(super) struct Remainder {
     page_size: usize,
     /// Bytes of pages that QEMU and its relay have taken and not yet put on the link.
     under_way: f64,
-    samples: VecDeque<(Instant, Snapshot)>,
+    samples: VecDeque<(Instant, Counters)>,
     /// Bytes of pages per second, once known.
     rate: Option<f64>,
     round: u64,
@@ -45,7 +45,7 @@ pub(super) struct Seen {
     pub(super) now: Instant,
     /// Since the migration's beginning.
     pub(super) elapsed: Duration,
-    pub(super) moved: Snapshot,
+    pub(super) moved: Counters,
     pub(super) round_trip: Duration,
     pub(super) round: u64,
     /// Bytes that are dirty.
@@ -247,7 +247,7 @@ mod tests {
         left: &[u64],
     ) -> Vec<Allowed> {
         let before = remainder.samples.back().copied();
-        let (mut now, mut moved) = before.unwrap_or((Instant::now(), Snapshot::default()));
+        let (mut now, mut moved) = before.unwrap_or((Instant::now(), Counters::default()));
         let began = now;
         let mut told = Vec::new();
         let first = remainder.round + 1;

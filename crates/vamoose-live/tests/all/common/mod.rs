@@ -21,6 +21,7 @@ pub(crate) mod snapshot;
 use std::{
     fs::File,
     io::{self, Write as _},
+    net::SocketAddr,
     num::NonZeroU64,
     process,
     sync::{
@@ -33,15 +34,18 @@ use std::{
 
 use idxd::{Queue, Tuning, offload::Devices};
 use idxd_model::{Model, PortalKind};
+use lab::middlebox::Middlebox;
 use multifd::Method;
 use rustix::fs::{MemfdFlags, memfd_create};
 use testguest::{Backing, Config, Fill, Guest, Kind, Memory, Pattern, kvm_available};
 use vamoose_codec::{Engines, Settings, Verify};
 use vamoose_live::{
     Acceptor, Address, Arrival, Destination, DestinationConfig, DestinationError, DestinationGuest,
-    DirtyLog, DsaDetection, GuestError, GuestLocation, KvmDirtyLog, KvmSlot, Listener,
-    MethodChoice, Ram, RamBlock, Source, SourceConfig, SourceError, SourceGuest, Status,
-    Switchover, Transport, UserfaultLog, ZeroPageDetection,
+    GuestError, GuestLocation, Listener, Ram, RamBlock, Source, SourceConfig, SourceError,
+    SourceGuest, Status, Switchover, Transport, ZeroPageDetection,
+    compression::MethodChoice,
+    dirty::{DirtyLog, KvmDirtyLog, KvmSlot, UserfaultLog},
+    dsa::DsaDetection,
 };
 use vm_memory::{FileOffset, MmapRegion};
 
@@ -659,6 +663,15 @@ pub(crate) fn plain(address: &Address) -> Transport {
 
 pub(crate) fn address_of(destination: &Destination) -> Address {
     destination.addresses()[0].clone()
+}
+
+/// A box in the way to `destination`, and its address.
+pub(crate) fn middlebox(destination: &Destination) -> (Middlebox, Address) {
+    let address = address_of(destination).to_string();
+    let address: SocketAddr = address.trim_start_matches("tcp:").parse().unwrap();
+    let middlebox = Middlebox::new(address).unwrap();
+    let address = format!("tcp:{}", middlebox.address()).parse().unwrap();
+    (middlebox, address)
 }
 
 pub(crate) fn loopback() -> Address {

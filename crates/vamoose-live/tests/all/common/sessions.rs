@@ -4,8 +4,8 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use tempfile::TempDir;
 use vamoose_live::{
-    Acceptor, Address, Destination, Keys, Listener, Remote, Security, SessionConfig, Sessions,
-    Transport,
+    Acceptor, Address, Destination, Keys, Listener, Remote, Transport,
+    session::{Security, SessionConfig, Sessions},
 };
 
 use super::{address_of, listen, loopback, plain};

@@ -10,7 +10,7 @@ use std::{
 
 use handover::MAX_LINE;
 use multifd::{Layout, Method};
-use vamoose_live::{GuestLocation, SharedBitmap, Source, SourceConfig, SourceError, chain};
+use vamoose_live::{GuestLocation, Source, SourceConfig, SourceError, chain, dirty::SharedBitmap};
 
 use self::{
     Play::{Cut, End, Expect, Say, Write},

@@ -5,12 +5,7 @@ mod tests {
     use std::{sync::Arc, thread};
 
     use rustls::{ClientConfig, RootCertStore};
-    use vamoose_live::{
-        Acceptor, Destination, DestinationConfig, DestinationGuest, GuestError, Listener,
-        OneTimeKey, Ram, Remote, Security, SessionConfig, Sessions, SharedBitmap, Source,
-        SourceGuest,
-        vm_memory::{Bytes, GuestAddress, GuestMemoryMmap},
-    };
+    use vamoose_live::{Acceptor, Destination, DestinationConfig, DestinationGuest, GuestError, Listener, Ram, Remote, Source, SourceGuest, vm_memory::{Bytes, GuestAddress, GuestMemoryMmap}, session::{OneTimeKey, Security, SessionConfig, Sessions}, dirty::SharedBitmap};
 
     struct Vm;
 

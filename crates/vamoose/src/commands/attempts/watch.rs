@@ -137,7 +137,7 @@ impl Rates {
 
 #[cfg(test)]
 mod tests {
-    use vamoose_link::Snapshot;
+    use vamoose_link::Counters;
 
     use super::*;
 
@@ -148,7 +148,7 @@ mod tests {
             guest_bytes: 900 << 20,
             wire_bytes,
             total_time: 2_000,
-            ..UnderWay::new("gateway", Role::Source, peer, now, &Snapshot::default())
+            ..UnderWay::new("gateway", Role::Source, peer, now, &Counters::default())
         }
     }
 
