@@ -15,8 +15,8 @@ help:          # Show these targets
 setup:         # Fetch compilers, Rust, QEMUs, a test guest and libqatzip
 	scripts/setup
 
-build: setup   # Build target/release/vamoose and vamoose-demo
-	cargo build --release -p vamoose $(if $(filter x86_64,$(shell uname -m)),-p vamoose-demo)
+build: setup   # Build target/release/vamoose and examples/vamoose-demo
+	cargo build --release -p vamoose --bin vamoose $(if $(filter x86_64,$(shell uname -m)),-p vamoose-live --example vamoose-demo)
 
 # One command for both programs: they share the dependencies, and one finds the other beside itself.
 demo: setup    # Move a running guest between two QEMUs, pull the cable meanwhile, prove it, compare with stock QEMU (a few minutes)
@@ -56,7 +56,7 @@ faults: setup  # Break migrations in every way, at random moments, until one goe
 	"$${CARGO_TARGET_DIR:-target}/release/faults" $(FAULTS)
 
 bench: setup   # Measure Vamoose beside stock QEMU on this host (minutes; BENCH="silesia links --out DIR"; make bench BENCH=list)
-	cargo build --release -p vamoose -p vamoose-demo -p vamoose-bench
+	cargo build --release -p vamoose -p vamoose-live -p vamoose-bench --bins --example vamoose-demo
 	"$${CARGO_TARGET_DIR:-target}/release/vamoose" bench $(or $(BENCH),--quick)
 
 # As root. PATHS_RAM and PATHS_RUNS set the guest's memory in MiB and how often each case runs.

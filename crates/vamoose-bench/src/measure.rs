@@ -99,7 +99,11 @@ impl Host {
         corpus: Option<&Path>,
     ) -> Result<(Self, Found)> {
         let vamoose = program(vamoose, "vamoose")?;
-        let demo = vamoose.with_file_name("vamoose-demo");
+        // Beside the program where it is installed, an example where it was built.
+        let places =
+            ["vamoose-demo", "examples/vamoose-demo"].map(|name| vamoose.with_file_name(name));
+        let [demo, built] = places;
+        let demo = if demo.is_file() { demo } else { built };
         let found = Found::look(&demo);
         let host = Self {
             qemu: newest_qemu(qemu)?,

@@ -80,7 +80,7 @@ impl Found {
             return missing(&what, "run it as root, with Debian's package iproute2");
         }
         if cell.contender.who == Who::Live && !self.demo {
-            let remedy = "cargo build --release -p vamoose-demo";
+            let remedy = "cargo build --release -p vamoose-live --example vamoose-demo";
             return missing("vamoose-demo beside this program", remedy);
         }
         if cell.guest.real().is_some() && !Real::is_there() {
@@ -138,7 +138,7 @@ mod tests {
             lines,
             [
                 "not here: links of given rates (no root); without it 4 cells are left out (run it as root, with Debian's package iproute2)",
-                "not here: vamoose-demo beside this program; without it 2 cells are left out (cargo build --release -p vamoose-demo)",
+                "not here: vamoose-demo beside this program; without it 2 cells are left out (cargo build --release -p vamoose-live --example vamoose-demo)",
             ]
         );
     }

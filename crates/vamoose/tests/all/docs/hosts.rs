@@ -71,8 +71,11 @@ impl Hosts {
             lab::run(ip.args([&format!("{address}/24"), "dev", "wire0"]))?;
         }
         let programs = TempDir::new()?;
-        for name in ["vamoose", "vamoose-demo"] {
-            let built = vamoose().with_file_name(name);
+        for (name, built) in [
+            ("vamoose", "vamoose"),
+            ("vamoose-demo", "examples/vamoose-demo"),
+        ] {
+            let built = vamoose().with_file_name(built);
             program(&programs, name, &format!("exec {} \"$@\"", built.display()))?;
         }
         program(

@@ -1,8 +1,9 @@
-//! `vamoose-demo` as a user runs it: a guest moves between two processes intact, or stays where it is.
+//! The example `vamoose-demo` as a user runs it: a guest moves between two processes intact, or stays where it is.
 
+#![cfg(not(feature = "loom"))] // whose atomics work in a model only
 #![allow(clippy::unwrap_used, reason = "a test helper fails by panicking")]
 
-use std::{process::Command, time::Duration};
+use std::{env, path::PathBuf, process::Command, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use lab::vamoose::{Ended, Vamoose};
@@ -28,6 +29,21 @@ const ENDLESS: [&str; 9] = [
     "--downtime-limit=1",
     "--json=-",
 ];
+
+/// The example, which `cargo test` builds.
+fn program() -> PathBuf {
+    let tests = env::current_exe().unwrap();
+    let program = tests
+        .ancestors()
+        .nth(2)
+        .unwrap()
+        .join("examples/vamoose-demo");
+    assert!(
+        program.exists(),
+        "cargo build -p vamoose-live --example vamoose-demo"
+    );
+    program
+}
 
 #[test]
 fn every_fill_arrives_intact() -> Result<()> {
@@ -57,7 +73,7 @@ fn every_fill_arrives_intact() -> Result<()> {
 #[test]
 fn devices_in_software_compress_on_one_side_and_decompress_on_the_other() -> Result<()> {
     for faults in [None, Some("3")] {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_vamoose-demo"));
+        let mut command = Command::new(program());
         // In software the devices are slow, however busy the machine is.
         command.args(["--json=-", "--ram=16M", "--guest=threads"]);
         command.arg("--rate=200");
@@ -392,7 +408,7 @@ fn start(options: &[&str]) -> Result<Vamoose> {
 }
 
 fn command(options: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_vamoose-demo"));
+    let mut command = Command::new(program());
     command.args(options);
     command
 }
