@@ -27,6 +27,7 @@ demo: setup    # Move a running guest between two QEMUs, pull the cable meanwhil
 # (for QEMUs, for timeouts): three for each processor keep it busy.
 test: setup    # Run all tests
 	RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$(($$(nproc) * 2))} cargo test --workspace --no-fail-fast
+	cargo test -p vamoose-live --examples   # which the line above only builds
 
 # What a test run explores in a minute, with more of everything: MODEL_FAULTS, MODEL_COMMANDS, MODEL_ATTEMPTS, MODEL_HOSTS,
 # MODEL_TRACES and MODEL_SEED set how much.

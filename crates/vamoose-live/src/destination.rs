@@ -35,7 +35,7 @@ use vamoose_codec::{Engines, Settings};
 use vamoose_link::{Address, Counters, Hangup, Session, Stats, Stream, lock, random_id};
 
 use crate::{
-    DestinationError, DestinationGuest, Ram, RamError,
+    DestinationError, DestinationGuest, Ram,
     config::setters,
     error::ChannelError,
     offload::{Account, OffloadCounters, PageCopy},
@@ -269,7 +269,7 @@ impl Destination {
 
 /// Makes all memory of `ram` read as zeros, without touching untouched memory.
 #[cfg(feature = "_tls")]
-pub(crate) fn make_zero(ram: &Ram) -> Result<(), RamError> {
+pub(crate) fn make_zero(ram: &Ram) -> Result<(), crate::RamError> {
     GuestRam::new(ram, true)?.make_zero(&make_zero::Progress::default());
     Ok(())
 }

@@ -61,8 +61,8 @@
 //! #     let directory = tempfile::tempdir()?;
 //! #     let (near, far) = (directory.path().join("near"), directory.path().join("far"));
 //! #     let (near_key, far_key) = (Keys::generate(&near)?, Keys::generate(&far)?);
-//! #     std::fs::write(near.join("trusted"), format!("far {far_key}\n"))?;
-//! #     std::fs::write(far.join("trusted"), format!("near {near_key}\n"))?;
+//! #     std::fs::write(near.join("trusted"), format!("{far_key} far\n"))?;
+//! #     std::fs::write(far.join("trusted"), format!("{near_key} near\n"))?;
 //! #     let address = format!("unix:{}", directory.path().join("socket").display());
 //! #     let arriving = thread::spawn({
 //! #         let address = address.clone();

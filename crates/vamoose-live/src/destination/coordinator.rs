@@ -123,9 +123,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         let protocol = prepare.negotiate().map_err(|error| refuse(error.into()))?;
         let details: PrepareDetails = from_details(prepare.details)
             .map_err(|error| refuse(ConversationError::from(error).into()))?;
-        let memory = self
-            .build(guest, &details.description)
-            .map_err(|error| refuse(error))?;
+        let memory = self.build(guest, &details.description).map_err(&refuse)?;
         let layout = details
             .check(&memory.ram)
             .map_err(|error| refuse(error.into()))?;

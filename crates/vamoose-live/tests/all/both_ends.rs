@@ -13,6 +13,8 @@ use crate::common::{
     nothing_to_migrate, plain, sessions::Hosts, source_config,
 };
 
+type Asked = dyn Fn(&Handle, &Status) -> Switchover + Send + Sync;
+
 /// How a migration of the guest of `stage` ends.
 struct Case<'a> {
     stage: &'a Arc<Stage>,
@@ -24,7 +26,7 @@ struct Case<'a> {
     /// The destination goes on waiting.
     waits: bool,
     /// Asked after each round at the source.
-    switchover: Box<dyn Fn(&Handle, &Status) -> Switchover + Send + Sync>,
+    switchover: Box<Asked>,
 }
 
 impl<'a> Case<'a> {

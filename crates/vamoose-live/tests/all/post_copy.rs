@@ -13,7 +13,7 @@ use std::{
 
 use lab::middlebox::{Admission, Change, Which};
 use multifd::Method;
-use testguest::Backing;
+use testguest::{Backing, Pattern};
 use vamoose_live::{
     Destination, DestinationError, DestinationGuest, GuestError, GuestLocation, Handle, Phase, Ram,
     Source, SourceConfig, SourceError, SourceGuest, Status, Switchover, Transport,
@@ -385,5 +385,62 @@ fn latency_of_a_page_on_demand() {
             at(100)
         );
         expect_equal(&here, &there);
+    }
+}
+
+/// What a KVM guest waits for a page, when it writes one after the other, and none comes unasked.
+///
+/// `cargo test --release -p vamoose-live --test all -- --ignored --nocapture latency`
+#[test]
+#[ignore = "a measurement"]
+fn latency_of_a_guest_under_kvm() {
+    const PAGES: u64 = 5000;
+    if !Rig::all().contains(&Rig::KvmLog) {
+        return;
+    }
+    for is_insecure in [true, false] {
+        let hosts = Hosts::insecure(is_insecure);
+        let shape = Shape {
+            rig: Rig::KvmLog,
+            blocks: vec![2 * MIB, 62 * MIB],
+            working_set: Some(2 * MIB..64 * MIB),
+            vcpus: 1,
+            pattern: Pattern::Sequential,
+            rate: None,
+            ..Shape::default()
+        };
+        let stage = Stage::new(&shape);
+        let mut config = config(Method::None);
+        config.max_bandwidth = None;
+        let source = stage.source(config);
+        let handle = source.handle();
+        let mut here = Here::new(&stage).switching(|_| {
+            handle.set_max_bandwidth(NonZeroU64::new(64 << 10));
+            Switchover::Force
+        });
+        let mut destination = stage.destination_at(hosts.acceptor(), |_| {});
+        let to = hosts.to(&address_of(&destination));
+        let mut there = There::new(&stage).partial();
+        let outcome = thread::scope(|scope| {
+            scope.spawn(|| {
+                wait_for_post_copy(&handle);
+                let guest = stage.arrived().unwrap();
+                let (before, began) = (guest.written(), Instant::now());
+                while guest.written() < before + PAGES {
+                    thread::sleep(Duration::from_millis(1));
+                }
+                let (pages, took) = (guest.written() - before, began.elapsed());
+                let each = took.div_f64(pages as f64);
+                eprintln!("insecure {is_insecure}: {pages} pages under KVM, {each:?} each");
+                handle.set_max_bandwidth(None);
+            });
+            migrate_over(&to, source, &mut here, &mut destination, &mut there)
+        });
+        let (status, _) = outcome.expect_done();
+        eprintln!(
+            "  downtime {:?}: {:?}",
+            status.downtime, status.downtime_parts
+        );
+        stage.expect_there();
     }
 }

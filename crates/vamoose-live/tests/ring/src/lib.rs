@@ -5,7 +5,13 @@ mod tests {
     use std::{sync::Arc, thread};
 
     use rustls::{ClientConfig, RootCertStore};
-    use vamoose_live::{Acceptor, Destination, DestinationConfig, DestinationGuest, GuestError, Listener, Ram, Remote, Source, SourceGuest, vm_memory::{Bytes, GuestAddress, GuestMemoryMmap}, session::{OneTimeKey, Security, SessionConfig, Sessions}, dirty::SharedBitmap};
+    use vamoose_live::{
+        Acceptor, Destination, DestinationConfig, DestinationGuest, GuestError, Listener, Ram,
+        Remote, Source, SourceGuest,
+        dirty::SharedBitmap,
+        session::{OneTimeKey, Security, SessionConfig, Sessions},
+        vm_memory::{Bytes, GuestAddress, GuestMemoryMmap},
+    };
 
     struct Vm;
 
