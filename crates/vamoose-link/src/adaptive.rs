@@ -20,6 +20,8 @@
 //! larger while it does not. A denser rung is worth its CPU time if it saves 4 % of the bytes for each tenth of a core.
 //! To find out, both rungs encode a part of the same packet now and then, while the link limits.
 //!
+//! For a destination with a page store, which keeps encoded pages only, packets go raw only where they do not shrink.
+//!
 //! The first packets go by zstd -1. Each channel decides for itself, by its share of link and cores.
 
 pub(crate) mod meter;
@@ -39,6 +41,10 @@ pub struct Adaptive {
     policy: Policy,
     encoders: Encoders,
     meter: WaitMeter,
+    /// See [`Adaptive::avoid_raw`].
+    avoids_raw: bool,
+    /// So many packets may go raw, as the last one that was tried did not shrink.
+    untried: u32,
     /// Packets, bytes of their pages, and bytes sent, since the policy has learned of waits.
     packets: u32,
     page_bytes: usize,
@@ -47,6 +53,9 @@ pub struct Adaptive {
 
 /// Waits are measured over at least so many packets.
 const LEAST_PACKETS: u32 = 2;
+
+/// Packets that may go raw after one that did not shrink, before another one is tried.
+const UNTRIED: u32 = 32;
 
 /// The part of a packet that two rungs encode to be compared.
 const COMPARED_PART: usize = 4;
@@ -67,6 +76,8 @@ impl Adaptive {
             policy: Policy::new(),
             encoders: Encoders::new(layout),
             meter: WaitMeter::of_sender(),
+            avoids_raw: false,
+            untried: 0,
             packets: 0,
             page_bytes: 0,
             wire_bytes: 0,
@@ -78,10 +89,25 @@ impl Adaptive {
         self.encoders.has_checksums = true;
     }
 
+    /// Packets go raw only where they do not shrink, also if that costs time.
+    pub(crate) fn avoid_raw(&mut self) {
+        self.avoids_raw = true;
+    }
+
+    /// The rung of the next packet.
+    fn rung(&self) -> usize {
+        let least = if self.avoids_raw && self.untried == 0 {
+            RAW + 1
+        } else {
+            RAW
+        };
+        self.policy.rung().max(least)
+    }
+
     /// Whether the next packet goes as it is, by method none, so that its pages need not be gathered.
     /// After `true`, [`encode`](Self::encode) need not be called for that packet.
     pub(crate) fn next_is_raw(&self) -> bool {
-        self.policy.rung() == RAW && self.policy.wanted().is_none()
+        self.rung() == RAW && self.policy.wanted().is_none()
     }
 
     /// Whether differences to earlier versions of pages should be sent though the next packet goes raw: these load the link less.
@@ -108,7 +134,12 @@ impl Adaptive {
                 self.policy.compared(rung, [lighter, denser]);
             }
         }
-        self.encoders.encode(self.policy.rung(), pages, out)
+        let rung = self.rung();
+        let encoded = self.encoders.encode(rung, pages, out)?;
+        if rung != RAW && encoded.method == Method::None {
+            self.untried = UNTRIED;
+        }
+        Ok(encoded)
     }
 
     /// The packet is about to be sent.
@@ -124,6 +155,7 @@ impl Adaptive {
         peer_wait: impl FnOnce() -> Option<f64>,
     ) {
         self.meter.switch_to(Activity::Input);
+        self.untried = self.untried.saturating_sub(1);
         self.packets += 1;
         self.page_bytes += page_bytes;
         self.wire_bytes += wire_bytes;
@@ -255,6 +287,27 @@ mod tests {
                 adaptive.policy.observe(Waits { source, socket, ..Waits::default() }, Rates { pages: 1.0, wire: 1.0 });
                 adaptive.policy.next_packet();
             }
+        }
+
+        /// Whatever the policy chooses, until a packet does not shrink.
+        #[test]
+        fn packets_for_a_page_store_are_encoded(seed: u64, waits in 0..100_u32) {
+            let layout = Layout::X86;
+            let mut adaptive = Adaptive::new(layout);
+            adaptive.avoid_raw();
+            let mut out = vec![0; layout.max_payload()];
+            for _ in 0..waits {
+                // The encoder limits.
+                adaptive.policy.observe(Waits::default(), Rates { pages: 1.0, wire: 1.0 });
+                adaptive.policy.next_packet();
+            }
+            prop_assert!(!adaptive.next_is_raw());
+            let text = pages(1, seed, 32);
+            prop_assert_eq!(adaptive.encode(&text, &mut out).unwrap().method, Method::ZstdFrames);
+            prop_assert!(!adaptive.next_is_raw());
+            let noise = pages(2, seed, 32);
+            prop_assert_eq!(adaptive.encode(&noise, &mut out).unwrap().method, Method::None);
+            prop_assert_eq!(adaptive.rung(), adaptive.policy.rung());
         }
 
         /// Every rung, without waiting for the policy to choose it.

@@ -173,6 +173,10 @@ impl ChannelWriter {
         );
         let (store, listener) = StoreWriter::new(sender, stream, page_size);
         self.store = Some(store);
+        if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
+            // The store keeps encoded pages only, and what is alike today saves bytes of the next guest.
+            adaptive.avoid_raw();
+        }
         listener
     }
 
