@@ -10,11 +10,12 @@ use crate::{Session, Stats, Stream};
 /// Of a page store.
 pub enum StoreLister {}
 /// Of a page store.
-pub enum StoreListener {}
+pub struct StoreListener(Never);
 /// Of a page store.
 pub enum StoreSender {}
+enum Never {}
 pub(crate) enum StoreReader {}
-pub(crate) enum StoreWriter {}
+pub(crate) struct StoreWriter(Never);
 
 #[derive(Clone, Copy)]
 pub(crate) struct Parts {
@@ -53,7 +54,7 @@ impl StoreLister {
 impl StoreListener {
     /// Cannot be called.
     pub fn run(&self) {
-        match *self {}
+        match self.0 {}
     }
 }
 
@@ -84,26 +85,26 @@ impl StoreWriter {
     }
 
     pub(crate) fn plan(&mut self, _: &[u8]) -> bool {
-        match *self {}
+        match self.0 {}
     }
 
     pub(crate) fn table(&self) -> &Table {
-        match *self {}
+        match self.0 {}
     }
 
     pub(crate) fn rest(&mut self, _: &[u8]) -> Option<Vec<u8>> {
-        match *self {}
+        match self.0 {}
     }
 
     pub(crate) fn note(&mut self, _: &RamHeader, _: &[u8], _: Option<Vec<u8>>, _: (Method, &[u8])) {
-        match *self {}
+        match self.0 {}
     }
 
     pub(crate) fn has_undecided(&self) -> bool {
-        match *self {}
+        match self.0 {}
     }
 
     pub(crate) fn next_missing(&mut self, _: Option<Instant>) -> io::Result<Option<Undecided>> {
-        match *self {}
+        match self.0 {}
     }
 }

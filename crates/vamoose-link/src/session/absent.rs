@@ -46,6 +46,7 @@ uncallable! {
     Session {
         pub fn open() -> Result<Stream, DialError>;
         pub fn config() -> &SessionConfig;
+        pub fn identity() -> Option<&str>;
         pub fn page_cache() -> Option<usize>;
         pub(crate) fn kept_pages() -> usize;
         pub fn reconnect_timeout() -> Duration;
