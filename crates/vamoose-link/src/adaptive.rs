@@ -43,7 +43,9 @@ pub struct Adaptive {
     meter: WaitMeter,
     /// See [`Adaptive::avoid_raw`].
     avoids_raw: bool,
-    /// So many packets may go raw, as the last one that was tried did not shrink.
+    /// Packets in a row that were tried and did not shrink.
+    dense: u32,
+    /// So many packets may go raw before another one is tried.
     untried: u32,
     /// Packets, bytes of their pages, and bytes sent, since the policy has learned of waits.
     packets: u32,
@@ -54,8 +56,8 @@ pub struct Adaptive {
 /// Waits are measured over at least so many packets.
 const LEAST_PACKETS: u32 = 2;
 
-/// Packets that may go raw after one that did not shrink, before another one is tried.
-const UNTRIED: u32 = 32;
+/// At most 31 packets in a row are not tried: binary logarithm of one more.
+const MOST_UNTRIED: u32 = 5;
 
 /// The part of a packet that two rungs encode to be compared.
 const COMPARED_PART: usize = 4;
@@ -77,6 +79,7 @@ impl Adaptive {
             encoders: Encoders::new(layout),
             meter: WaitMeter::of_sender(),
             avoids_raw: false,
+            dense: 0,
             untried: 0,
             packets: 0,
             page_bytes: 0,
@@ -136,8 +139,13 @@ impl Adaptive {
         }
         let rung = self.rung();
         let encoded = self.encoders.encode(rung, pages, out)?;
-        if rung != RAW && encoded.method == Method::None {
-            self.untried = UNTRIED;
+        if rung != RAW {
+            self.dense = if encoded.method == Method::None {
+                self.dense + 1
+            } else {
+                0
+            };
+            self.untried = (1 << self.dense.min(MOST_UNTRIED)) - 1;
         }
         Ok(encoded)
     }
