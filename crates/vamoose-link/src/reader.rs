@@ -249,7 +249,7 @@ impl ChannelReader {
             self.turn_to(Activity::Output);
             return Ok(true);
         }
-        self.finish_payload(header, sink, received)?;
+        self.finish_payload(header, header.method, sink, received)?;
         Ok(false)
     }
 
@@ -302,7 +302,7 @@ impl ChannelReader {
             }
         };
         if encoded > 0 {
-            self.finish_payload(header, PageSink::Own(to), Some(parts.len))?;
+            self.finish_payload(header, parts.method, PageSink::Own(to), Some(parts.len))?;
         }
         let mut missing = Vec::new();
         if let Some(store) = &mut self.store {
@@ -384,7 +384,7 @@ impl ChannelReader {
         mut sink: PageSink<'_>,
     ) -> Result<(), ReadError> {
         let received = self.receive_timed(header, &mut sink)?;
-        self.finish_payload(header, sink, received)
+        self.finish_payload(header, header.method, sink, received)
     }
 
     fn receive_timed(
@@ -407,13 +407,14 @@ impl ChannelReader {
     fn finish_payload(
         &mut self,
         header: &RamHeader,
+        method: Method,
         mut sink: PageSink<'_>,
         received: Option<usize>,
     ) -> Result<(), ReadError> {
         let decoded = match received {
             None => Ok(()),
-            Some(len) if header.method == Method::Delta => self.restore(len, &mut sink),
-            Some(len) => self.decode_checked(header.method, len, &mut sink),
+            Some(len) if method == Method::Delta => self.restore(len, &mut sink),
+            Some(len) => self.decode_checked(method, len, &mut sink),
         };
         self.turn_to(Activity::Output);
         let shares = self.meter.as_mut().and_then(WaitMeter::shares);

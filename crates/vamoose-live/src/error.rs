@@ -165,7 +165,7 @@ pub enum DestinationError {
     OutOfTurn { message: String },
     #[error("control connection from the source")]
     Control(#[from] ConversationError),
-    #[error("only {arrived} of {channels} channels connected within {time:?}")]
+    #[error("only {arrived} of {channels} channels connected within {} s", .time.as_secs())]
     Channels {
         arrived: usize,
         channels: usize,

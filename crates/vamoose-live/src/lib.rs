@@ -252,8 +252,8 @@ pub mod dsa {
 #[cfg(feature = "_tls")]
 pub mod session {
     pub use vamoose_link::{
-        Certificates, Cipher, FileKey, Keys, OneTimeKey, PageStore, Peers, PublicKey, Remote, Route, Security,
-        Session, SessionConfig, Sessions,
+        Certificates, Cipher, FileKey, Keys, OneTimeKey, PageStore, Peers, PublicKey, Remote,
+        Route, Security, Session, SessionConfig, Sessions,
     };
 }
 
