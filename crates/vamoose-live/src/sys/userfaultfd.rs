@@ -13,7 +13,7 @@ use linux_raw_sys::{
         UFFD_FEATURE_WP_HUGETLBFS_SHMEM, UFFD_FEATURE_WP_UNPOPULATED, UFFD_USER_MODE_ONLY,
         UFFDIO_REGISTER_MODE_WP, uffdio_api, uffdio_range, uffdio_register, uffdio_writeprotect,
     },
-    ioctl::{UFFDIO_API, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WRITEPROTECT},
+    ioctl::{UFFDIO_API, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT},
 };
 use rustix::mm::{UserfaultfdFlags, userfaultfd};
 
@@ -74,7 +74,10 @@ impl Userfaultfd {
     pub(crate) fn unregister(&self, addresses: Range<usize>) -> io::Result<()> {
         let mut argument = range(&addresses);
         // SAFETY: the request takes this argument, and gives memory back its ordinary faults.
-        unsafe { super::ioctl(self.0.as_fd(), UFFDIO_UNREGISTER, &mut argument) }.map(drop)
+        unsafe { super::ioctl(self.0.as_fd(), UFFDIO_UNREGISTER, &mut argument) }?;
+        // A thread that began to wait meanwhile has been seen to wait on.
+        // SAFETY: the request takes this argument, and only wakes threads, which look at their page again.
+        unsafe { super::ioctl(self.0.as_fd(), UFFDIO_WAKE, &mut argument) }.map(drop)
     }
 }
 
