@@ -56,6 +56,11 @@ faults: setup  # Break migrations in every way, at random moments, until one goe
 	cargo build --release -p vamoose -p lab -p vamoose-live --bin vamoose --bin faults --example vmm
 	"$${CARGO_TARGET_DIR:-target}/release/faults" $(FAULTS)
 
+# SOAK_SEED sets which faults. Ends at the first broken promise, with all that is known of it. As root.
+soak: setup    # Migrations of all kinds with faults for hours, with memory and descriptors in target/soak (make soak HOURS=8)
+	cargo build --release -p vamoose -p lab -p vamoose-live --bin vamoose --bin faults --example vmm
+	SOAK_HOURS=$(or $(HOURS),8) cargo test --release -p vamoose --test all soak:: -- --ignored --nocapture
+
 bench: setup   # Measure Vamoose beside stock QEMU on this host (minutes; BENCH="silesia links --out DIR"; make bench BENCH=list)
 	cargo build --release -p vamoose -p vamoose-live -p vamoose-bench --bins --example vamoose-demo
 	"$${CARGO_TARGET_DIR:-target}/release/vamoose" bench $(or $(BENCH),--quick)

@@ -1,4 +1,4 @@
-//! CPU time, memory and threads of a process, from /proc.
+//! CPU time, memory, descriptors and threads of a process, from /proc.
 
 use std::{fs, path::Path};
 
@@ -18,10 +18,25 @@ pub(crate) fn seconds_in(path: &str) -> Result<f64> {
 
 /// The most bytes of memory, private and shared, that were resident at any time.
 pub fn peak_memory(pid: u32) -> Result<u64> {
+    memory(pid, "VmHWM:")
+}
+
+/// The bytes of memory, private and shared, that are resident now.
+pub fn resident_memory(pid: u32) -> Result<u64> {
+    memory(pid, "VmRSS:")
+}
+
+/// The number of open descriptors.
+pub fn descriptors(pid: u32) -> Result<usize> {
+    let path = format!("/proc/{pid}/fd");
+    let open = fs::read_dir(&path).with_context(|| format!("reading {path}"))?;
+    Ok(open.count())
+}
+
+fn memory(pid: u32, name: &str) -> Result<u64> {
     let path = format!("/proc/{pid}/status");
     let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
-    kilobytes(&status, "VmHWM:")
-        .with_context(|| format!("no VmHWM in {path}: has the process ended?"))
+    kilobytes(&status, name).with_context(|| format!("no {name} in {path}: has the process ended?"))
 }
 
 /// The state of each thread of a process (R: running, S: sleeping, D: waiting for storage) and where it waits in the kernel, for a
@@ -89,7 +104,10 @@ mod tests {
 
     #[test]
     fn this_process_has_figures() {
-        assert!(peak_memory(std::process::id()).unwrap() > 1 << 20);
+        let id = std::process::id();
+        assert!(resident_memory(id).unwrap() > 1 << 20);
+        assert!(peak_memory(id).unwrap() >= resident_memory(id).unwrap());
+        assert!(descriptors(id).unwrap() > 2);
         assert!(cpu_seconds(std::process::id()).unwrap() >= 0.0);
         assert!(cpu_seconds(u32::MAX).is_err());
     }

@@ -4,7 +4,7 @@
 
 mod cloud_hypervisor;
 mod limit;
-mod load;
+pub(crate) mod load;
 mod log;
 pub(crate) mod metrics;
 mod opaque;

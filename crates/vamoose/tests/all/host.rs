@@ -127,10 +127,7 @@ fn guests_leave_no_descriptors_behind() -> Result<()> {
         return Ok(());
     };
     let host = Host::start(&[])?;
-    let open = || -> Result<usize> {
-        let descriptors = format!("/proc/{}/fd", host.server.pid());
-        Ok(fs::read_dir(descriptors)?.count())
-    };
+    let open = || proc::descriptors(host.server.pid());
     let before = open()?;
     for number in 0..GUESTS {
         let name = format!("vm{number}");

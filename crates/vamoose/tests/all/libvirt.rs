@@ -2,8 +2,8 @@
 //! tests more.
 
 mod evacuate;
-mod hosts;
-mod matrix;
+pub(crate) mod hosts;
+pub(crate) mod matrix;
 
 use std::{
     env, fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, time::Instant,

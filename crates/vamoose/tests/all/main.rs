@@ -41,6 +41,7 @@ mod replaced;
 mod running;
 mod selftest;
 mod settings;
+mod soak;
 mod storage;
 mod suspended;
 mod terminal;

@@ -19,7 +19,7 @@ use lab::{
     qemu::{self, Binary, Builder, Qemu},
     ram::{self, Fill},
     skipped,
-    vamoose::Keys,
+    vamoose::{Keys, Vamoose},
 };
 use rustix::{
     process::{Uid, geteuid},
@@ -99,66 +99,120 @@ fn run(migrations: u16, strangers: usize) -> Result<Option<Cost>> {
         skipped("not root: nobody else can be a stranger")?;
         return Ok(None);
     }
-    let ports = 49_152..=49_152 + (migrations - 1);
-    let hosts = hosts(&ports)?;
-    let mut guests = ports
-        .clone()
-        .map(|port| guest(&hosts, &qemu, port))
-        .collect::<Result<Vec<_>>>()?;
-    let gateways = [&hosts.near.gateway, &hosts.far.gateway];
-    let meter = Meter::start(&gateways.map(|gateway| gateway.pid()))?;
-    // A quarter of the strangers are there before the first migration.
-    let begun = Barrier::new(3);
-    let seconds = thread::scope(|scope| {
-        let spawn = |places: Vec<SocketAddr>| {
-            let strangers = Strangers {
-                places,
-                number: strangers / 2,
-                begun: &begun,
-            };
-            scope.spawn(move || strangers.come())
-        };
-        let doors = ports.clone().map(|port| (hosts.near.door, port).into());
-        let link = [hosts.near.own, hosts.far.own].map(|own| (own, 4440).into());
-        let places = [spawn(doors.collect()), spawn(link.to_vec())];
-        begun.wait();
-        let since = Instant::now();
-        let moved = move_all(&hosts, &mut guests, &ports);
-        let seconds = since.elapsed().as_secs_f64();
-        for place in places {
-            place
-                .join()
-                .map_err(|_| anyhow!("the strangers panicked"))??;
-        }
-        moved.map(|()| seconds)
-    })?;
+    let crowd = Crowd::new(migrations, Ok)?;
+    let gateways = crowd.gateways();
+    let mut guests = crowd.guests(&qemu)?;
+    let meter = Meter::start(&gateways.map(Vamoose::pid))?;
+    let since = Instant::now();
+    let failed = crowd.moves(&mut guests, strangers)?;
+    ensure!(
+        failed.is_empty(),
+        "{} of {migrations} failed:\n{}\n{}",
+        failed.len(),
+        failed.join("\n"),
+        crowd.said()
+    );
     Ok(Some(Cost {
         strangers,
-        seconds,
+        seconds: since.elapsed().as_secs_f64(),
         cpu: meter.read()?,
         peaks: [gateways[0].peak_memory()?, gateways[1].peak_memory()?],
     }))
 }
+/// Two hosts that allow many concurrent migrations.
+pub(crate) struct Crowd {
+    hosts: Hosts,
+    ports: RangeInclusive<u16>,
+}
+
+impl Crowd {
+    /// The near gateway reaches the other one by what `through` makes of that one's address.
+    pub(crate) fn new(
+        migrations: u16,
+        through: impl FnOnce(SocketAddr) -> Result<SocketAddr>,
+    ) -> Result<Self> {
+        let ports = 49_152..=49_152 + (migrations - 1);
+        let hosts = hosts(&ports, through)?;
+        Ok(Self { hosts, ports })
+    }
+
+    /// That of the source, and that of the destination.
+    pub(crate) fn gateways(&self) -> [&Vamoose; 2] {
+        [&self.hosts.near.gateway, &self.hosts.far.gateway]
+    }
+
+    /// What the gateways said.
+    pub(crate) fn said(&self) -> String {
+        let [near, far] = self.gateways().map(Vamoose::stderr);
+        format!("the source's gateway:\n{near}\nthe destination's gateway:\n{far}")
+    }
+
+    /// Guests with unique memory, each with the QEMU that waits for it.
+    pub(crate) fn guests(&self, qemu: &Binary) -> Result<Vec<(Qemu, Qemu)>> {
+        let ports = self.ports.clone();
+        ports.map(|port| guest(&self.hosts, qemu, port)).collect()
+    }
+
+    /// Starts all migrations among strangers, and compares the memory of each guest that moved. Returns why others did not; these
+    /// Starts all migrations among strangers, and compares the memory of each guest that moved. Returns why others have stayed.
+    pub(crate) fn moves(
+        &self,
+        guests: &mut [(Qemu, Qemu)],
+        strangers: usize,
+    ) -> Result<Vec<String>> {
+        let Self { hosts, ports } = self;
+        // A quarter of the strangers are there before the first migration.
+        let begun = Barrier::new(3);
+        thread::scope(|scope| {
+            let spawn = |places: Vec<SocketAddr>| {
+                let strangers = Strangers {
+                    places,
+                    number: strangers / 2,
+                    begun: &begun,
+                };
+                scope.spawn(move || strangers.come())
+            };
+            let doors = ports.clone().map(|port| (hosts.near.door, port).into());
+            let link = [hosts.near.own, hosts.far.own].map(|own| (own, 4440).into());
+            let places = [spawn(doors.collect()), spawn(link.to_vec())];
+            begun.wait();
+            let moved = move_all(hosts, guests, ports);
+            for place in places {
+                place
+                    .join()
+                    .map_err(|_| anyhow!("the strangers panicked"))??;
+            }
+            moved
+        })
+    }
+}
 
 /// Two hosts that allow as many concurrent migrations as there are ports. The gateways connect from the hosts' own addresses, as
 /// strangers come from another address.
-fn hosts(ports: &RangeInclusive<u16>) -> Result<Hosts> {
+fn hosts(
+    ports: &RangeInclusive<u16>,
+    through: impl FnOnce(SocketAddr) -> Result<SocketAddr>,
+) -> Result<Hosts> {
     let keys = Keys::make(vamoose())?;
     let [near, near_door, far, far_door] = addresses();
-    let host = |own: Ipv4Addr, door: Ipv4Addr, other: Ipv4Addr, key, of_other: &str| {
+    let host = |own: Ipv4Addr, door: Ipv4Addr, other: SocketAddr, key, of_other: &str| {
         let of_other = of_other.split_whitespace().next().context("no key")?;
         let most = ports.len();
         let ports = format!("ports = \"{}-{}\"", ports.start(), ports.end());
         let text = format!(
             "listen = [\"{own}:4440\"]\nalias = \"{own}\"\n{ports}\nkeys = {key:?}\n\
-             peers.other = {{ alias = \"{door}\", {ports}, to = [\"{other}:4440\"], bind = [\"{own}\"], \
+             peers.other = {{ alias = \"{door}\", {ports}, to = [\"{other}\"], bind = [\"{own}\"], \
              key = \"{of_other}\", migrations = {most} }}\n",
         );
         Host::start(own, door, text, &[])
     };
+    let [of_near, of_far] = &keys.public;
+    let to_near = (near, 4440).into();
+    let far_host = host(far, far_door, to_near, &keys.destination, of_near)?;
+    let to_far = through((far, 4440).into())?;
     Ok(Hosts {
-        near: host(near, near_door, far, &keys.source, &keys.public[1])?,
-        far: host(far, far_door, near, &keys.destination, &keys.public[0])?,
+        near: host(near, near_door, to_far, &keys.source, of_far)?,
+        far: far_host,
         _keys: keys,
     })
 }
@@ -175,28 +229,30 @@ fn guest(hosts: &Hosts, qemu: &Binary, port: u16) -> Result<(Qemu, Qemu)> {
     Ok((source, destination))
 }
 
-/// Starts all migrations, and compares each guest's memory.
-fn move_all(hosts: &Hosts, guests: &mut [(Qemu, Qemu)], ports: &RangeInclusive<u16>) -> Result<()> {
+fn move_all(
+    hosts: &Hosts,
+    guests: &mut [(Qemu, Qemu)],
+    ports: &RangeInclusive<u16>,
+) -> Result<Vec<String>> {
     for ((source, _), port) in guests.iter_mut().zip(ports.clone()) {
         hosts.near.sends(source, port)?;
     }
-    let mut lost = Vec::new();
+    let mut failed = Vec::new();
     for ((source, destination), port) in guests.iter_mut().zip(ports.clone()) {
-        let completed = source.qmp.wait_migration(&["completed"], LIMIT);
-        let arrived = completed.and_then(|_| destination.qmp.wait_migration(&["completed"], LIMIT));
-        let equal = arrived.and_then(|_| Ok(ram::compare(source.ram(), destination.ram())?));
-        lost.extend(equal.err().map(|error| format!("port {port}: {error:#}")));
+        let context = || format!("port {port}");
+        let ended = source.qmp.wait_migration(&["completed", "failed"], LIMIT);
+        let ended = ended.with_context(context)?;
+        if ended["status"] == "completed" {
+            let arrived = destination.qmp.wait_migration(&["completed"], LIMIT);
+            arrived.with_context(context)?;
+            ram::compare(source.ram(), destination.ram()).with_context(context)?;
+            continue;
+        }
+        let status = source.qmp.query_status()?;
+        ensure!(status != "postmigrate", "port {port}: the guest is lost");
+        failed.push(format!("port {port}: {}", ended["error-desc"]));
     }
-    ensure!(
-        lost.is_empty(),
-        "{} of {} are lost:\n{}\nthe source's gateway:\n{}\nthe destination's gateway:\n{}",
-        lost.len(),
-        guests.len(),
-        lost.join("\n"),
-        hosts.near.gateway.stderr(),
-        hosts.far.gateway.stderr()
-    );
-    Ok(())
+    Ok(failed)
 }
 
 /// Strangers that connect to some addresses, one after the other as fast as possible.

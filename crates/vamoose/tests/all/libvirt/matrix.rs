@@ -21,7 +21,7 @@ use anyhow::{Context as _, Result, ensure};
 use lab::{guest::Image, vamoose::Keys};
 
 use self::case::{CASES, Case};
-use super::hosts::{self, Generation, Way};
+use super::hosts::{self, Domain, Generation, Hosts, Passage, Storage, Way};
 use crate::common::vamoose;
 
 /// Bits a second between the hosts.
@@ -62,6 +62,32 @@ fn cases() -> Result<()> {
     }
     ensure!(wrong == 0, "{wrong} cases went wrong");
     Ok(())
+}
+
+/// Moves one guest again and again, through gateways that stay, in cases that `choose` picks, until that picks none. `moved` gets
+/// each case's name.
+pub(crate) fn moves_on(
+    generation: &Generation,
+    mut choose: impl FnMut(usize) -> Option<usize>,
+    mut moved: impl FnMut(&str),
+) -> Result<()> {
+    let (image, keys) = (Image::build(16)?, Keys::make(vamoose())?);
+    let hosts = Hosts::start(generation, Way::Gateways, &image, RATE)?;
+    let mut passage = Passage::new(&hosts, &keys)?;
+    let busy = &migration::BUSY;
+    let mut domain = Domain::start(&hosts, &image, migration::RAM, busy, Storage::Shared)?;
+    let suits = |case: &&Case| {
+        let is_plain = case.storage == Storage::Shared && !case.flags.contains(&"--tls");
+        is_plain && !case.is_by_name && case.suits(generation, Way::Gateways)
+    };
+    let cases: Vec<_> = CASES.iter().filter(suits).collect();
+    while let Some(number) = choose(cases.len()) {
+        let case = cases[number];
+        let found = migration::migrate(&hosts, &mut domain, &mut passage, case);
+        found.with_context(|| format!("{}; {}", case.name, migration::said(&hosts)))?;
+        moved(case.name);
+    }
+    domain.ends_well()
 }
 
 fn generations() -> Result<Vec<Generation>> {

@@ -37,7 +37,7 @@ pub(super) const QUIET: Load = Load {
 };
 
 /// Rewrites more than a slow migration sends.
-const BUSY: Load = Load {
+pub(super) const BUSY: Load = Load {
     fill: 64,
     hot: 32,
     rate: 6000,
@@ -63,13 +63,16 @@ pub(super) fn run(
     let mut domain = Domain::start(&hosts, image, RAM, load, case.storage)?;
     let found = migrate(&hosts, &mut domain, &mut passage, case);
     let found = found.and_then(|found| domain.ends_well().map(|()| found));
-    found.map_err(|error| {
-        let said = hosts.hosts.each_ref().map(|host| {
-            let (libvirt, qemu) = (tail(&host.log()), tail(&host.log_of_guest()));
-            format!("{}: {libvirt}; its QEMU: {qemu}", host.name)
-        });
-        error.context(format!("libvirt says: {}", said.join(" ")))
-    })
+    found.with_context(|| said(&hosts))
+}
+
+/// What libvirt and QEMU said last on both hosts.
+pub(super) fn said(hosts: &Hosts) -> String {
+    let said = hosts.hosts.each_ref().map(|host| {
+        let (libvirt, qemu) = (tail(&host.log()), tail(&host.log_of_guest()));
+        format!("{}: {libvirt}; its QEMU: {qemu}", host.name)
+    });
+    format!("libvirt says: {}", said.join(" "))
 }
 
 /// The end of a log, on one line.
@@ -80,7 +83,8 @@ fn tail(log: &str) -> String {
     last.join(" / ")
 }
 
-fn migrate(
+/// Migrates a guest, and checks it.
+pub(super) fn migrate(
     hosts: &Hosts,
     domain: &mut Domain<'_>,
     passage: &mut Passage<'_>,
