@@ -3,14 +3,14 @@
 
 mod lan;
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::net::Ipv4Addr;
 use std::os::fd::AsFd as _;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 pub use self::lan::Lan;
@@ -65,26 +65,6 @@ pub struct Traffic {
     pub sent: u64,
     /// Received here.
     pub received: u64,
-}
-
-/// Bytes that the network namespace of a process has sent so far, including all headers.
-///
-/// # Errors
-/// When the process has ended, or is in the host's own namespace, which it shares.
-pub fn sent_by(process: u32) -> Result<u64> {
-    let of = |process: &str| fs::read_link(format!("/proc/{process}/ns/net"));
-    ensure!(
-        of(&process.to_string())? != of("self")?,
-        "process {process} is in no namespace of its own"
-    );
-    let devices = fs::read_to_string(format!("/proc/{process}/net/dev"))?;
-    // Two lines of headings; for each device 8 columns of received traffic, then sent traffic.
-    let sent = |line: &str| {
-        let (device, columns) = line.split_once(':')?;
-        let bytes = columns.split_ascii_whitespace().nth(8)?;
-        (device.trim() != "lo").then(|| bytes.parse::<u64>().ok())?
-    };
-    Ok(devices.lines().filter_map(sent).sum())
 }
 
 /// Checks that links can be made here.

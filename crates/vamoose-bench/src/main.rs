@@ -1,7 +1,7 @@
-//! `vamoose bench`: migrates guests on this host by Vamoose and by stock QEMU, and reports tables and plots.
+//! `vamoose bench`: migrates guests on this host by Vamoose and by stock QEMU, and reports tables.
 //!
 //! ```text
-//!  scenarios (TOML) ─> cells ─> plan: rounds, side by side ─> measure ─> results.jsonl ─> report.md, plots, results.csv
+//!  scenarios (TOML) ─> cells ─> plan: rounds, side by side ─> measure ─> results.jsonl ─> report.md, results.csv
 //! ```
 
 #![forbid(unsafe_code)]
@@ -18,7 +18,6 @@ mod record;
 mod report;
 mod results;
 mod scenario;
-mod timeline;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -60,7 +59,7 @@ struct Cli {
 enum Command {
     /// List the scenarios
     List,
-    /// Write the report of a run again: report.md, results.csv and plots
+    /// Write the report of a run again: report.md and results.csv
     Report {
         /// Folder of results
         #[arg(value_name = "DIR")]
@@ -76,14 +75,6 @@ enum Command {
     Codec(codec::Options),
     /// Write the memory of a guest in which real programs have worked, for `codec`
     Dump(Dump),
-    /// Show what happened in a migration (`vamoose report`)
-    Timeline {
-        /// Report of `vamoose migrate --json FILE`
-        file: PathBuf,
-        /// Write only the plot, to this file, and no page (FILE with the ending .html)
-        #[arg(long, value_name = "FILE")]
-        svg: Option<PathBuf>,
-    },
 }
 
 #[derive(Args, Debug)]
@@ -149,7 +140,6 @@ fn main() -> ExitCode {
         Some(Command::Demo { vamoose }) => return demo::run(vamoose.as_deref()),
         Some(Command::Codec(options)) => codec::run(options),
         Some(Command::Dump(options)) => dump(options),
-        Some(Command::Timeline { file, svg }) => timeline::write(file, svg.as_deref()),
         None => run(&cli.run),
     };
     lab::exit_code("vamoose-bench", ended)

@@ -35,9 +35,6 @@ pub(crate) struct Record {
     pub(crate) round: u32,
     pub(crate) outcome: Outcome,
     pub(crate) figures: Figures,
-    /// Samples during the migration.
-    #[serde(default)]
-    pub(crate) timeline: Vec<Sample>,
     /// Service of the guest's clients.
     #[serde(default)]
     pub(crate) service: Option<Services>,
@@ -98,29 +95,6 @@ pub(crate) struct Cpu {
     pub(crate) destination: f64,
 }
 
-/// A sample of a running migration, with the keys of the timeline of `vamoose migrate --json`; each may be absent.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", default)]
-pub(crate) struct Sample {
-    /// Since the beginning of the migration.
-    pub(crate) milliseconds: u64,
-    /// Bytes so far: between the hosts, or over the link.
-    pub(crate) wire_bytes: u64,
-    /// Bytes of the pages in `wire_bytes`.
-    pub(crate) page_bytes: u64,
-    /// Guest memory still to be sent, as the source QEMU counts it, in bytes.
-    pub(crate) remaining: Option<u64>,
-    /// Rounds over memory so far.
-    pub(crate) dirty_sync_count: Option<u64>,
-    /// Pages that the guest changes in a second, as the source QEMU counts them.
-    pub(crate) dirty_pages_rate: Option<u64>,
-    /// Packets so far by method.
-    pub(crate) packets: BTreeMap<String, u64>,
-    pub(crate) reconnects: u64,
-    /// Time since the guest was paused, in milliseconds.
-    pub(crate) paused: Option<u64>,
-}
-
 /// Service of the guest's clients: before the migration, and from its start until shortly after its end.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -168,22 +142,14 @@ impl Cpu {
     }
 }
 
-impl Sample {
-    /// Seconds since the beginning of the migration.
-    pub(crate) fn seconds(&self) -> f64 {
-        self.milliseconds as f64 / 1e3
-    }
-}
-
 impl Record {
-    /// A record without a timeline, of a guest without clients.
+    /// A record of a guest without clients.
     pub(crate) fn new(cell: &Cell, round: u32, outcome: Outcome, figures: Figures) -> Self {
         Self {
             cell: cell.clone(),
             round,
             outcome,
             figures,
-            timeline: Vec::new(),
             service: None,
         }
     }

@@ -36,7 +36,6 @@ enum Command {
     Probe(commands::probe::Options),
     Selftest(commands::selftest::Options),
     Bench(commands::bench::BenchOptions),
-    Report(commands::bench::ReportOptions),
     Completions(commands::completions::Options),
     #[command(hide = true)]
     Pages(commands::pages::Options),
@@ -62,7 +61,6 @@ fn main() -> ExitCode {
         Command::Probe(options) => commands::probe::run(&options),
         Command::Selftest(options) => commands::selftest::run(&options),
         Command::Bench(options) => commands::bench::bench(&options),
-        Command::Report(options) => commands::bench::report(&options),
         Command::Completions(options) => commands::completions::run(&options, Cli::command()),
         Command::Pages(options) => commands::pages::run(&options, Cli::command()),
     })

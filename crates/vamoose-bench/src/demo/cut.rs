@@ -38,7 +38,7 @@ impl<'a> Cut<'a> {
         Self { proxy, state }
     }
 
-    /// Pulls or plugs in the cable when it is time. Called at each sample of the migration.
+    /// Pulls or plugs in the cable when it is time. Called at each look at the migration.
     pub(crate) fn look(&mut self, link: &Link) -> Result<()> {
         match self.state {
             State::Begun => self.state = State::Plugged(self.sent(link)?),

@@ -9,14 +9,13 @@ use serde_json::Value;
 
 use super::begin::Ends;
 use super::{MOMENTS, watch};
-use crate::record::{Cell, Cpu, Figures, Outcome, Record, Sample};
+use crate::record::{Cell, Cpu, Figures, Outcome, Record};
 
 /// A completed or cancelled migration.
 pub(crate) struct Moved {
     /// Whether the guest is at the destination. Otherwise the migration took too long and was cancelled.
     pub(crate) is_there: bool,
     pub(crate) figures: Figures,
-    pub(crate) timeline: Vec<Sample>,
     /// When the migration was started.
     pub(crate) commanded: Instant,
     /// From time 0 of the record until the guest arrived or the migration was cancelled.
@@ -28,14 +27,11 @@ pub(crate) struct Moved {
 impl Moved {
     /// The record of this migration.
     pub(super) fn record(self, cell: &Cell, round: u32, outcome: Outcome) -> Record {
-        Record {
-            timeline: self.timeline,
-            ..Record::new(cell, round, outcome, self.figures)
-        }
+        Record::new(cell, round, outcome, self.figures)
     }
 }
 
-/// Moves the guest; `meanwhile` is called at each sample.
+/// Moves the guest; `meanwhile` is called at each look.
 pub(crate) fn migrate(
     mut ends: Ends<'_>,
     cell: &Cell,
@@ -44,7 +40,6 @@ pub(crate) fn migrate(
     let mut moved = Moved {
         is_there: false,
         figures: Figures::default(),
-        timeline: Vec::new(),
         commanded: Instant::now(),
         span: [Instant::now(); 2],
         report: None,
@@ -58,9 +53,8 @@ pub(crate) fn migrate(
     moved.commanded = Instant::now();
     let helpers = ends.begin(cell)?;
     let seen = watch::watch(ends.source, &helpers, cell, meanwhile);
-    let mut seen = seen.with_context(|| helpers.said())?;
+    let seen = seen.with_context(|| helpers.said())?;
     moved.span[0] = seen.began;
-    moved.timeline = std::mem::take(&mut seen.timeline);
     if seen.account.is_some() {
         let arrived = arrival(&mut ends, cell).with_context(|| helpers.said())?;
         moved.span[1] = Instant::now();

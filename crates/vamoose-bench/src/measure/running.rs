@@ -101,7 +101,7 @@ impl<'a> Running<'a> {
         Ok(())
     }
 
-    /// Moves the guest to the other host, through `proxy` if there is one. `meanwhile` is called at each sample.
+    /// Moves the guest to the other host, through `proxy` if there is one. `meanwhile` is called at each look.
     pub(crate) fn go(
         &mut self,
         cell: &Cell,

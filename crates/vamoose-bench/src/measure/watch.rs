@@ -4,12 +4,11 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
-use lab::net;
 use lab::qemu::Qemu;
 use serde_json::Value;
 
 use super::begin::{Finished, Helpers};
-use crate::record::{Cell, Figures, Sample};
+use crate::record::{Cell, Figures};
 
 /// Observations of a migration.
 pub(super) struct Watched {
@@ -19,35 +18,28 @@ pub(super) struct Watched {
     pub(super) began_at: Duration,
     /// The source QEMU's report of a completed migration; `None` if it took too long.
     pub(super) account: Option<Value>,
-    pub(super) timeline: Vec<Sample>,
     pub(super) seconds: f64,
 }
 
-/// Interval of the samples.
+/// Interval of the looks at the migration.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// When a timeline is longer, every second sample is removed.
-const MOST_SAMPLES: usize = 240;
-
-/// Watches until the migration is completed, or has taken too long. `meanwhile` is called at each sample.
+/// Watches until the migration is completed, or has taken too long. `meanwhile` is called at each look.
 pub(super) fn watch(
     source: &mut Qemu,
     helpers: &Helpers,
     cell: &Cell,
     mut meanwhile: impl FnMut() -> Result<()>,
 ) -> Result<Watched> {
-    let sent_before = net::sent_by(source.pid()).ok();
     let mut seen = Watched {
         began: Instant::now(),
         began_at: SystemTime::now().duration_since(UNIX_EPOCH)?,
         account: None,
-        timeline: Vec::new(),
         seconds: 0.0,
     };
-    let mut stride = 1;
     // Before the beginning, QEMU reports the previous migration.
     let mut has_begun = false;
-    for look in 0_u64.. {
+    loop {
         let have_ended = helpers.have_ended()?;
         let account = source.qmp.query_migrate()?;
         let elapsed = seen.began.elapsed();
@@ -62,19 +54,6 @@ pub(super) fn watch(
             }
             _ => false,
         };
-        if seen.timeline.len() >= MOST_SAMPLES {
-            let mut is_kept = false;
-            seen.timeline.retain(|_| {
-                is_kept = !is_kept;
-                is_kept
-            });
-            stride *= 2;
-        }
-        if is_over || has_begun && look % stride == 0 {
-            let sent =
-                sent_before.and_then(|before| Some(net::sent_by(source.pid()).ok()? - before));
-            seen.timeline.push(sample(elapsed, &account, sent));
-        }
         if is_over {
             seen.account = Some(account);
             break;
@@ -89,18 +68,6 @@ pub(super) fn watch(
         thread::sleep(LOOK);
     }
     Ok(seen)
-}
-
-fn sample(elapsed: Duration, account: &Value, sent: Option<u64>) -> Sample {
-    let of_ram = |name: &str| account["ram"][name].as_u64();
-    Sample {
-        milliseconds: elapsed.as_millis().try_into().unwrap_or(u64::MAX),
-        wire_bytes: sent.or(of_ram("transferred")).unwrap_or(0),
-        remaining: of_ram("remaining"),
-        dirty_sync_count: of_ram("dirty-sync-count"),
-        dirty_pages_rate: of_ram("dirty-pages-rate"),
-        ..Sample::default()
-    }
 }
 
 /// Figures from the reports of the source QEMU and of Vamoose.

@@ -1,6 +1,5 @@
 //! Builds `report.md`.
 
-use super::plots::Plot;
 use super::results::{Group, Results, Section};
 use super::table::{self, Table, escaped};
 use crate::record::Machine;
@@ -23,8 +22,7 @@ migration.
 real program continued to run and gave no wrong answer; *cancelled*: took too long, and the guest runs at the source.
 ";
 
-/// The report; `plots` are the plots of all groups, in their order.
-pub(super) fn of(results: &Results, plots: &[Vec<Plot>]) -> String {
+pub(super) fn of(results: &Results) -> String {
     let command = results.machine.command.replace("```", "");
     let machine = machine(&results.machine).markdown();
     let mut text = format!("# Vamoose beside stock QEMU\n\n```\n{command}\n```\n\n{machine}");
@@ -33,11 +31,10 @@ pub(super) fn of(results: &Results, plots: &[Vec<Plot>]) -> String {
         text += "\n## Vamoose's default and stock QEMU's fastest method\n\n";
         text += &comparison.markdown();
     }
-    let mut plots = plots.iter();
     for section in &results.scenarios {
         text += &heading(section);
         for group in &section.groups {
-            text += &of_group(group, plots.next().map_or(&[], Vec::as_slice));
+            text += &of_group(group);
         }
     }
     text + "\n## How to read the tables\n\n" + HOW_TO_READ
@@ -49,10 +46,9 @@ fn heading(section: &Section) -> String {
     format!("\n## {}\n{about}", escaped(&section.name))
 }
 
-fn of_group(group: &Group, plots: &[Plot]) -> String {
+fn of_group(group: &Group) -> String {
     let (title, table) = (escaped(&group.title()), table::of(group).markdown());
-    let plots: String = plots.iter().map(Plot::markdown).collect();
-    format!("\n### {title}\n\n{table}{plots}")
+    format!("\n### {title}\n\n{table}")
 }
 
 fn machine(machine: &Machine) -> Table {

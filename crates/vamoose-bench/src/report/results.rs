@@ -116,16 +116,6 @@ impl Group {
         format!("{}, {size} MiB, over {link}{limit}", cell.guest)
     }
 
-    /// Part of the names of the plots.
-    pub(super) fn slug(&self) -> String {
-        let cell = &self.rows[0].cell;
-        let size = cell.ram.div_ceil(1 << 20);
-        format!(
-            "{}-{}-{size}M-{}ms",
-            cell.guest, cell.link, cell.downtime_limit
-        )
-    }
-
     /// A row's contender, and its channels if they differ in the group.
     pub(super) fn label(&self, row: &Row) -> String {
         match self.channels().len() {
@@ -189,14 +179,6 @@ impl Row {
 
     pub(super) fn seconds(&self) -> Option<Spread> {
         self.spread(|record| Some(record.figures.seconds))
-    }
-
-    /// The migration whose time is nearest to the median.
-    pub(super) fn typical(&self) -> Option<&Record> {
-        let median = self.seconds()?.median;
-        let distance = |record: &&Record| (record.figures.seconds - median).abs();
-        self.moved()
-            .min_by(|one, other| distance(one).total_cmp(&distance(other)))
     }
 
     /// Share of the migrations that were cancelled, from 0 to 1.

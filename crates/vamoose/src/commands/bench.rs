@@ -1,6 +1,6 @@
-//! `vamoose bench` and `vamoose report`, which start the program `vamoose-bench`.
+//! `vamoose bench`, which starts the program `vamoose-bench`.
 //!
-//! Measurements, plots and test QEMUs are in a separate program because most hosts do not need them.
+//! Measurements and test QEMUs are in a separate program because most hosts do not need them.
 
 use std::{
     env,
@@ -28,30 +28,10 @@ pub(crate) struct BenchOptions {
     arguments: Vec<OsString>,
 }
 
-/// Show the course of a migration: a summary, and a page with a plot over time
-///
-/// Starts the program vamoose-bench from the directory of this program or from PATH.
-#[derive(Args, Debug)]
-pub(crate) struct ReportOptions {
-    /// Report that `vamoose migrate --json FILE` has written
-    file: PathBuf,
-    /// Write only the plot, to this file, and no page (FILE with the ending .html)
-    #[arg(long, value_name = "FILE")]
-    svg: Option<PathBuf>,
-}
-
 const PROGRAM: &str = "vamoose-bench";
 
 pub(crate) fn bench(options: &BenchOptions) -> Result<()> {
     become_program(&options.arguments)
-}
-
-pub(crate) fn report(options: &ReportOptions) -> Result<()> {
-    let mut arguments = vec!["timeline".into(), options.file.clone().into()];
-    if let Some(svg) = &options.svg {
-        arguments.extend(["--svg".into(), svg.clone().into()]);
-    }
-    become_program(&arguments)
 }
 
 /// Replaces this process by the program; returns only if that fails.
