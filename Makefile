@@ -53,7 +53,7 @@ cuts: setup    # Cut the link in every phase of migrations, in every way (CUTS="
 	"$${CARGO_TARGET_DIR:-target}/release/faults" $(or $(CUTS),--table quick) --keep-going
 
 faults: setup  # Break migrations in every way, at random moments, until one goes wrong (FAULTS="--faults 2000 --seed 1")
-	cargo build --release -p vamoose -p lab -p vamoose-live --bin vamoose --bin faults --example vmm
+	cargo build --release -p vamoose -p lab --bin vamoose --bin faults
 	"$${CARGO_TARGET_DIR:-target}/release/faults" $(FAULTS)
 
 # SOAK_SEED sets which faults. Ends at the first broken promise, with all that is known of it. As root.

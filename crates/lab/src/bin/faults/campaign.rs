@@ -9,22 +9,21 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
-use clap::builder::PossibleValue;
 use lab::vamoose::program;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use crate::engine::{Engine, Experiment};
 use crate::fault::Kind;
-use crate::options::{self, Options};
+use crate::options::Options;
+use crate::qemu::{self, Experiment};
 use crate::report::Trouble;
+use crate::sandbox;
 use crate::table::{Row, Table};
 use crate::tally::Tally;
-use crate::{live, qemu, sandbox};
 
 /// What all jobs share.
 struct Campaign<'a> {
     options: &'a Options,
-    engines: Vec<Box<dyn Engine>>,
+    setting: qemu::Setting,
     /// The end of the table of cuts.
     rows: Option<u64>,
     begin: Instant,
@@ -73,17 +72,9 @@ impl<'a> Campaign<'a> {
             rows.retain(|row| is_wanted(options, row));
         }
         let rows = table.as_ref().map(|rows| rows.len() as u64);
-        let mut engines: Vec<Box<dyn Engine>> = Vec::new();
-        if options.engine != options::Engine::Live {
-            engines.extend(two_qemus(options, table)?);
-        }
-        if options.engine != options::Engine::Qemu && rows.is_none() {
-            engines.extend(two_vmms(options)?);
-        }
-        ensure!(!engines.is_empty(), "this engine has no fault of that name");
         Ok(Self {
             options,
-            engines,
+            setting: two_qemus(options, table)?,
             rows,
             begin: Instant::now(),
             next: AtomicU64::new(options.experiment.unwrap_or(0)),
@@ -97,9 +88,7 @@ impl<'a> Campaign<'a> {
     /// A job: runs experiments one after the other.
     fn work(&self) {
         while let Some(number) = self.next_experiment() {
-            // Engines take turns.
-            let turn = usize::try_from(number).unwrap_or(0) % self.engines.len();
-            let made = self.engines[turn].experiment(self.options.seed, number);
+            let made = self.setting.experiment(self.options.seed, number);
             self.count(number, made);
         }
     }
@@ -182,11 +171,9 @@ impl<'a> Campaign<'a> {
     /// The command that repeats an experiment.
     fn command(&self, number: u64) -> String {
         let options = self.options;
-        let engine = options.engine.to_possible_value();
-        let engine = engine.as_ref().map_or("", PossibleValue::get_name);
         let mut command = match options.table.and_then(|table| table.to_possible_value()) {
             Some(table) => format!("faults --table {}", table.get_name()),
-            None => format!("faults --seed {} --engine {engine}", options.seed),
+            None => format!("faults --seed {}", options.seed),
         };
         for only in &options.only {
             command += &format!(" --only '{only}'");
@@ -227,12 +214,11 @@ impl<'a> Campaign<'a> {
 const TABLE_HEAD: &str =
     "| phase | cut | paths | options | ended | s | downtime, ms |\n|---|---|---|---|---|---:|---:|";
 
-/// Two QEMUs, if there is a wanted fault or row for them.
-fn two_qemus(options: &Options, table: Option<Vec<Row>>) -> Result<Option<Box<dyn Engine>>> {
-    let kinds = wanted_kinds(options, &qemu::KINDS);
-    if table.as_ref().map_or(kinds.is_empty(), Vec::is_empty) {
-        return Ok(None);
-    }
+/// The QEMUs and the faults that `options` ask for.
+fn two_qemus(options: &Options, table: Option<Vec<Row>>) -> Result<qemu::Setting> {
+    let kinds = wanted_kinds(options);
+    let is_empty = table.as_ref().map_or(kinds.is_empty(), Vec::is_empty);
+    ensure!(!is_empty, "there is no fault of that name");
     let mut binaries = lab::qemu::available().to_vec();
     if let Some(versions) = &options.versions {
         binaries.retain(|binary| {
@@ -246,24 +232,13 @@ fn two_qemus(options: &Options, table: Option<Vec<Row>>) -> Result<Option<Box<dy
     );
     let versions = binaries.iter().map(|binary| binary.version.to_string());
     println!("QEMU {}", versions.collect::<Vec<_>>().join(", "));
-    let setting = qemu::Setting::new(program(None, "vamoose")?, binaries, kinds, table)?;
-    Ok(Some(Box::new(setting)))
-}
-
-/// Two VMMs (the example of vamoose-live), if there is a wanted fault for them.
-fn two_vmms(options: &Options) -> Result<Option<Box<dyn Engine>>> {
-    let kinds = wanted_kinds(options, &live::KINDS);
-    if kinds.is_empty() {
-        return Ok(None);
-    }
-    let setting = live::Setting::new(program(None, "examples/vmm")?, kinds)?;
-    Ok(Some(Box::new(setting)))
+    qemu::Setting::new(program(None, "vamoose")?, binaries, kinds, table)
 }
 
 /// All kinds, or the named ones. Full disks need namespaces.
-fn wanted_kinds(options: &Options, kinds: &[(u64, Kind)]) -> Vec<(u64, Kind)> {
+fn wanted_kinds(options: &Options) -> Vec<(u64, Kind)> {
     let can_be = |kind: Kind| !matches!(kind, Kind::DiskFull(_)) || sandbox::is_inside();
-    let kinds = kinds.iter().copied();
+    let kinds = qemu::KINDS.into_iter();
     let wanted = kinds.filter(|(_, kind)| can_be(*kind) && is_wanted(options, kind));
     wanted.collect()
 }

@@ -30,7 +30,6 @@ pub(crate) enum Kind {
     DiskFull(Role),
     /// A process gets no more file descriptors.
     Files(Role),
-    RestartDestination,
     SameAgain,
     OtherHost,
 }
@@ -100,7 +99,6 @@ impl fmt::Display for Kind {
             Self::Delay => "delay".to_owned(),
             Self::Duplicate => "duplicate".to_owned(),
             Self::Flip => "flipped bit".to_owned(),
-            Self::RestartDestination => "another destination".to_owned(),
             Self::SameAgain => "same command twice".to_owned(),
             Self::OtherHost => "two destinations".to_owned(),
         };

@@ -25,9 +25,6 @@ enum Deed {
     Command(usize),
 }
 
-/// Cancels a migration.
-pub(crate) type Cancel = Arc<dyn Fn() + Send + Sync>;
-
 /// Everything that faults are injected into. Copies share their state.
 #[derive(Clone)]
 pub(crate) struct Injector {
@@ -36,9 +33,7 @@ pub(crate) struct Injector {
     pub(crate) source: Process,
     pub(crate) destination: Process,
     /// The disks of the source's and the destination's host.
-    pub(crate) disks: Option<[Disk; 2]>,
-    /// Cancels the migration, if a signal to the command does not.
-    pub(crate) cancel: Option<Cancel>,
+    pub(crate) disks: [Disk; 2],
     pub(crate) state: Arc<Watched<State>>,
 }
 
@@ -140,12 +135,8 @@ impl Injector {
         };
         match fault.kind {
             Kind::Kill(role) => drop(self.process(role).inspect(Process::kill)),
-            Kind::RestartDestination => self.destination.kill(),
             Kind::Freeze(role) => self.signal(role, Signal::STOP),
-            Kind::Interrupt => match &self.cancel {
-                Some(cancel) => cancel(),
-                None => self.signal(Role::Migrate, Signal::INT),
-            },
+            Kind::Interrupt => self.signal(Role::Migrate, Signal::INT),
             Kind::Cut => link.cut(which(detail), Change::Close),
             Kind::Reset => link.cut(which(detail), Change::Reset),
             Kind::ResetAgain => {
@@ -208,8 +199,7 @@ impl Injector {
     }
 
     fn fill(&self, disk: usize, pages: u64) {
-        let disk = self.disks.as_ref().map(|disks| &disks[disk]);
-        if let Some(Err(error)) = disk.map(|disk| disk.fill(pages)) {
+        if let Err(error) = self.disks[disk].fill(pages) {
             self.tell(&format!("{error:#}"));
         }
     }
@@ -228,7 +218,7 @@ impl Injector {
         }
         match kind {
             Kind::Freeze(role) => self.signal(role, Signal::CONT),
-            Kind::DiskFull(_) => self.disks.iter().flatten().for_each(Disk::free),
+            Kind::DiskFull(_) => self.disks.iter().for_each(Disk::free),
             Kind::BlackHole => {
                 self.link.repair();
                 self.link.cut(Which::All, Change::Reset);

@@ -20,11 +20,9 @@
 mod campaign;
 mod claim;
 mod disk;
-mod engine;
 mod fault;
 mod injector;
 mod link;
-mod live;
 mod options;
 mod qemu;
 mod random;

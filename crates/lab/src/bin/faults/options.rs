@@ -2,7 +2,7 @@
 
 use std::{num::NonZeroUsize, thread};
 
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use lab::process::now;
 
 use crate::table::Table;
@@ -20,11 +20,8 @@ pub(crate) struct Options {
     /// Random seed [default: a new one, which is printed]
     #[arg(long, value_name = "N", default_value_t = any_seed(), hide_default_value = true)]
     pub(crate) seed: u64,
-    /// What to break
-    #[arg(long, value_enum, default_value = "both")]
-    pub(crate) engine: Engine,
     /// Instead of random faults, make the cuts of this table: two QEMUs, two paths, a fixed plan
-    #[arg(long, value_enum, conflicts_with_all = ["faults", "engine"])]
+    #[arg(long, value_enum, conflicts_with = "faults")]
     pub(crate) table: Option<Table>,
     /// Versions of QEMU, such as 7.2,10.0 [default: all that are available]
     #[arg(long, value_name = "V", value_delimiter = ',')]
@@ -41,17 +38,6 @@ pub(crate) struct Options {
     /// Continue after a violation or an experiment that could not run, and count violations by kind
     #[arg(long)]
     pub(crate) keep_going: bool,
-}
-
-/// What to break.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Engine {
-    /// Two QEMUs
-    Qemu,
-    /// Two VMMs with vamoose-live
-    Live,
-    /// Each in turn
-    Both,
 }
 
 impl Options {
@@ -87,9 +73,8 @@ mod tests {
     #[test]
     fn a_time_alone_is_no_number_of_faults() {
         assert_eq!(parse(&[]).unwrap().faults(), 200);
-        let options = parse(&["--minutes", "3", "--seed", "5", "--engine", "qemu"]).unwrap();
+        let options = parse(&["--minutes", "3", "--seed", "5"]).unwrap();
         assert_eq!((options.faults(), options.seed), (u64::MAX, 5));
-        assert_eq!(options.engine, Engine::Qemu);
         let options = parse(&["--minutes", "3", "--faults", "9"]).unwrap();
         assert_eq!(options.faults(), 9);
     }

@@ -32,8 +32,6 @@ pub(crate) enum Ended {
     Destination,
     /// Lost, as its only copy was killed.
     Lost(&'static str),
-    /// Unknown, as it may be.
-    InDoubt,
 }
 
 impl fmt::Display for Ended {
@@ -42,7 +40,6 @@ impl fmt::Display for Ended {
             Self::Source => "at the source",
             Self::Destination => "moved",
             Self::Lost(why) => why,
-            Self::InDoubt => "in doubt",
         })
     }
 }

@@ -36,16 +36,15 @@ impl Tally {
     pub(crate) fn add(&mut self, report: &Report) {
         self.missed += report.missed;
         let ended = match report.ended {
-            Ended::Source => Some("at source"),
-            Ended::Destination => Some("at destination"),
-            Ended::Lost(_) => Some("lost"),
-            Ended::InDoubt => None,
+            Ended::Source => "at source",
+            Ended::Destination => "at destination",
+            Ended::Lost(_) => "lost",
         };
         if let Ended::Lost(why) = report.ended {
             *self.lost.entry(why).or_default() += 1;
         }
         let in_doubt = report.in_doubt.then_some(IN_DOUBT);
-        let columns: Vec<_> = ended.into_iter().chain(in_doubt).collect();
+        let columns: Vec<_> = [ended].into_iter().chain(in_doubt).collect();
         self.count(&report.struck, &columns);
     }
 

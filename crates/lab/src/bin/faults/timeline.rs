@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// When the guest ran in a QEMU or VMM. Times are since 1970.
+/// When the guest ran in a QEMU. Times are since 1970.
 #[derive(Clone, Debug)]
 pub(crate) struct Life {
     pub(crate) name: String,
@@ -11,7 +11,7 @@ pub(crate) struct Life {
 }
 
 impl Life {
-    /// From the events of a QEMU or VMM with their times; `ended` is when its process was found dead.
+    /// From the events of a QEMU with their times; `ended` is when its process was found dead.
     pub(crate) fn of<'a>(
         name: &str,
         told: impl Iterator<Item = (&'a str, Duration)>,
@@ -23,8 +23,8 @@ impl Life {
         };
         for (what, at) in told {
             match what {
-                "RESUME" | "runs" if !life.runs_now() => life.runs.push((at, None)),
-                "STOP" | "stopped" => life.stops(at),
+                "RESUME" if !life.runs_now() => life.runs.push((at, None)),
+                "STOP" => life.stops(at),
                 _ => {}
             }
         }

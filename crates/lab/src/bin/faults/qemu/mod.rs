@@ -17,11 +17,10 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use lab::qemu::Binary;
 
-use crate::engine::{Engine, Experiment, rehearse};
-use crate::fault::{Choices, Kind, Role};
+use crate::fault::{Choices, Fault, Kind, Role};
 use crate::report::{Ended, Report, Trouble, broken};
 use crate::table::Row;
 use host::Host;
@@ -41,6 +40,14 @@ pub(crate) struct Setting {
     clean: Duration,
     /// The hosts of earlier experiments, whose servers run on.
     hosts: Mutex<Vec<Hosts>>,
+}
+
+/// An experiment that has been made.
+pub(crate) struct Experiment {
+    /// Everything that was random.
+    pub(crate) plan: String,
+    pub(crate) faults: Vec<Fault>,
+    pub(crate) result: Result<Report, Trouble>,
 }
 
 /// The source's host, the destination's, and another one.
@@ -76,10 +83,38 @@ impl Setting {
             );
             return Ok(setting);
         }
-        let report = rehearse(|| setting.play(&Plan::without_faults()))?;
+        let report = setting.rehearse()?;
         setting.choices.keep(&report.messages);
         setting.clean = report.took;
         Ok(setting)
+    }
+
+    /// Runs the experiment of this number.
+    pub(crate) fn experiment(&self, seed: u64, number: u64) -> Experiment {
+        let plan = self.plan(seed, number);
+        Experiment {
+            result: self.play(&plan),
+            plan: plan.to_string(),
+            faults: plan.faults,
+        }
+    }
+
+    /// Observes a migration without faults. An earlier one warms caches.
+    fn rehearse(&self) -> Result<Report> {
+        let migrate = || self.play(&Plan::without_faults());
+        let report = migrate()
+            .and_then(|_| migrate())
+            .map_err(|trouble| match trouble {
+                Trouble::Violation { kind, what, story } => {
+                    anyhow!("{kind}: {what}\n{}", story.join("\n"))
+                }
+                Trouble::Experiment(error) => error,
+            })
+            .context("a migration without faults")?;
+        match report.ended {
+            Ended::Destination => Ok(report),
+            ended => bail!("after a migration without faults the guest is {ended}"),
+        }
     }
 
     fn plan(&self, seed: u64, number: u64) -> Plan {
@@ -105,17 +140,6 @@ impl Setting {
         match plan.row.as_ref().and_then(|row| row.violation(&report)) {
             Some(kind) => broken(kind, plan.to_string()),
             None => Ok(report),
-        }
-    }
-}
-
-impl Engine for Setting {
-    fn experiment(&self, seed: u64, number: u64) -> Experiment {
-        let plan = self.plan(seed, number);
-        Experiment {
-            result: self.play(&plan),
-            plan: plan.to_string(),
-            faults: plan.faults,
         }
     }
 }

@@ -128,8 +128,7 @@ impl<'a> Scene<'a> {
             link: link.handle().clone(),
             source: source.process.clone(),
             destination: destination.process.clone(),
-            disks: Some([SOURCE_HOST, HOST].map(|host| hosts[host].disk().clone())),
-            cancel: None,
+            disks: [SOURCE_HOST, HOST].map(|host| hosts[host].disk().clone()),
             state: Arc::default(),
         };
         injector.reaches(None, hosts[HOST].process()?);
