@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips load databases cuts faults bench paths predict siblings libvirt package package-rpm package-image \
+.PHONY: help setup build demo test model flips load databases faults bench paths predict siblings libvirt package package-rpm package-image \
 	package-compare package-test first-migration release book
 
 help:          # Show these targets
@@ -47,10 +47,6 @@ load: setup    # Many migrations at once through two gateways, among as many str
 databases: setup # Move guests with PostgreSQL on a disk, three times each, with faults in between (a quarter of an hour)
 	scripts/setup workloads
 	cargo test --release -p vamoose --test all database:: -- --ignored --nocapture
-
-cuts: setup    # Cut the link in every phase of migrations, in every way (CUTS="--table full --jobs 4")
-	cargo build --release -p vamoose -p lab --bin vamoose --bin faults
-	"$${CARGO_TARGET_DIR:-target}/release/faults" $(or $(CUTS),--table quick) --keep-going
 
 faults: setup  # Break migrations in every way, at random moments, until one goes wrong (FAULTS="--faults 2000 --seed 1")
 	cargo build --release -p vamoose -p lab --bin vamoose --bin faults

@@ -1,6 +1,5 @@
 //! Runs experiments in parallel until there are enough or one fails.
 
-use std::fmt::Display;
 use std::io::{self, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,7 +7,6 @@ use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use clap::ValueEnum;
 use lab::vamoose::program;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
@@ -17,15 +15,12 @@ use crate::options::Options;
 use crate::qemu::{self, Experiment};
 use crate::report::Trouble;
 use crate::sandbox;
-use crate::table::{Row, Table};
 use crate::tally::Tally;
 
 /// What all jobs share.
 struct Campaign<'a> {
     options: &'a Options,
     setting: qemu::Setting,
-    /// The end of the table of cuts.
-    rows: Option<u64>,
     begin: Instant,
     /// The number of the next experiment.
     next: AtomicU64,
@@ -63,19 +58,10 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 
 impl<'a> Campaign<'a> {
     fn new(options: &'a Options) -> Result<Self> {
-        match options.table {
-            Some(_) => println!("{TABLE_HEAD}"),
-            None => println!("seed {}", options.seed),
-        }
-        let mut table = options.table.map(Table::rows);
-        if let Some(rows) = &mut table {
-            rows.retain(|row| is_wanted(options, row));
-        }
-        let rows = table.as_ref().map(|rows| rows.len() as u64);
+        println!("seed {}", options.seed);
         Ok(Self {
             options,
-            setting: two_qemus(options, table)?,
-            rows,
+            setting: two_qemus(options)?,
             begin: Instant::now(),
             next: AtomicU64::new(options.experiment.unwrap_or(0)),
             faults: AtomicU64::new(0),
@@ -106,16 +92,7 @@ impl<'a> Campaign<'a> {
                 let mut state = self.lock();
                 state.tally.add(&report);
                 self.show_progress(state.tally.experiments);
-                if self.options.table.is_some() {
-                    let downtime = report.downtime.unwrap_or_default().as_millis();
-                    let seconds = report.took.as_secs_f64();
-                    let cut = match report.missed {
-                        0 => "",
-                        _ => ", not cut: the phase was over",
-                    };
-                    let ended = report.ended;
-                    println!("| {plan} | {ended}{cut} | {seconds:.1} | {downtime} |");
-                } else if self.options.experiment.is_some() {
+                if self.options.experiment.is_some() {
                     println!("{number}: {plan}\n{report:?}");
                 }
             }
@@ -136,9 +113,6 @@ impl<'a> Campaign<'a> {
                 let error = error.context(format!("experiment {number} could not run: {plan}"));
                 if self.options.keep_going {
                     eprintln!("{error:#}");
-                    if self.options.table.is_some() {
-                        println!("| {plan} | **could not run** | | |");
-                    }
                 } else {
                     self.stop.store(true, Ordering::SeqCst);
                 }
@@ -154,7 +128,6 @@ impl<'a> Campaign<'a> {
             || self.stop.load(Ordering::SeqCst)
             || self.interrupted.load(Ordering::SeqCst);
         let number = self.next.fetch_add(1, Ordering::SeqCst);
-        let enough = enough || self.rows.is_some_and(|rows| number >= rows);
         let only = self.options.experiment.is_none_or(|only| only == number);
         (!enough && only).then_some(number)
     }
@@ -171,10 +144,7 @@ impl<'a> Campaign<'a> {
     /// The command that repeats an experiment.
     fn command(&self, number: u64) -> String {
         let options = self.options;
-        let mut command = match options.table.and_then(|table| table.to_possible_value()) {
-            Some(table) => format!("faults --table {}", table.get_name()),
-            None => format!("faults --seed {}", options.seed),
-        };
+        let mut command = format!("faults --seed {}", options.seed);
         for only in &options.only {
             command += &format!(" --only '{only}'");
         }
@@ -211,14 +181,10 @@ impl<'a> Campaign<'a> {
     }
 }
 
-const TABLE_HEAD: &str =
-    "| phase | cut | paths | options | ended | s | downtime, ms |\n|---|---|---|---|---|---:|---:|";
-
 /// The QEMUs and the faults that `options` ask for.
-fn two_qemus(options: &Options, table: Option<Vec<Row>>) -> Result<qemu::Setting> {
+fn two_qemus(options: &Options) -> Result<qemu::Setting> {
     let kinds = wanted_kinds(options);
-    let is_empty = table.as_ref().map_or(kinds.is_empty(), Vec::is_empty);
-    ensure!(!is_empty, "there is no fault of that name");
+    ensure!(!kinds.is_empty(), "there is no fault of that name");
     let mut binaries = lab::qemu::available().to_vec();
     if let Some(versions) = &options.versions {
         binaries.retain(|binary| {
@@ -232,18 +198,18 @@ fn two_qemus(options: &Options, table: Option<Vec<Row>>) -> Result<qemu::Setting
     );
     let versions = binaries.iter().map(|binary| binary.version.to_string());
     println!("QEMU {}", versions.collect::<Vec<_>>().join(", "));
-    qemu::Setting::new(program(None, "vamoose")?, binaries, kinds, table)
+    qemu::Setting::new(program(None, "vamoose")?, binaries, kinds)
 }
 
 /// All kinds, or the named ones. Full disks need namespaces.
 fn wanted_kinds(options: &Options) -> Vec<(u64, Kind)> {
     let can_be = |kind: Kind| !matches!(kind, Kind::DiskFull(_)) || sandbox::is_inside();
     let kinds = qemu::KINDS.into_iter();
-    let wanted = kinds.filter(|(_, kind)| can_be(*kind) && is_wanted(options, kind));
+    let wanted = kinds.filter(|(_, kind)| can_be(*kind) && is_wanted(options, *kind));
     wanted.collect()
 }
 
-fn is_wanted(options: &Options, fault: &impl Display) -> bool {
-    let name = fault.to_string();
+fn is_wanted(options: &Options, kind: Kind) -> bool {
+    let name = kind.to_string();
     options.only.is_empty() || options.only.iter().any(|only| name.contains(only))
 }

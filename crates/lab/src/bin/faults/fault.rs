@@ -124,10 +124,6 @@ pub(crate) enum Moment {
     Time(u64),
     /// At this point of the link's traffic.
     At(Point),
-    /// When the source's QEMU begins this round.
-    Round(u64),
-    /// When the source's QEMU has paused the guest.
-    Paused,
 }
 
 impl fmt::Display for Moment {
@@ -135,8 +131,6 @@ impl fmt::Display for Moment {
         match self {
             Self::Time(part) => write!(f, "after {}.{} % of the time", part / 10, part % 10),
             Self::At(Point::Bytes(bytes)) => write!(f, "after {bytes} bytes of pages"),
-            Self::Round(round) => write!(f, "in round {round}"),
-            Self::Paused => f.write_str("when the guest is paused"),
             Self::At(Point::Before(word)) => write!(f, "before `{word}`"),
             Self::At(Point::After(word)) => write!(f, "after `{word}`"),
         }
@@ -152,8 +146,6 @@ pub(crate) struct Fault {
     pub(crate) lasts: Option<Duration>,
     /// A random number for everything else: which connection, which direction, how many.
     pub(crate) detail: u64,
-    /// Whether a fault of the link is limited to the first path.
-    pub(crate) one_path: bool,
 }
 
 impl fmt::Display for Fault {
@@ -241,7 +233,6 @@ impl Choices {
             moment,
             lasts: (!kind.is_instant()).then_some(lasts),
             detail: random.below(1 << 16),
-            one_path: false,
         }
     }
 }

@@ -85,21 +85,11 @@ impl Injector {
                     let at = start + clean.mul_f64(part as f64 / 1000.0);
                     self.state.lock().deeds.push((at, Deed::Strike(index)));
                 }
-                Moment::Round(_) | Moment::Paused => {}
                 Moment::At(point) => {
                     let injector = self.clone();
                     self.link
                         .arm(point, Box::new(move || injector.strike(index)));
                 }
-            }
-        }
-    }
-
-    /// Strikes with the faults whose moments have come.
-    pub(crate) fn strike_at(&self, has_come: impl Fn(Moment) -> bool) {
-        for (index, fault) in self.faults.iter().enumerate() {
-            if has_come(fault.moment) {
-                self.strike(index);
             }
         }
     }
@@ -129,10 +119,7 @@ impl Injector {
 
     fn harm(&self, index: usize, fault: &Fault) {
         let detail = fault.detail;
-        let link = match fault.one_path {
-            true => self.link.first_path(),
-            false => self.link.clone(),
-        };
+        let link = &self.link;
         match fault.kind {
             Kind::Kill(role) => drop(self.process(role).inspect(Process::kill)),
             Kind::Freeze(role) => self.signal(role, Signal::STOP),
@@ -306,7 +293,6 @@ impl Injector {
             messages: messages.map(|message| message.name).collect(),
             in_doubt: false,
             took,
-            downtime: None,
         }
     }
 

@@ -1,4 +1,4 @@
-//! The link between two hosts: a middlebox on each path, whose connections are observed and broken.
+//! The link between two hosts: a middlebox, whose connections are observed and broken.
 //!
 //! ```text
 //!  migrate ──> Link ──> serve     sessions without TLS: the control stream passes message by message
@@ -26,15 +26,14 @@ use message::{Kind, Splitter};
 
 /// A link. Dropping it resets its connections.
 pub(crate) struct Link {
-    paths: Vec<Middlebox>,
+    middlebox: Middlebox,
     handle: LinkHandle,
 }
 
 /// Breaks and repairs a link from any thread.
 #[derive(Clone)]
 pub(crate) struct LinkHandle {
-    /// The middlebox of each path.
-    paths: Vec<Handle>,
+    middlebox: Handle,
     watch: Arc<Watch>,
 }
 
@@ -77,8 +76,8 @@ struct Watch(Mutex<Seen>);
 
 #[derive(Default)]
 struct Seen {
-    /// The connections by the port of their middlebox and their number there.
-    connections: HashMap<(u16, usize), Conversation>,
+    /// The connections by their number.
+    connections: HashMap<usize, Conversation>,
     messages: Vec<Message>,
     bytes: u64,
     strikes: Vec<(Point, Strike)>,
@@ -99,29 +98,21 @@ const CONTROL_STREAM: u32 = 0;
 const FLIPPED: u64 = 4096;
 
 impl Link {
-    /// A link with this many paths to a server.
-    pub(crate) fn new(server: SocketAddr, paths: usize) -> Result<Self> {
+    /// A link to a server.
+    pub(crate) fn new(server: SocketAddr) -> Result<Self> {
         let watch = Arc::<Watch>::default();
-        let path = |_| {
-            let middlebox = Middlebox::observed(server, watch.clone())?;
-            middlebox.record();
-            Ok(middlebox)
+        let middlebox = Middlebox::observed(server, watch.clone())?;
+        middlebox.record();
+        let handle = LinkHandle {
+            middlebox: Handle::clone(&middlebox),
+            watch,
         };
-        let paths = (0..paths).map(path).collect::<Result<Vec<_>>>()?;
-        let handles = paths.iter().map(|path| Handle::clone(path)).collect();
-        Ok(Self {
-            paths,
-            handle: LinkHandle {
-                paths: handles,
-                watch,
-            },
-        })
+        Ok(Self { middlebox, handle })
     }
 
-    /// The address of each path for the source.
-    pub(crate) fn addresses(&self) -> Vec<String> {
-        let address = |path: &Middlebox| format!("tcp:{}", path.address());
-        self.paths.iter().map(address).collect()
+    /// The address for the source.
+    pub(crate) fn address(&self) -> String {
+        format!("tcp:{}", self.middlebox.address())
     }
 
     pub(crate) fn handle(&self) -> &LinkHandle {
@@ -137,17 +128,9 @@ impl Drop for Link {
 }
 
 impl LinkHandle {
-    /// A handle of the first path only.
-    pub(crate) fn first_path(&self) -> Self {
-        Self {
-            paths: self.paths[..1].to_vec(),
-            watch: self.watch.clone(),
-        }
-    }
-
     /// Leads connections to come to another server.
     pub(crate) fn lead_to(&self, server: SocketAddr) {
-        self.paths.iter().for_each(|path| path.lead_to(server));
+        self.middlebox.lead_to(server);
     }
 
     /// Strikes when `point` is reached for the first time from now on.
@@ -157,43 +140,40 @@ impl LinkHandle {
 
     /// Resets connections, or closes them.
     pub(crate) fn cut(&self, which: Which, how: Change) {
-        for (path, connection) in self.connections(which) {
-            path.apply(Connections::One(connection), how);
+        for connection in self.connections(which) {
+            self.middlebox.apply(Connections::One(connection), how);
         }
     }
 
     /// Changes what happens to bytes in these directions, also on connections to come.
     pub(crate) fn set_flow(&self, directions: &[Direction], flow: Flow) {
-        for path in &self.paths {
-            directions.iter().for_each(|it| path.set_flow(*it, flow));
+        for direction in directions {
+            self.middlebox.set_flow(*direction, flow);
         }
     }
 
     /// Existing connections lose bytes in these directions for good, and new ones get no answer.
     pub(crate) fn deaden(&self, directions: &[Direction]) {
-        for path in &self.paths {
-            // It only fails for a port that cannot listen.
-            let _ = path.admit(Admission::Silence);
-            for direction in directions {
-                path.apply(Connections::All, Change::OneWay(*direction, Flow::Drop));
-            }
+        // It only fails for a port that cannot listen.
+        let _ = self.middlebox.admit(Admission::Silence);
+        for direction in directions {
+            let loses = Change::OneWay(*direction, Flow::Drop);
+            self.middlebox.apply(Connections::All, loses);
         }
     }
 
     /// Resets everything, and refuses connections.
     pub(crate) fn refuse(&self) {
-        for path in &self.paths {
-            // It only fails for a port that cannot be shut down.
-            let _ = path.admit(Admission::Refuse);
-            path.apply(Connections::All, Change::Reset);
-        }
+        // It only fails for a port that cannot be shut down.
+        let _ = self.middlebox.admit(Admission::Refuse);
+        self.middlebox.apply(Connections::All, Change::Reset);
     }
 
     /// Sends what the source has sent a second time, over separate connections.
     pub(crate) fn duplicate(&self, which: Which) {
-        for (path, connection) in self.connections(which) {
-            let sent = path.recorded(connection, Direction::ToListener);
-            let server = path.listener();
+        for connection in self.connections(which) {
+            let sent = self.middlebox.recorded(connection, Direction::ToListener);
+            let server = self.middlebox.listener();
             thread::spawn(move || {
                 let Ok(mut again) = TcpStream::connect(server) else {
                     return;
@@ -211,24 +191,22 @@ impl LinkHandle {
     pub(crate) fn flip(&self, bit: u64) {
         let data = self.connections(Which::OneOfData(0));
         let (byte, bit) = (bit / 8 % FLIPPED, u8::try_from(bit % 8).unwrap_or(0));
-        for (path, connection) in data {
-            let passed = path.connections()[connection].to_listener.passed;
+        for connection in data {
+            let passed = self.middlebox.connections()[connection].to_listener.passed;
             let mark = Mark {
                 connection,
                 direction: Direction::ToListener,
                 bytes: passed + byte,
             };
-            path.flip_at(mark, bit);
+            self.middlebox.flip_at(mark, bit);
         }
     }
 
     /// Everything passes again, except on connections that have lost bytes.
     pub(crate) fn repair(&self) {
         self.set_flow(&Direction::BOTH, Flow::Pass);
-        for path in &self.paths {
-            // It only fails for a port that cannot listen.
-            let _ = path.admit(Admission::Pass);
-        }
+        // It only fails for a port that cannot listen.
+        let _ = self.middlebox.admit(Admission::Pass);
     }
 
     /// The messages so far, oldest first.
@@ -236,16 +214,14 @@ impl LinkHandle {
         self.watch.lock().messages.clone()
     }
 
-    /// The open connections by path and number, those of the control stream first.
-    fn connections(&self, which: Which) -> Vec<(&Handle, usize)> {
+    /// The numbers of the open connections, those of the control stream first.
+    fn connections(&self, which: Which) -> Vec<usize> {
         let seen = self.watch.lock();
-        let open = self.paths.iter().flat_map(|path| {
-            let all = path.connections().into_iter().enumerate();
-            let open = all.filter(|(_, it)| matches!(it.status, Status::Dialling | Status::Open));
-            open.map(move |(number, _)| (path, number))
-        });
-        let is_control = |(path, number): &(&Handle, usize)| {
-            let conversation = seen.connections.get(&(path.address().port(), *number));
+        let all = self.middlebox.connections().into_iter().enumerate();
+        let open = all.filter(|(_, it)| matches!(it.status, Status::Dialling | Status::Open));
+        let open = open.map(|(number, _)| number);
+        let is_control = |number: &usize| {
+            let conversation = seen.connections.get(number);
             conversation.is_some_and(Conversation::is_control)
         };
         let (control, data): (Vec<_>, Vec<_>) = open.partition(is_control);
@@ -279,23 +255,16 @@ impl Watch {
 }
 
 impl Observer for Watch {
-    fn piece(
-        &self,
-        middlebox: &Handle,
-        connection: usize,
-        direction: Direction,
-        bytes: &[u8],
-    ) -> usize {
-        let key = (middlebox.address().port(), connection);
+    fn piece(&self, _: &Handle, connection: usize, direction: Direction, bytes: &[u8]) -> usize {
         let mut seen = self.lock();
-        let conversation = seen.connections.entry(key).or_default();
+        let conversation = seen.connections.entry(connection).or_default();
         let passed = std::mem::take(&mut conversation.passing[direction as usize]);
         drop(seen);
         for name in passed {
             self.reach(|point| matches!(point, Point::After(after) if *after == name));
         }
         let mut seen = self.lock();
-        let conversation = seen.connections.entry(key).or_default();
+        let conversation = seen.connections.entry(connection).or_default();
         let is_control = conversation.is_control();
         let Some((len, kind)) = conversation.splitters[direction as usize].split(bytes, is_control)
         else {

@@ -1,4 +1,4 @@
-//! The fault campaign: breaks migrations in every way, at random moments or by the table of cuts, and checks where the guest is.
+//! The fault campaign: breaks migrations in every way, at random moments, and checks where the guest is.
 //!
 //! ```text
 //!  cargo build --release -p vamoose && cargo run --release -p lab --bin faults -- --faults 2000
@@ -28,7 +28,6 @@ mod qemu;
 mod random;
 mod report;
 mod sandbox;
-mod table;
 mod tally;
 mod timeline;
 

@@ -5,8 +5,6 @@ use std::{num::NonZeroUsize, thread};
 use clap::Parser;
 use lab::process::now;
 
-use crate::table::Table;
-
 /// Break migrations at random moments until an invariant does not hold
 #[derive(Parser, Debug)]
 #[command(name = "faults", max_term_width = 100)]
@@ -20,9 +18,6 @@ pub(crate) struct Options {
     /// Random seed [default: a new one, which is printed]
     #[arg(long, value_name = "N", default_value_t = any_seed(), hide_default_value = true)]
     pub(crate) seed: u64,
-    /// Instead of random faults, make the cuts of this table: two QEMUs, two paths, a fixed plan
-    #[arg(long, value_enum, conflicts_with = "faults")]
-    pub(crate) table: Option<Table>,
     /// Versions of QEMU, such as 7.2,10.0 [default: all that are available]
     #[arg(long, value_name = "V", value_delimiter = ',')]
     pub(crate) versions: Option<Vec<String>>,
@@ -32,7 +27,7 @@ pub(crate) struct Options {
     /// Run only this experiment, and print all of its events
     #[arg(long, value_name = "N")]
     pub(crate) experiment: Option<u64>,
-    /// Use only faults or rows whose name contains this, such as `kill` (repeatable)
+    /// Use only faults whose name contains this, such as `kill` (repeatable)
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Vec<String>,
     /// Continue after a violation or an experiment that could not run, and count violations by kind
@@ -43,7 +38,7 @@ pub(crate) struct Options {
 impl Options {
     /// The number of faults to stop after.
     pub(crate) fn faults(&self) -> u64 {
-        let default = if self.minutes.is_some() || self.table.is_some() {
+        let default = if self.minutes.is_some() {
             u64::MAX
         } else {
             200

@@ -21,8 +21,6 @@ pub(crate) struct Report {
     /// Whether a command was in doubt for a while.
     pub(crate) in_doubt: bool,
     pub(crate) took: Duration,
-    /// From the guest's pause at the source to its resumption at the destination.
-    pub(crate) downtime: Option<Duration>,
 }
 
 /// Where a guest ended.
@@ -68,10 +66,6 @@ pub(crate) enum Broken {
     NextFails,
     #[error("a paused guest was run")]
     Started,
-    #[error("a short cut ended the migration")]
-    Stayed,
-    #[error("a guest stayed although the phase of its cut was never reached")]
-    NeverCut,
     #[error("a process ended by itself")]
     Crash,
     /// Although it was not stopped.

@@ -19,8 +19,6 @@ pub(crate) struct Host {
     program: PathBuf,
     monitors: TempDir,
     disk: Disk,
-    /// The server has its default timeouts.
-    is_patient: bool,
     /// The server and its address.
     server: Option<(Vamoose, SocketAddr)>,
 }
@@ -36,9 +34,8 @@ const START: Duration = Duration::from_secs(30);
 
 impl Host {
     /// A host whose server is not started.
-    pub(crate) fn new(program: &Path, is_patient: bool) -> Result<Self> {
+    pub(crate) fn new(program: &Path) -> Result<Self> {
         Ok(Self {
-            is_patient,
             program: program.to_owned(),
             monitors: TempDir::new().context("creating a folder for monitors")?,
             disk: Disk::new()?,
@@ -53,10 +50,8 @@ impl Host {
         }
         let mut command = Command::new(&self.program);
         command.args(["serve", "--listen", "tcp:127.0.0.1:0", "--insecure"]);
-        if !self.is_patient {
-            command.args(["--reconnect-timeout", RECONNECT]);
-            command.args(["--stall-timeout", STALL]);
-        }
+        command.args(["--reconnect-timeout", RECONNECT]);
+        command.args(["--stall-timeout", STALL]);
         command.arg("--qmp-dir").arg(self.monitors.path());
         command.arg("--state-dir").arg(self.disk.path());
         let vamoose = Vamoose::start(&mut command)?;

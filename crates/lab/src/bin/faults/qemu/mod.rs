@@ -17,12 +17,11 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail};
 use lab::qemu::Binary;
 
 use crate::fault::{Choices, Fault, Kind, Role};
-use crate::report::{Ended, Report, Trouble, broken};
-use crate::table::Row;
+use crate::report::{Ended, Report, Trouble};
 use host::Host;
 use judge::Holder;
 use plan::Plan;
@@ -35,8 +34,6 @@ pub(crate) struct Setting {
     /// The sources without the defects of a QEMU before 8: it loses writes of a running guest, and see [`plan::BREAKS_QEMU_7`].
     sources: Vec<usize>,
     choices: Choices,
-    /// The table of cuts, instead of random faults.
-    table: Option<Vec<Row>>,
     clean: Duration,
     /// The hosts of earlier experiments, whose servers run on.
     hosts: Mutex<Vec<Hosts>>,
@@ -54,12 +51,11 @@ pub(crate) struct Experiment {
 type Hosts = [Host; 3];
 
 impl Setting {
-    /// Observes a migration without faults, unless there is a table.
+    /// Observes a migration without faults.
     pub(crate) fn new(
         program: PathBuf,
         binaries: Vec<Binary>,
         mut kinds: Vec<(u64, Kind)>,
-        table: Option<Vec<Row>>,
     ) -> Result<Self> {
         let newer = |index: &usize| binaries[*index].version.major > 7;
         let sources: Vec<_> = (0..binaries.len()).filter(newer).collect();
@@ -72,17 +68,9 @@ impl Setting {
             sources,
             // One in five of 1024 pages is zero, and the others hardly compress.
             choices: Choices::new(kinds, 2 << 20, 25),
-            table,
             clean: Duration::ZERO,
             hosts: Mutex::default(),
         };
-        if setting.table.is_some() {
-            ensure!(
-                !setting.sources.is_empty(),
-                "the table needs a QEMU of version 8 or later"
-            );
-            return Ok(setting);
-        }
         let report = setting.rehearse()?;
         setting.choices.keep(&report.messages);
         setting.clean = report.took;
@@ -91,7 +79,13 @@ impl Setting {
 
     /// Runs the experiment of this number.
     pub(crate) fn experiment(&self, seed: u64, number: u64) -> Experiment {
-        let plan = self.plan(seed, number);
+        let plan = Plan::draw(
+            seed,
+            number,
+            &self.choices,
+            &self.sources,
+            self.binaries.len(),
+        );
         Experiment {
             result: self.play(&plan),
             plan: plan.to_string(),
@@ -117,19 +111,10 @@ impl Setting {
         }
     }
 
-    fn plan(&self, seed: u64, number: u64) -> Plan {
-        let (sources, count) = (&self.sources, self.binaries.len());
-        let rows = self.table.iter().flatten();
-        match rows.zip(0..).find(|(_, of_row)| *of_row == number) {
-            Some((row, _)) => Plan::of_row(number, row, sources, count),
-            None => Plan::draw(seed, number, &self.choices, sources, count),
-        }
-    }
-
     /// Runs an experiment. A failed one leaves its hosts to no other.
     fn play(&self, plan: &Plan) -> Result<Report, Trouble> {
         let pool = || self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
-        let host = || Host::new(&self.program, self.table.is_some());
+        let host = || Host::new(&self.program);
         let earlier = pool().pop();
         let mut hosts = match earlier {
             Some(hosts) => hosts,
@@ -137,10 +122,7 @@ impl Setting {
         };
         let report = Scene::new(plan, self, &mut hosts)?.play()?;
         pool().push(hosts);
-        match plan.row.as_ref().and_then(|row| row.violation(&report)) {
-            Some(kind) => broken(kind, plan.to_string()),
-            None => Ok(report),
-        }
+        Ok(report)
     }
 }
 
@@ -155,18 +137,9 @@ impl Scene<'_> {
             Holder::Lost(why) => Ended::Lost(why),
         };
         Ok(Report {
-            downtime: self.downtime(),
             in_doubt: self.was_in_doubt(),
             ..self.injector.report(ended, begin.elapsed())
         })
-    }
-
-    /// From the last pause of the guest at A to its resumption at B.
-    fn downtime(&mut self) -> Option<Duration> {
-        let [source, destination] = [0, 1].map(|index| self.instances[index].life());
-        let (_, stopped) = *source.runs.last()?;
-        let (resumed, _) = *destination.runs.first()?;
-        resumed.checked_sub(stopped?)
     }
 
     fn try_play(&mut self) -> Result<Holder, Trouble> {
@@ -181,7 +154,7 @@ impl Scene<'_> {
 }
 
 /// The kinds of faults with their weights.
-pub(crate) const KINDS: [(u64, Kind); 23] = [
+pub(crate) const KINDS: [(u64, Kind); 25] = [
     (4, Kind::Kill(Role::Source)),
     (6, Kind::Kill(Role::Destination)),
     (8, Kind::Kill(Role::Migrate)),
@@ -193,8 +166,10 @@ pub(crate) const KINDS: [(u64, Kind); 23] = [
     (6, Kind::Interrupt),
     (7, Kind::Cut),
     (7, Kind::Reset),
+    (4, Kind::ResetAgain),
     (6, Kind::Silence),
     (6, Kind::BlackHole),
+    (4, Kind::DeadConnections),
     (6, Kind::Refuse),
     (3, Kind::Delay),
     (5, Kind::Duplicate),

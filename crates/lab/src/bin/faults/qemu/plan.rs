@@ -5,7 +5,6 @@ use std::fmt;
 use super::host::RECONNECT;
 use crate::fault::{Choices, Fault, Kind, Role, list};
 use crate::random::Random;
-use crate::table::Row;
 
 /// One experiment.
 #[derive(Clone, Debug)]
@@ -22,8 +21,6 @@ pub(crate) struct Plan {
     pub(crate) faults: Vec<Fault>,
     pub(crate) then: Then,
     pub(crate) next: Next,
-    /// The row, if the plan is one of the table of cuts.
-    pub(crate) row: Option<Row>,
 }
 
 /// In the last round it makes a source of a version before 8 abort or hang (docs/qemu.md).
@@ -90,7 +87,6 @@ impl Plan {
                 same_name: random.percent(50),
                 old_command: random.percent(30),
             },
-            row: None,
         }
     }
 
@@ -110,52 +106,12 @@ impl Plan {
                 same_name: false,
                 old_command: false,
             },
-            row: None,
         }
-    }
-
-    /// The plan of a row of the table of cuts. Each row has the next method, source and destination.
-    pub(crate) fn of_row(number: u64, row: &Row, sources: &[usize], versions: usize) -> Self {
-        let turn = |number: u64, count: usize| usize::try_from(number).unwrap_or(0) % count.max(1);
-        let method = TABLE_METHODS[turn(number, TABLE_METHODS.len())];
-        // A first round takes some seconds at this rate.
-        let options = [
-            "--method",
-            method,
-            "--channels",
-            "4",
-            "--max-bandwidth",
-            "8M",
-        ];
-        // Rows alternate between one path and both, which both get each QEMU, and each source gets each destination.
-        let source = sources[turn(number + number / 4, sources.len())];
-        let destination = turn(number + number / 2, versions);
-        Self {
-            number,
-            versions: [source, destination, source],
-            options: options.map(str::to_owned).to_vec(),
-            faults: vec![row.fault.clone()],
-            row: Some(row.clone()),
-            ..Self::without_faults()
-        }
-    }
-
-    /// Bytes of the guest's memory.
-    pub(crate) fn ram(&self) -> u64 {
-        if self.row.is_some() { TABLE_RAM } else { RAM }
-    }
-
-    /// The paths of the link.
-    pub(crate) fn paths(&self) -> usize {
-        if self.row.is_some() { 2 } else { 1 }
     }
 }
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(row) = &self.row {
-            return write!(f, "{row} | {}", self.options.join(" "));
-        }
         let guest = if self.runs { "runs" } else { "is paused" };
         let waits = if self.paused { "with -S" } else { "without -S" };
         write!(
@@ -172,10 +128,7 @@ impl fmt::Display for Plan {
 /// The number of different initial contents.
 pub(crate) const CONTENTS: u64 = 4;
 /// The guest's memory. Less than a second's traffic at any bandwidth below.
-const RAM: u64 = 4 << 20;
-/// More than the relays buffer, so that the first round lasts.
-const TABLE_RAM: u64 = 24 << 20;
-const TABLE_METHODS: [&str; 5] = ["none", "zstd", "lz4", "zlib", "auto"];
+pub(crate) const RAM: u64 = 4 << 20;
 
 fn draw_options(random: &mut Random) -> Vec<String> {
     let mut options = Vec::new();

@@ -7,22 +7,19 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use lab::counter::Image;
 use lab::process::{Process, now};
-use lab::qmp::Event;
 use lab::ram::Fill;
 use lab::vamoose::Vamoose;
 use lab::writer::{self, Disk};
-use serde_json::{Value, json};
 
 use super::host::STALL;
 use super::instance::{Instance, State};
-use super::plan::Plan;
+use super::plan::{Plan, RAM};
 use super::{Hosts, Setting};
 use crate::claim::Claim;
-use crate::fault::{Kind, Moment, Role};
+use crate::fault::{Kind, Role};
 use crate::injector::{Injector, LIMIT, REPAIRED};
 use crate::link::Link;
 use crate::report::{Broken, Trouble, broken};
-use crate::table::Row;
 use crate::timeline::Life;
 
 /// Indices of the hosts.
@@ -46,8 +43,6 @@ pub(crate) struct Scene<'a> {
     // Dropped before the link, which they use.
     commands: Vec<Running>,
     link: Link,
-    /// The source's bandwidth in bytes per second and downtime limit in milliseconds, for a row of the table.
-    pace: (u64, u64),
     outputs: Vec<String>,
 }
 
@@ -61,8 +56,8 @@ pub(crate) struct Migration {
     pub(crate) to: usize,
     /// The host that it runs on.
     host: usize,
-    /// The address of the destination's server, for each path.
-    server: Vec<String>,
+    /// The address of the destination's server.
+    server: String,
     /// The guest's name at that server.
     name: String,
 }
@@ -91,12 +86,6 @@ pub(crate) struct Outcome {
 const BEGINS: Duration = Duration::from_secs(60);
 /// A command knows where the guest is within this time after the last fault: it asks every few seconds.
 const KNOWS: Duration = Duration::from_secs(8);
-/// The bandwidth of a source that is not kept in its round.
-const RATE: u64 = 1 << 30;
-/// The guest writes faster than this, so a round does not end.
-const SLOW_RATE: u64 = 256 << 10;
-/// The downtime limit of a migration that may end, in milliseconds.
-const DOWNTIME: u64 = 500;
 /// The interval of checks for due actions.
 const LOOK: Duration = Duration::from_millis(10);
 
@@ -106,9 +95,9 @@ impl<'a> Scene<'a> {
         for host in &mut hosts[HOST..] {
             host.start()?;
         }
-        let link = Link::new(hosts[HOST].address()?, plan.paths())?;
+        let link = Link::new(hosts[HOST].address()?)?;
         let disk = Disk::new()?;
-        let machine = disk.machine(&setting.binaries[plan.versions[0]], plan.ram());
+        let machine = disk.machine(&setting.binaries[plan.versions[0]], RAM);
         let machine = machine.content(Fill::Mixed, plan.content).paused();
         let mut source = machine.start()?;
         source.qmp.cont()?;
@@ -118,8 +107,6 @@ impl<'a> Scene<'a> {
             // The guest never runs from here on.
             source.qmp.drain_events();
         }
-        let holds = plan.row.as_ref().is_some_and(Row::holds_round);
-        let pace = (RATE, if holds { 1 } else { DOWNTIME });
         let source = Instance::new("A", source);
         let destination = setting.waiting(plan, &disk, plan.versions[1], "B")?;
         hosts[HOST].knows(&plan.name(), &destination.qemu)?;
@@ -144,7 +131,6 @@ impl<'a> Scene<'a> {
             confirmed: None,
             commands: Vec::new(),
             link,
-            pace,
             outputs: Vec::new(),
         })
     }
@@ -155,68 +141,19 @@ impl<'a> Scene<'a> {
         let first = self.start(self.first_command("the first command"), false)?;
         self.injector
             .reaches(Some(first), self.hosts[HOST].process()?);
-        let repaired = match &self.plan.row {
-            Some(row) => row.fault.lasts.unwrap_or_default() + REPAIRED,
-            None => REPAIRED,
-        };
         let begin = Instant::now();
         while !self.commands.is_empty() {
-            self.strike_as_told();
-            self.keep_pace()?;
             for kind in self.injector.work() {
                 self.do_rest(kind)?;
             }
             self.collect_ended()?;
-            if begin.elapsed() > repaired && !self.injector.is_whole() {
+            if begin.elapsed() > REPAIRED && !self.injector.is_whole() {
                 self.repair_all()?;
             }
             self.expect_end(begin.elapsed().min(self.injector.whole_for()))?;
         }
         self.expect_servers()?;
         self.repair_all()?;
-        Ok(())
-    }
-
-    /// Strikes with the faults whose moments the source's QEMU has reported.
-    fn strike_as_told(&mut self) {
-        let events = self.instances[0].events();
-        let has = |name: &str, is_it: &dyn Fn(&Event) -> bool| {
-            events
-                .iter()
-                .any(|event| event.name == name && is_it(event))
-        };
-        self.injector.strike_at(|moment| match moment {
-            Moment::Round(round) => has("MIGRATION_PASS", &|event| {
-                event.data["pass"].as_u64() >= Some(round)
-            }),
-            Moment::Paused => has("STOP", &|_| true),
-            Moment::Time(_) | Moment::At(_) => false,
-        });
-    }
-
-    /// Keeps a migration of the table in its round until the cut is over, by a bandwidth below the guest's writes.
-    fn keep_pace(&mut self) -> Result<()> {
-        let Some(row) = self.plan.row.as_ref().filter(|row| row.holds_round()) else {
-            return Ok(());
-        };
-        let qmp = &mut self.instances[0].qemu.qmp;
-        let pace = if self.injector.struck().is_empty() {
-            // Before the first round ends, so that the next one does not end.
-            let ends = |ram: &Value| ram["remaining"].as_u64().is_some_and(|it| it < 512 << 10);
-            let slow = row.is_in_later_round() && ends(&qmp.query_migrate()?["ram"]);
-            if slow { (SLOW_RATE, 1) } else { self.pace }
-        } else if self.injector.is_whole() {
-            (RATE, DOWNTIME)
-        } else {
-            (SLOW_RATE, 1)
-        };
-        if pace != self.pace {
-            let (rate, downtime) = pace;
-            let parameters = json!({ "max-bandwidth": rate, "downtime-limit": downtime });
-            let set = qmp.set_parameters(parameters);
-            set.with_context(|| format!("setting the pace for {row}"))?;
-            self.pace = pace;
-        }
         Ok(())
     }
 
@@ -237,7 +174,7 @@ impl<'a> Scene<'a> {
 
     /// The command that moves the guest from the source to the first destination.
     pub(crate) fn first_command(&self, what: &'static str) -> Migration {
-        let to = self.link.addresses();
+        let to = self.link.address();
         self.migration(what, [0, 1], SOURCE_HOST, to, &self.plan.name())
     }
 
@@ -247,7 +184,7 @@ impl<'a> Scene<'a> {
         what: &'static str,
         [from, to]: [usize; 2],
         host: usize,
-        server: Vec<String>,
+        server: String,
         name: &str,
     ) -> Migration {
         Migration {
@@ -277,8 +214,8 @@ impl<'a> Scene<'a> {
     }
 
     /// The address of a host's server.
-    pub(crate) fn address(&self, host: usize) -> Result<Vec<String>> {
-        Ok(vec![format!("tcp:{}", self.hosts[host].address()?)])
+    pub(crate) fn address(&self, host: usize) -> Result<String> {
+        Ok(format!("tcp:{}", self.hosts[host].address()?))
     }
 
     /// Checks that all running QEMUs answer.
@@ -321,16 +258,10 @@ impl<'a> Scene<'a> {
         command.args(["migrate", "--json", "-", "--qmp"]);
         command.arg(self.instances[migration.from].qemu.qmp_socket());
         command.args(["--name", &migration.name]);
-        for address in &migration.server {
-            command.args(["--to", address]);
-        }
+        command.args(["--to", &migration.server]);
         // So that the link sees the messages.
         command.arg("--insecure");
-        if self.plan.row.is_none() {
-            command.args(["--stall-timeout", STALL, "--downtime-max", "5"]);
-        } else {
-            command.args(["--downtime-limit", &self.pace.1.to_string()]);
-        }
+        command.args(["--stall-timeout", STALL, "--downtime-max", "5"]);
         command.args(&self.plan.options);
         if let Some(attempt) = &self.confirmed {
             command.args(["--confirm", attempt]);
@@ -488,7 +419,7 @@ impl<'a> Scene<'a> {
 impl Setting {
     /// Starts a QEMU that waits for the guest with this disk.
     fn waiting(&self, plan: &Plan, disk: &Disk, version: usize, label: &str) -> Result<Instance> {
-        let mut machine = disk.machine(&self.binaries[version], plan.ram()).incoming();
+        let mut machine = disk.machine(&self.binaries[version], RAM).incoming();
         if plan.paused {
             machine = machine.paused();
         }
