@@ -25,7 +25,7 @@ pub fn devices(kind: Kind, count: usize, options: &Options) -> Result<Devices, O
     let model = Model::timed(&config);
     let queues = (0..count).map(|device| {
         let submit = model.queue(device, 0, PortalKind::Enqcmd);
-        Ok((Queue::new(submit, options.shape, options.tuning)?, None))
+        Queue::new(submit, options.shape, options.tuning)
     });
     let queues = queues.collect::<Result<Vec<_>, OpenQueueError>>()?;
     Ok(Devices::new(queues, None))

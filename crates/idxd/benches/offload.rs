@@ -164,7 +164,7 @@ impl Offload {
         };
         let device = Arc::new(Immediate::new(result));
         let queue = Queue::new(device, shape, Tuning::default()).expect("a queue");
-        let devices = Arc::new(Devices::new([(queue, None)], None));
+        let devices = Arc::new(Devices::new([queue], None));
         let scanner = ZeroScanner::new(devices, 4096, NonZeroU32::new(1 << 20));
         Self { scanner, result }
     }

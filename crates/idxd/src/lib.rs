@@ -4,7 +4,7 @@
 //! ```text
 //!   offload                     finds zero pages; compresses, decompresses, copies pages: device or processor
 //!      │
-//!   queue ── shares             one work queue: credits, deadlines, quarantine; its fair division
+//!   queue                       one work queue: credits, deadlines, quarantine
 //!      │
 //!   submit                      the trait `Submit`: a work queue as a process has it
 //!      ├── portal ── discovery  a queue of the host, by ENQCMD, MOVDIR64B or write(2)
@@ -33,7 +33,6 @@ pub mod offload;
 pub mod portal;
 mod queue;
 mod record;
-pub mod shares;
 pub mod status;
 mod submit;
 mod wait;

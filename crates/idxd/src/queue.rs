@@ -13,9 +13,8 @@
 //! one in one call. Nothing allocates once the queue is open.
 //!
 //! **Credits.** A full dedicated queue silently drops a descriptor. A full shared queue rejects it, which costs bus time of
-//! all users, and the process that submits most often gets most. So the entries in use are counted, against all entries of
-//! a dedicated queue, and against this process's share of a shared one ([`Queue::set_entries`]). A slot holds its entries
-//! until it is complete.
+//! all users, and the process that submits most often gets most. So the entries in use are counted. A slot holds its
+//! entries until it is complete.
 //!
 //! **Full queues.** A submission is tried once, since a disabled queue also reports that it is full. The caller tries
 //! another queue, or the processor does the work.
@@ -210,17 +209,6 @@ impl Queue {
     /// have no outcome. Does nothing in a forked child.
     pub fn close(&self) {
         self.inner.close();
-    }
-
-    /// Limits the use of a shared work queue to `most` entries, which may be zero; see [`shares`](crate::shares).
-    /// Submissions in flight beyond the limit stay. Has no effect on a dedicated queue.
-    pub fn set_entries(&self, most: u32) {
-        let limits = self.inner.device.limits();
-        let most = match limits.mode {
-            Mode::Dedicated => entries(limits),
-            Mode::Shared => entries(limits).min(most),
-        };
-        self.inner.credits.set_limit(most);
     }
 
     /// Limits of the work queue.

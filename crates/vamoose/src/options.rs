@@ -15,7 +15,7 @@ use clap::{
     Args, ValueEnum,
     builder::{PossibleValue, PossibleValuesParser, TypedValueParser},
 };
-use idxd::{Kind, offload::Options, shares::Weight};
+use idxd::{Kind, offload::Options};
 use multifd::{Layout, Method};
 use serde::{Deserialize, Serialize};
 use vamoose_codec::{Accel, DecodedBy, Engines, Framing, Registry, Settings, Verify, info};
@@ -277,39 +277,10 @@ pub struct Hardware {
     )]
     #[serde(with = "as_text")]
     iaa_path: DevicePath,
-    #[command(flatten)]
-    pub shares: DeviceShares,
     /// Hardware results to verify in software
     #[arg(help_heading = ACCELERATORS, long, default_value = "sample", value_parser = one_of::<Verify>(), hide_short_help = true)]
     #[serde(with = "as_name")]
     pub verify: Verify,
-}
-
-/// Options for sharing the work queues of DSAs and IAAs.
-#[derive(Args, Clone, Debug, Serialize, Deserialize)]
-pub struct DeviceShares {
-    /// Directory through which migrations of this host share DSA and IAA work queues fairly
-    ///
-    /// Must be the same for all migrations. Without it, queues are not shared fairly.
-    #[arg(help_heading = ACCELERATORS, long, value_name = "DIR", hide_short_help = true)]
-    device_shares: Option<PathBuf>,
-    /// Weight of this migration's share of the work queues, 1 to 15
-    #[arg(help_heading = ACCELERATORS,
-        long,
-        default_value_t = 4,
-        value_name = "WEIGHT",
-        value_parser = clap::value_parser!(u8).range(1..=15),
-        hide_short_help = true
-    )]
-    priority: u8,
-}
-
-impl DeviceShares {
-    /// For [`Options::shares`].
-    pub fn of_devices(&self) -> Option<(PathBuf, Weight)> {
-        let directory = self.device_shares.clone()?;
-        Some((directory, Weight::new(self.priority)))
-    }
 }
 
 /// The defaults of the command line.
@@ -318,10 +289,6 @@ impl Default for Hardware {
         Self {
             accel: Accel::Auto,
             iaa_path: DevicePath::AUTO,
-            shares: DeviceShares {
-                device_shares: None,
-                priority: 4,
-            },
             verify: Verify::Sample,
         }
     }
@@ -334,10 +301,7 @@ impl Hardware {
             Accel::Auto if self.iaa_path != DevicePath::AUTO => Accel::Iaa,
             accel => accel,
         };
-        let options = Options {
-            shares: self.shares.of_devices(),
-            ..Options::pages(PAGE_BYTES)
-        };
+        let options = Options::pages(PAGE_BYTES);
         let path = self.iaa_path.clone();
         let mut registry = Registry::with_iaa(move || {
             let opened = path.open(Kind::Iaa, &options);
@@ -628,20 +592,8 @@ mod tests {
 
     #[test]
     fn hardware_options_survive_serialisation() {
-        let options = [
-            "--iaa-path",
-            "model:3",
-            "--device-shares",
-            "/run/vamoose",
-            "--priority",
-            "9",
-        ];
-        let text = serde_json::to_string(&hardware(&options)).unwrap();
+        let text = serde_json::to_string(&hardware(&["--iaa-path", "model:3"])).unwrap();
         let told: Hardware = serde_json::from_str(&text).unwrap();
         assert_eq!(told.iaa_path.to_string(), "model:3");
-        let (folder, weight) = told.shares.of_devices().unwrap();
-        assert_eq!(folder, PathBuf::from("/run/vamoose"));
-        assert_eq!(weight, Weight::new(9));
-        assert!(hardware(&[]).shares.of_devices().is_none());
     }
 }

@@ -47,7 +47,7 @@ fn devices_near(model: &Model, count: usize, shape: Shape, node: Option<u32>) ->
             ..Tuning::default()
         };
         let submit = model.queue(device, 0, PortalKind::Enqcmd);
-        (Queue::new(submit, shape, tuning).unwrap(), None)
+        Queue::new(submit, shape, tuning).unwrap()
     });
     Arc::new(Devices::new(queues, node))
 }

@@ -43,7 +43,7 @@ impl Noise {
             now: AtomicU64::default(),
         });
         let queue = Queue::new(noise, shape, Tuning::default()).unwrap();
-        Arc::new(Devices::new([(queue, None)], None))
+        Arc::new(Devices::new([queue], None))
     }
 
     /// Writes the next record, status last.

@@ -1,10 +1,6 @@
 //! Which queue is next.
 
 use super::*;
-use idxd::{
-    discovery::QueueName,
-    shares::{Share, Weight},
-};
 use idxd_model::{InjectedFault, On};
 
 /// Operations that each device has taken.
@@ -119,40 +115,4 @@ fn errors_of_the_hardware_are_the_processors_work() {
     // One page of the first; none of the second, and then it is left alone once.
     let work = devices.work();
     assert_eq!((work.by_device, work.failed, work.refused), (65, 127, 64));
-}
-
-#[test]
-fn a_share_bounds_what_is_in_flight() {
-    let directory = tempfile::tempdir().unwrap();
-    let model = Model::deterministic(&Config::dsa());
-    let clock = model.queue(0, 0, PortalKind::Enqcmd);
-    let join = || {
-        let queue = QueueName {
-            kind: None,
-            device: 0,
-            queue: 0,
-        };
-        let entries = std::num::NonZeroU32::new(4).unwrap();
-        Share::join(directory.path(), queue, entries, Weight::new(4)).unwrap()
-    };
-    let (ours, other) = (join(), join());
-    let tuning = Tuning {
-        slots: 16,
-        ..Tuning::default()
-    };
-    let queue = Queue::new(model.queue(0, 0, PortalKind::Enqcmd), BATCHES, tuning).unwrap();
-    let devices = Arc::new(Devices::new([(queue, Some(ours))], None));
-    let memory = Memory::of(&contents(64));
-    let pages = memory.addresses(64);
-    let mut scanner = ZeroScanner::new(devices.clone(), 4096, None);
-    let mut most = |devices: &Arc<Devices>| {
-        let batches: Vec<_> = (0..8).map(|_| scanner.start(&pages)).collect();
-        let entries = statistics(devices)[0].entries;
-        drop(batches);
-        pass(&clock, Duration::from_millis(100));
-        entries
-    };
-    assert_eq!(most(&devices), 2);
-    drop(other);
-    assert_eq!(most(&devices), 4);
 }

@@ -258,10 +258,9 @@ fn a_device_with_wrong_verdicts_is_detected_among_others() {
     let submits = models
         .each_ref()
         .map(|model| model.queue(0, 0, PortalKind::Enqcmd));
-    let queues = submits.clone().map(|submit| {
-        let queue = Queue::new(submit, BATCHES, Tuning::default()).unwrap();
-        (queue, None)
-    });
+    let queues = submits
+        .clone()
+        .map(|submit| Queue::new(submit, BATCHES, Tuning::default()).unwrap());
     let devices = Arc::new(Devices::new(queues, None));
     let memory = Memory::of(&vec![1; 64 * PAGE]);
     let mut scanner = ZeroScanner::new(devices.clone(), 4096, one_in(1));

@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::backoff::Backoff;
-use crate::{InFlight, Queue, Slot, shares::Share};
+use crate::{InFlight, Queue, Slot};
 
 /// Work queues, shared by all threads.
 #[derive(Debug)]
@@ -55,9 +55,6 @@ pub(super) struct Pending {
 struct Member {
     queue: Queue,
     backoff: Backoff,
-    share: Option<Share>,
-    /// When the share is to be computed again, in milliseconds of the queue's time.
-    due: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -70,18 +67,12 @@ pub(super) struct Counters {
 }
 
 impl Devices {
-    /// Uses `queues` in turn: first those of NUMA node `node`, and the others when these accept nothing. Each queue comes
-    /// with this process's share of it, if several processes divide it.
-    pub fn new(
-        queues: impl IntoIterator<Item = (Queue, Option<Share>)>,
-        node: Option<u32>,
-    ) -> Self {
+    /// Uses `queues` in turn: first those of NUMA node `node`, and the others when these accept nothing.
+    pub fn new(queues: impl IntoIterator<Item = Queue>, node: Option<u32>) -> Self {
         let is_near = |member: &Member| node.is_none() || member.queue.limits().numa_node == node;
-        let members = queues.into_iter().map(|(queue, share)| Member {
+        let members = queues.into_iter().map(|queue| Member {
             queue,
             backoff: Backoff::default(),
-            share,
-            due: AtomicU64::new(0),
         });
         let (mut members, far): (Vec<_>, Vec<_>) = members.partition(is_near);
         let near = members.len();
@@ -155,12 +146,7 @@ impl Devices {
 
     /// A free slot of this queue, if there is one.
     pub(super) fn slot(&self, member: usize) -> Option<Slot> {
-        let member = &self.members[member];
-        if member.queue.is_dead() {
-            return None;
-        }
-        member.refresh();
-        member.queue.slot()
+        self.members[member].queue.slot()
     }
 
     /// The queue's time. Reading it lets a modelled device proceed.
@@ -190,37 +176,6 @@ fn rotated(first: usize, count: usize, turn: usize) -> impl Iterator<Item = usiz
 
 /// Queues that may refuse one submission. Then it is cheaper to do the work.
 const MOST_REFUSALS: u32 = 2;
-
-impl Member {
-    /// Limits the queue to the current share of this process.
-    fn refresh(&self) {
-        let Some(share) = &self.share else {
-            return;
-        };
-        let millis = u64::try_from(self.queue.now().as_millis()).unwrap_or(u64::MAX);
-        let due = self.due.load(Ordering::Relaxed);
-        let next = millis.saturating_add(REFRESH_MILLIS);
-        let swap = || {
-            self.due
-                .compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed)
-        };
-        // After an error the share stays as it was.
-        if millis >= due
-            && swap().is_ok()
-            && let Ok(part) = share.part()
-        {
-            self.queue.set_entries(part.entries);
-            let more = u64::from(part.others) * REFRESH_MILLIS_EACH;
-            self.due.store(next.saturating_add(more), Ordering::Relaxed);
-        }
-    }
-}
-
-/// How often a share is computed again, by a process that has a queue for itself.
-const REFRESH_MILLIS: u64 = 50;
-/// Additional time for each other process: reading more locks takes longer, and its fraction of the thread's time stays the
-/// same.
-const REFRESH_MILLIS_EACH: u64 = 5;
 
 impl Counters {
     pub(super) fn add(&self, done: OffloadCounters) {

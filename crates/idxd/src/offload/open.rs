@@ -1,15 +1,14 @@
 //! A user's choice of devices, and how they are opened.
 
-use std::{fmt, num::NonZeroU32, path::PathBuf, str::FromStr, sync::Arc};
+use std::{fmt, str::FromStr, sync::Arc};
 
 use thiserror::Error;
 
 use super::{Devices, near::bound_node};
 use crate::{
-    Kind, OpenQueueError, Queue, Shape, Submit, Tuning,
+    Kind, OpenQueueError, Queue, Shape, Tuning,
     discovery::{self, NameError, QueueName, Root},
     portal,
-    shares::{Share, SharesError, Weight},
 };
 
 /// Which devices to use. As text: `auto`, or names as in `wq0.1,wq2.0`.
@@ -31,9 +30,6 @@ pub struct Options {
     pub tuning: Tuning,
     /// Location of the host's devices.
     pub root: Root,
-    /// Directory by which processes divide shared work queues, see [`shares`](crate::shares), and this process's weight.
-    /// Without it, queues are first come, first served.
-    pub shares: Option<(PathBuf, Weight)>,
 }
 
 impl Options {
@@ -67,7 +63,6 @@ impl Options {
                 ..Tuning::default()
             },
             root: Root::default(),
-            shares: None,
         }
     }
 }
@@ -97,15 +92,6 @@ pub enum DevicesError {
         /// Why.
         #[source]
         source: OpenQueueError,
-    },
-    /// This process cannot join the members of a work queue.
-    #[error("work queue {queue} cannot be shared with others")]
-    Shares {
-        /// The queue.
-        queue: QueueName,
-        /// Why.
-        #[source]
-        source: SharesError,
     },
 }
 
@@ -151,29 +137,13 @@ impl Devices {
     }
 }
 
-fn open_queue(
-    queue: &discovery::WorkQueue,
-    options: &Options,
-) -> Result<(Queue, Option<Share>), DevicesError> {
-    let name = queue.name;
+fn open_queue(queue: &discovery::WorkQueue, options: &Options) -> Result<Queue, DevicesError> {
     let portal = Arc::new(portal::open(queue)?);
-    let entries = NonZeroU32::new(portal.limits().threshold);
-    let share = match (&options.shares, entries) {
-        (Some((directory, weight)), Some(entries)) => {
-            let share = Share::join(directory, name, entries, *weight);
-            Some(share.map_err(|source| DevicesError::Shares {
-                queue: name,
-                source,
-            })?)
-        }
-        _ => None,
-    };
     let driven = Queue::new(portal, options.shape, options.tuning);
-    let driven = driven.map_err(|source| DevicesError::Queue {
-        queue: name,
+    driven.map_err(|source| DevicesError::Queue {
+        queue: queue.name,
         source,
-    })?;
-    Ok((driven, share))
+    })
 }
 
 impl FromStr for Choice {

@@ -2,28 +2,23 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Number of entries in use, with a limit that may change at any time. Taking entries never exceeds the limit; a lower limit
-/// takes effect as entries come back.
+/// Number of entries in use, which never exceeds a limit.
 #[derive(Debug)]
 pub(super) struct Credits {
     used: AtomicU32,
-    limit: AtomicU32,
+    limit: u32,
 }
 
 impl Credits {
     pub(super) fn new(limit: u32) -> Self {
         Self {
             used: AtomicU32::new(0),
-            limit: AtomicU32::new(limit),
+            limit,
         }
     }
 
     pub(super) fn limit(&self) -> u32 {
-        self.limit.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn set_limit(&self, limit: u32) {
-        self.limit.store(limit, Ordering::Relaxed);
+        self.limit
     }
 
     pub(super) fn used(&self) -> u32 {
@@ -32,10 +27,9 @@ impl Credits {
 
     /// Takes up to `wanted` entries; returns how many.
     pub(super) fn take(&self, wanted: u32) -> u32 {
-        let limit = self.limit();
         let mut used = self.used();
         loop {
-            let taken = wanted.min(limit.saturating_sub(used));
+            let taken = wanted.min(self.limit.saturating_sub(used));
             if taken == 0 {
                 return 0;
             }
@@ -69,10 +63,7 @@ mod tests {
         assert_eq!(credits.take(3), 3);
         assert_eq!(credits.take(3), 2);
         assert_eq!(credits.take(1), 0);
-        credits.set_limit(2);
         credits.give_back(3);
-        assert_eq!((credits.used(), credits.take(1)), (2, 0));
-        credits.give_back(1);
-        assert_eq!(credits.take(9), 1);
+        assert_eq!((credits.used(), credits.take(9)), (2, 3));
     }
 }

@@ -13,7 +13,6 @@ mod huffman;
 mod iaa;
 mod offload;
 mod queue;
-mod shares;
 mod tree;
 mod witness;
 

@@ -98,7 +98,7 @@ fn decompress(iaa: &Arc<Iaa>) -> OffloadCounters {
         buffer_bytes: PAGE,
     };
     let queue = Queue::new(iaa.clone(), shape, Tuning::default()).unwrap();
-    let devices = Arc::new(Devices::new([(queue, None)], None));
+    let devices = Arc::new(Devices::new([queue], None));
     let mut page = vec![0; PAGE];
     Decompressor::new(devices.clone(), PAGE)
         .decompress(&|_| &[1, 2, 3], &mut page, &mut |_, page| {

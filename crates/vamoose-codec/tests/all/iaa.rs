@@ -45,7 +45,7 @@ impl Modelled {
         };
         let queues = (0..devices).map(|device| {
             let queue = model.queue(device, 0, PortalKind::Enqcmd);
-            (Queue::new(queue, shape, tuning).unwrap(), None)
+            Queue::new(queue, shape, tuning).unwrap()
         });
         let devices = Arc::new(Devices::new(queues, None));
         Self {

@@ -51,7 +51,7 @@ fn receive_guest(order: &Order) -> Result<()> {
     // The memory has just been mapped. A KVM guest's image is already in it, but the source has the same image in the same place,
     // so that none of its pages is ever sent as zeros.
     config.memory_is_zero = true;
-    config.copy = order.dsa.page_copy(&order.hardware)?;
+    config.copy = order.dsa.page_copy()?;
     let (acceptor, address) = order.link.listen(&order.listen, config.stall_timeout)?;
     let mut destination = Destination::new(acceptor, ram.clone(), config)?;
     send(Ok(address))?;

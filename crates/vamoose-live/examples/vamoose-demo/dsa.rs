@@ -74,23 +74,22 @@ impl DsaOptions {
             Detection::None => ZeroPageDetection::None,
             Detection::Cpu => ZeroPageDetection::Cpu,
             Detection::Dsa => ZeroPageDetection::Dsa(DsaDetection {
-                devices: self.open(hardware).context("--zero-page-detection dsa")?,
+                devices: self.open().context("--zero-page-detection dsa")?,
                 verify: hardware.verify,
             }),
         })
     }
 
     /// The destination's copies. Opens the devices.
-    pub(crate) fn page_copy(&self, hardware: &Hardware) -> Result<PageCopy> {
+    pub(crate) fn page_copy(&self) -> Result<PageCopy> {
         Ok(match self.copy {
             CopyEngine::Cpu => PageCopy::Cpu,
-            CopyEngine::Dsa => PageCopy::Dsa(self.open(hardware).context("--copy dsa")?),
+            CopyEngine::Dsa => PageCopy::Dsa(self.open().context("--copy dsa")?),
         })
     }
 
-    fn open(&self, hardware: &Hardware) -> Result<Arc<Devices>> {
-        let mut options = Options::batches(BATCH);
-        options.shares = hardware.shares.of_devices();
+    fn open(&self) -> Result<Arc<Devices>> {
+        let options = Options::batches(BATCH);
         let path = &self.dsa_path;
         let devices = path
             .open(Kind::Dsa, &options)

@@ -98,7 +98,7 @@ mod tests {
         };
         let queues = (0..count).map(|device| {
             let submit = model.queue(device, 0, PortalKind::Enqcmd);
-            (Queue::new(submit, shape, Tuning::default()).unwrap(), None)
+            Queue::new(submit, shape, Tuning::default()).unwrap()
         });
         Arc::new(Devices::new(queues, None))
     }

@@ -16,7 +16,6 @@ enum Step {
     Drop(usize),
     /// The next submission is taken so far, and the ones after it too.
     Full(usize, usize),
-    Share(u32),
     RefuseBatches,
 }
 
@@ -28,7 +27,6 @@ fn step() -> impl Strategy<Value = Step> {
         2 => any::<usize>().prop_map(Step::Wait),
         1 => any::<usize>().prop_map(Step::Drop),
         2 => (0..4_usize, 1..8_usize).prop_map(|(taken, times)| Step::Full(taken, times)),
-        1 => (0..5_u32).prop_map(Step::Share),
         1 => Just(Step::RefuseBatches),
     ]
 }
@@ -106,7 +104,6 @@ proptest! {
                     let answers = (0..times).map(|_| (taken, Some(Refusal::Full)));
                     fake.state().answers.extend(answers);
                 }
-                Step::Share(sharers) => queue.set_entries((entries / sharers.max(1)).max(1)),
                 Step::RefuseBatches => fake.state().refuses_batches = true,
             }
             prop_assert!(queue.statistics().entries <= entries);
@@ -121,7 +118,6 @@ proptest! {
         for (_, one) in in_flight {
             prop_assert!(one.poll().is_ok());
         }
-        queue.set_entries(entries);
         fake.state().answers.clear();
         drop(queue.slot());
         prop_assert_eq!(queue.statistics().entries, 0);

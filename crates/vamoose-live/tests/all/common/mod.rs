@@ -621,7 +621,7 @@ pub(crate) fn dsas(model: &Model, count: usize) -> Arc<Devices> {
     };
     let queues = (0..count).map(|device| {
         let submit = model.queue(device, 0, PortalKind::Enqcmd);
-        (Queue::new(submit, shape, tuning).unwrap(), None)
+        Queue::new(submit, shape, tuning).unwrap()
     });
     Arc::new(Devices::new(queues, None))
 }
