@@ -507,7 +507,7 @@ mod tests {
         );
         let contenders = [
             "qemu none",
-            "live none --copy dsa",
+            "live none --prealloc",
             "migrate zstd | --stall-timeout 30",
             "qemu zstd --tls",
             "migrate auto --tls --delta off",

@@ -84,7 +84,6 @@ pub use packet::Packet;
 #[cfg(feature = "_tls")]
 pub use page_store::{GuestPages, PageStore, StoreUse};
 pub use page_store::{StoreListener, StoreLister, StoreSender};
-pub use pages::CopyPages;
 pub use peer::{Peer, Peers, all_has_come, peer_inode, peer_of};
 pub use queue::PollQueue;
 pub use reader::{ChannelReader, PacketName, PayloadFault, ReadError, Received};

@@ -4,9 +4,6 @@ use vm_memory::VolatileSlice;
 
 use crate::memory::{self, Left};
 
-/// Copies bytes into slices of memory, which together are as long.
-pub type CopyPages<'a> = dyn FnMut(&[u8], &[VolatileSlice<'_>]) + 'a;
-
 /// Where a packet's pages come from.
 pub(crate) enum PageSource<'a> {
     /// The first bytes of a buffer, which may be exchanged for another buffer.
@@ -19,8 +16,8 @@ pub(crate) enum PageSource<'a> {
 pub(crate) enum PageSink<'a> {
     /// A buffer as long as the pages.
     Own(&'a mut [u8]),
-    /// Guest memory, and the function that copies decoded pages there.
-    Guest(&'a [VolatileSlice<'a>], &'a mut CopyPages<'a>),
+    /// Guest memory.
+    Guest(&'a [VolatileSlice<'a>]),
 }
 
 impl PageSource<'_> {
@@ -50,7 +47,7 @@ impl PageSink<'_> {
     pub(crate) fn len(&self) -> usize {
         match self {
             Self::Own(pages) => pages.len(),
-            Self::Guest(slices, _) => memory::total_len(slices),
+            Self::Guest(slices) => memory::total_len(slices),
         }
     }
 
@@ -58,7 +55,7 @@ impl PageSink<'_> {
     pub(crate) fn sum(&self) -> u32 {
         match self {
             Self::Own(pages) => crc32c::crc32c(pages),
-            Self::Guest(slices, _) => {
+            Self::Guest(slices) => {
                 let (left, mut sum) = (Left::new(&[], slices), 0);
                 left.for_each(left.bytes(), &mut |bytes| {
                     sum = crc32c::crc32c_append(sum, bytes);

@@ -21,7 +21,7 @@ use crate::{
     delta::{Incoming, Versions},
     is_stall, memory,
     page_store::{Parts, StoreReader},
-    pages::{CopyPages, PageSink, copy_to_guest},
+    pages::{PageSink, copy_to_guest},
     socket::is_transient,
     stats::cpu_timed,
 };
@@ -345,20 +345,6 @@ impl ChannelReader {
         header: &RamHeader,
         pages: &[VolatileSlice<'_>],
     ) -> Result<(), ReadError> {
-        self.read_pages_by(header, pages, &mut copy_to_guest)
-    }
-
-    /// As [`ChannelReader::read_pages`], but decoded pages are copied into `pages` by `copy`. Pages of method none are read into
-    /// place without a copy.
-    ///
-    /// # Errors
-    /// As [`ChannelReader::read_pages`].
-    pub fn read_pages_by(
-        &mut self,
-        header: &RamHeader,
-        pages: &[VolatileSlice<'_>],
-        copy: &mut CopyPages<'_>,
-    ) -> Result<(), ReadError> {
         let expected = header.normal_offsets().len() * self.layout.page_size();
         let given = memory::total_len(pages);
         if given != expected || given > self.layout.packet_bytes() {
@@ -370,11 +356,11 @@ impl ChannelReader {
             joined.resize(expected, 0);
             // Missing pages come before the SYNC.
             self.join_shared(header, parts, &mut joined)?;
-            copy(&joined, pages);
+            copy_to_guest(&joined, pages);
             self.joined = joined;
             return Ok(());
         }
-        self.read_payload(header, PageSink::Guest(pages, copy))
+        self.read_payload(header, PageSink::Guest(pages))
     }
 
     /// Reads the payload of a RAM packet and decodes it into the sink, which is as long as the packet's pages.
@@ -476,7 +462,7 @@ impl ChannelReader {
         for _ in 0..ATTEMPTS {
             match sink {
                 PageSink::Own(_) => return Ok(()),
-                PageSink::Guest(pages, copy) => copy(delta.decoded(), pages),
+                PageSink::Guest(pages) => copy_to_guest(delta.decoded(), pages),
             }
             if sink.sum() == sent {
                 return Ok(());
@@ -497,7 +483,7 @@ impl ChannelReader {
             let wanted = sink.len();
             let got = match sink {
                 PageSink::Own(pages) => self.stream.read_full(pages),
-                PageSink::Guest(pages, _) => self.stream.receive_memory(pages),
+                PageSink::Guest(pages) => self.stream.receive_memory(pages),
             };
             complete(&self.stream, got, wanted, "payload")?;
             self.stats.add_received(wanted);
@@ -524,9 +510,9 @@ impl ChannelReader {
         let (decoder, payload) = (&mut self.decoder, &self.payload[..len]);
         let (result, time) = cpu_timed(|| match sink {
             PageSink::Own(pages) => decoder.decode(method, payload, pages),
-            PageSink::Guest(pages, copy) => {
+            PageSink::Guest(pages) => {
                 let len = memory::total_len(pages);
-                copy(decoder.decode_borrowed(method, payload, len)?, pages);
+                copy_to_guest(decoder.decode_borrowed(method, payload, len)?, pages);
                 Ok(())
             }
         });
@@ -755,19 +741,11 @@ mod tests {
         assert_eq!(reader.read_header(&mut header).unwrap(), Received::Packet);
         let mut memory = vec![0; 3 * LAYOUT.page_size()];
         let slices = [VolatileSlice::from(&mut memory[..])];
-        let mut copies = 0;
-        let mut counted = |bytes: &[u8], pages: &[VolatileSlice<'_>]| {
-            copies += 1;
-            copy_to_guest(bytes, pages);
-        };
-        let error = reader
-            .read_pages_by(&header, &slices, &mut counted)
-            .unwrap_err();
+        let error = reader.read_pages(&header, &slices).unwrap_err();
         let ReadError::Payload { fault, .. } = &error else {
             panic!("{error:?}");
         };
         assert!(matches!(fault, PayloadFault::Changed { .. }), "{error:?}");
-        assert_eq!(copies, 2);
     }
 
     #[test]
@@ -780,40 +758,5 @@ mod tests {
         // A packet without differences.
         reader.read_start(&mut Packet::new(LAYOUT)).unwrap();
         assert_eq!(slots.arrived(), 1);
-    }
-
-    #[test]
-    fn pages_copied_wrongly_once_are_copied_again() {
-        let (_session, near, sessions) = dial();
-        let settings = Settings::new(Method::Lz4, None).unwrap();
-        let encoder = encoder(&settings, LAYOUT).unwrap();
-        let stats = Arc::default();
-        let mut writer = crate::ChannelWriter::new(Arc::new(near), LAYOUT, encoder, None, stats);
-        let mut packet = Packet::new(LAYOUT);
-        packet
-            .ram_mut()
-            .set_pages(&[0x5000, 0x3000], &[], LAYOUT)
-            .unwrap();
-        packet.ram_mut().block = BlockName::new(b"pc.ram").unwrap();
-        packet.pages_mut().fill(9);
-        writer.write(&mut packet).unwrap();
-        let mut reader = reader(&sessions);
-        let mut header = RamHeader::new(LAYOUT);
-        assert_eq!(reader.read_header(&mut header).unwrap(), Received::Packet);
-        let mut memory = vec![0; 2 * LAYOUT.page_size()];
-        let slices = [VolatileSlice::from(&mut memory[..])];
-        let mut copies = 0;
-        let mut once_wrong = |bytes: &[u8], pages: &[VolatileSlice<'_>]| {
-            copies += 1;
-            copy_to_guest(bytes, pages);
-            if copies == 1 {
-                pages[0].copy_from(&[8]);
-            }
-        };
-        reader
-            .read_pages_by(&header, &slices, &mut once_wrong)
-            .unwrap();
-        assert_eq!(copies, 2);
-        assert!(memory.iter().all(|byte| *byte == 9));
     }
 }

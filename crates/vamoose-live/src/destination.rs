@@ -35,11 +35,7 @@ use vamoose_codec::{Engines, Settings};
 use vamoose_link::{Address, Counters, Hangup, Session, Stats, Stream, lock, random_id};
 
 use crate::{
-    DestinationError, DestinationGuest, Ram,
-    config::setters,
-    error::ChannelError,
-    offload::{Account, OffloadCounters, PageCopy},
-    spans::in_span,
+    DestinationError, DestinationGuest, Ram, config::setters, error::ChannelError, spans::in_span,
 };
 use accept::Connections;
 pub use acceptor::{Accepted, Acceptor};
@@ -75,8 +71,6 @@ pub struct DestinationConfig {
     /// Whether large runs of pages that become zero are given back to the system. Not for memory that is
     /// pinned for devices.
     pub punch_holes: bool,
-    /// What copies decoded pages into guest memory.
-    pub copy: PageCopy,
 }
 
 impl DestinationConfig {
@@ -88,7 +82,6 @@ impl DestinationConfig {
             max_state: 1 << 30,
             memory_is_zero: false,
             punch_holes: true,
-            copy: PageCopy::Cpu,
         }
     }
 }
@@ -98,7 +91,6 @@ setters! { DestinationConfig:
     max_state: u64,
     memory_is_zero: bool,
     punch_holes: bool,
-    copy: PageCopy,
 }
 
 impl Default for DestinationConfig {
@@ -143,8 +135,6 @@ pub struct Arrival {
     pub running: bool,
     /// Whether the source has acknowledged it. If not, it was out of reach for the settle time.
     pub settled: bool,
-    /// What devices have done of the copies, if they were asked to.
-    pub copy: Option<OffloadCounters>,
 }
 
 /// Events that may wait for the coordinator.
@@ -246,10 +236,6 @@ impl Destination {
                 events_in,
                 scope,
                 stats,
-                copied: match &self.config.copy {
-                    PageCopy::Cpu => None,
-                    PageCopy::Dsa(devices) => Some(Account::open(devices)),
-                },
             };
             // Also when the VMM panics: the scope waits for its threads.
             let _hang_up = hangup.guard();

@@ -243,9 +243,9 @@ pub mod compression {
     pub use vamoose_link::MethodChoice;
 }
 
-/// Intel's DSA: devices that look for zero pages at the source, and copy pages at the destination.
+/// Intel's DSA: devices that look for zero pages at the source.
 pub mod dsa {
-    pub use crate::offload::{Devices, DsaDetection, OffloadCounters, PageCopy};
+    pub use crate::offload::{Devices, DsaDetection, OffloadCounters};
 }
 
 /// Sessions between two hosts: authenticated, encrypted, checked, and continued over new connections.

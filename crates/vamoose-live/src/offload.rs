@@ -6,8 +6,6 @@
 #[cfg(not(feature = "dsa"))]
 mod absent;
 #[cfg(feature = "dsa")]
-mod copy;
-#[cfg(feature = "dsa")]
 mod zero;
 
 use std::sync::Arc;
@@ -21,9 +19,9 @@ pub use self::absent::{Devices, OffloadCounters, WrongVerdict};
 pub use idxd::offload::{Devices, OffloadCounters, WrongVerdict};
 
 #[cfg(not(feature = "dsa"))]
-pub(crate) use self::absent::{DsaCopy, DsaScan};
+pub(crate) use self::absent::DsaScan;
 #[cfg(feature = "dsa")]
-pub(crate) use self::{copy::DsaCopy, zero::DsaScan};
+pub(crate) use self::zero::DsaScan;
 
 use crate::sys::memory::is_zero;
 
@@ -34,19 +32,6 @@ pub struct DsaDetection {
     pub devices: Arc<Devices>,
     /// How many of the pages that a device reports as zero the processor checks: one in 64 with [`Verify::Sample`].
     pub verify: Verify,
-}
-
-/// How decoded pages are copied into guest memory. Pages of method none are read from the socket directly into guest memory,
-/// without a copy.
-#[derive(Clone, Debug, Default)]
-pub enum PageCopy {
-    /// By the processor.
-    #[default]
-    Cpu,
-    /// By DSAs and the processor together. It pays for memory that is present (populated by the VMM, or written
-    /// in an earlier round). An untouched page causes a fault, and the processor copies it then. A device whose
-    /// pages are all untouched is not used for a while.
-    Dsa(Arc<Devices>),
 }
 
 /// Devices, and their counters before this migration. If several migrations share devices, each

@@ -211,7 +211,7 @@ fn the_report_describes_the_link() -> Result<()> {
 }
 
 #[test]
-fn modelled_dsas_look_for_zero_pages_and_copy() -> Result<()> {
+fn modelled_dsas_look_for_zero_pages() -> Result<()> {
     let options = [
         "--ram=32M",
         "--guest=threads",
@@ -219,7 +219,6 @@ fn modelled_dsas_look_for_zero_pages_and_copy() -> Result<()> {
         "--method=lz4",
         "--prealloc",
         "--zero-page-detection=dsa",
-        "--copy=dsa",
         "--dsa-path=model:2",
         "--json=-",
     ];
@@ -231,15 +230,12 @@ fn modelled_dsas_look_for_zero_pages_and_copy() -> Result<()> {
         let ended = Vamoose::start(&mut command)?.finish(LIMIT)?;
         let report = report(&ended.success()?)?;
         holds(&report)?;
-        for job in ["zero-page-detection", "copy"] {
-            let done = &report[job];
-            assert_eq!(done["by"], "dsa");
-            assert_eq!(done["model"], true);
-            assert!(number(done, "by-device") > 0, "{faults:?}: {report:#}");
-        }
+        let done = &report["zero-page-detection"];
+        assert_eq!(done["by"], "dsa");
+        assert_eq!(done["model"], true);
+        assert!(number(done, "by-device") > 0, "{faults:?}: {report:#}");
         if faults.is_some() {
-            let failed = number(&report["zero-page-detection"], "failed");
-            assert!(failed > 0, "{report:#}");
+            assert!(number(done, "failed") > 0, "{report:#}");
         }
     }
     Ok(())
@@ -272,14 +268,6 @@ fn invalid_options_are_refused() -> Result<()> {
         (
             &["--zero-page-detection=dsa", "--dsa-path=models"],
             "--dsa-path",
-        ),
-        (
-            &["--copy=dsa", "--dsa-path=model", "--method=none"],
-            "--copy dsa",
-        ),
-        (
-            &["--copy=dsa", "--method=lz4", "--dsa-path=wq77.7"],
-            "vamoose probe",
         ),
         (&["--fill=/does/not/exist"], "--fill /does/not/exist"),
         (&["--via=/does/not/exist"], "/does/not/exist"),

@@ -9,7 +9,6 @@
 )]
 
 mod compression;
-mod copies;
 #[path = "../common/faults.rs"]
 mod faults;
 mod noise;

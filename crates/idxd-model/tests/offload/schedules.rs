@@ -6,7 +6,6 @@ use idxd_model::{Faults, InjectedFault, On, Page};
 
 use super::{
     compression,
-    copies::Areas,
     faults::{any_faults, harmless},
     *,
 };
@@ -195,29 +194,6 @@ fn round_trip(schedule: &Schedule, memory: &Memory, tables: Tables) -> Seen {
     }
 }
 
-fn copy(schedule: &Schedule, areas: &mut Areas) -> Seen {
-    let model = schedule.model(Kind::Dsa);
-    let clock = model.queue(0, 0, PortalKind::Enqcmd);
-    let devices = devices(&model, schedule.devices, BATCHES);
-    let mut copier = Copier::new(devices.clone());
-    for (event, _, meanwhile) in &schedule.calls {
-        let pages: Vec<_> = areas.moves().iter().map(|of| of.destination).collect();
-        event.happen(&model, &pages);
-        let before = model.now();
-        let time = Duration::from_micros(10_000 + meanwhile);
-        areas.copy(&mut copier, || pass(&clock, time));
-        // The timeout, and what a queue that is closed may still do.
-        assert!(model.now() - before < time + Duration::from_millis(300));
-    }
-    let work = devices.work();
-    assert_eq!(sum(work), 64 * schedule.calls.len() as u64);
-    Seen {
-        work,
-        trace: model.trace(),
-        took: model.now(),
-    }
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
 
@@ -228,12 +204,6 @@ proptest! {
         prop_assert_eq!(scan(&schedule, &memory), seen);
     }
 
-    #[test]
-    fn copies_are_right_and_stay_as_they_are(schedule in schedule()) {
-        let mut areas = Areas::new(64);
-        let seen = copy(&schedule, &mut areas);
-        prop_assert_eq!(copy(&schedule, &mut areas), seen);
-    }
 }
 
 proptest! {

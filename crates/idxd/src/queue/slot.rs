@@ -131,26 +131,10 @@ impl InFlight {
 
     /// Waits for the outcome until `deadline`, by [`Queue::now`](crate::Queue::now).
     ///
-    /// Without one, the slot is in quarantine, and the device may still write to wherever the descriptors point:
-    /// a caller that lets it write to its own memory needs [`wait_or_close`](Self::wait_or_close).
+    /// Without one, the slot is in quarantine, and the device may still write to wherever the descriptors point.
     pub fn wait(mut self, deadline: Duration) -> Result<Outcome, Unanswered> {
         self.lease.wait_or_count(deadline)?;
         Ok(Outcome { lease: self.lease })
-    }
-
-    /// Waits for the outcome until `deadline`. Without one, the queue is closed before this returns: then the device cannot
-    /// write to the descriptors' destinations any more, and the caller may use them again. There is no other way, as a
-    /// descriptor cannot be revoked.
-    pub fn wait_or_close(mut self, deadline: Duration) -> Result<Outcome, Unanswered> {
-        let Err(reason) = self.lease.wait_or_count(deadline) else {
-            return Ok(Outcome { lease: self.lease });
-        };
-        self.lease.queue.close();
-        // The device has had time to finish while it was drained.
-        match self.lease.look() {
-            Ok(None) => Ok(Outcome { lease: self.lease }),
-            _ => Err(reason),
-        }
     }
 }
 

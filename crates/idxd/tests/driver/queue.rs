@@ -380,34 +380,6 @@ fn the_slot_of_a_dropped_submission_comes_back() {
 }
 
 #[test]
-fn a_destination_is_free_after_wait_or_close() {
-    let (fake, queue) = open(shared(16, 32), Pace::Never);
-    let other = submit(&queue, 2).unwrap();
-    let (lost, ..) = by_hand(&queue, &fake, 1);
-    // Drained, the device has done the other one.
-    let reason = lost.wait_or_close(after(&queue, 10)).unwrap_err();
-    assert_eq!((reason, fake.state().closed), (Unanswered::TimedOut, 1));
-    assert!(other.wait(Duration::ZERO).unwrap().all_succeeded());
-    assert!(queue.is_dead());
-    queue.close();
-    drop(queue);
-    assert_eq!(fake.state().closed, 1);
-}
-
-#[test]
-fn an_operation_that_completes_during_close_has_an_outcome() {
-    let (fake, queue) = open(shared(16, 32), Pace::Never);
-    let in_flight = submit(&queue, 2).unwrap();
-    assert!(
-        in_flight
-            .wait_or_close(after(&queue, 10))
-            .unwrap()
-            .all_succeeded()
-    );
-    assert_eq!(fake.state().closed, 1);
-}
-
-#[test]
 fn nobody_waits_for_a_closed_queue() {
     let (fake, queue) = open(shared(16, 32), Pace::Never);
     let (lost, ..) = by_hand(&queue, &fake, 2);

@@ -64,7 +64,7 @@ impl Incoming {
         let mut scratch = std::mem::take(&mut self.scratch);
         let restored = match sink {
             PageSink::Own(pages) => self.restore(decoder, (method, payload), pages, None, sum),
-            PageSink::Guest(slices, _) => {
+            PageSink::Guest(slices) => {
                 scratch.resize(len, 0);
                 let memory = Some(&**slices);
                 self.restore(decoder, (method, payload), &mut scratch, memory, sum)

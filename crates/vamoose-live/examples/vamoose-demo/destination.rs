@@ -51,7 +51,6 @@ fn receive_guest(order: &Order) -> Result<()> {
     // The memory has just been mapped. A KVM guest's image is already in it, but the source has the same image in the same place,
     // so that none of its pages is ever sent as zeros.
     config.memory_is_zero = true;
-    config.copy = order.dsa.page_copy()?;
     let (acceptor, address) = order.link.listen(&order.listen, config.stall_timeout)?;
     let mut destination = Destination::new(acceptor, ram.clone(), config)?;
     send(Ok(address))?;
@@ -68,7 +67,6 @@ fn receive_guest(order: &Order) -> Result<()> {
         digest: digest(&ram)?,
         cpu_seconds,
         decode_seconds: arrival.moved.decode_time.as_secs_f64(),
-        copy: arrival.copy,
     }))?;
     let writes = run_briefly(&guest, order.shape.rate)?;
     let proof = guest.verify();

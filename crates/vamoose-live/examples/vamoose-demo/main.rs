@@ -152,13 +152,12 @@ fn main() -> ExitCode {
 fn run(options: &Options) -> Result<()> {
     let (shape, migration) = (&options.guest.shape, &options.migration);
     shape.check()?;
-    migration.dsa.check(migration.method != MethodName::NONE)?;
+    migration.dsa.check()?;
     let ([link, link_there], _keys) = options.link.sides()?;
     let order = Order {
         shape: shape.clone(),
         prealloc: options.guest.prealloc,
         hardware: migration.hardware.clone(),
-        dsa: migration.dsa.clone(),
         listen: options.listen.to_string(),
         link: link_there,
     };

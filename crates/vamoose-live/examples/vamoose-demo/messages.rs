@@ -18,9 +18,8 @@ use anyhow::{Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use testguest::Proof;
 use vamoose::options::Hardware;
-use vamoose_live::dsa::OffloadCounters;
 
-use crate::{dsa::DsaOptions, guest::Shape, link::Link};
+use crate::{guest::Shape, link::Link};
 
 /// The order for the destination.
 #[derive(Debug, Serialize, Deserialize)]
@@ -30,8 +29,6 @@ pub(crate) struct Order {
     pub(crate) prealloc: bool,
     /// Hardware for decoding.
     pub(crate) hardware: Hardware,
-    /// Devices that copy decoded pages.
-    pub(crate) dsa: DsaOptions,
     pub(crate) listen: String,
     pub(crate) link: Link,
 }
@@ -46,8 +43,6 @@ pub(crate) struct Arrived {
     pub(crate) cpu_seconds: f64,
     /// Share of the decoders in the CPU time.
     pub(crate) decode_seconds: f64,
-    /// Counts of copies by devices.
-    pub(crate) copy: Option<OffloadCounters>,
 }
 
 impl Arrived {
@@ -89,7 +84,6 @@ mod tests {
                 digest: digest.to_owned(),
                 cpu_seconds: 0.0,
                 decode_seconds: 0.0,
-                copy: None,
             };
             let verdict = arrived.check(&checksum(1), "a");
             let said = verdict.err().map(|error| error.to_string());

@@ -86,10 +86,6 @@ pub(crate) fn json(
         &mut report["zero-page-detection"],
         json!(status.zero_page_detection),
     );
-    if let Some(arrived) = arrived {
-        report["copy"] = json!({ "by": if arrived.copy.is_some() { "dsa" } else { "cpu" } });
-        set(&mut report["copy"], json!(arrived.copy));
-    }
     Ok(report)
 }
 

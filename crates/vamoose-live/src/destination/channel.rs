@@ -5,11 +5,7 @@ use vamoose_link::{ChannelReader, Received, Stats};
 use vm_memory::VolatileSlice;
 
 use super::guest_ram::GuestRam;
-use crate::{
-    error::ChannelError,
-    offload::{DsaCopy, PageCopy},
-    protocol::LAST_SYNC,
-};
+use crate::{error::ChannelError, protocol::LAST_SYNC};
 
 /// Receives the packets of a channel until it ends. `synced` is called with each SYNC's number when every page
 /// before it has been written.
@@ -20,16 +16,11 @@ pub(super) fn receive(
     mut reader: ChannelReader,
     layout: Layout,
     memory: &GuestRam,
-    copy: &PageCopy,
     stats: &Stats,
     synced: impl Fn(u64),
 ) -> Result<(), ChannelError> {
     let mut header = RamHeader::new(layout);
     let mut pages: Vec<VolatileSlice<'_>> = Vec::with_capacity(layout.page_count());
-    let mut dsa = match copy {
-        PageCopy::Cpu => None,
-        PageCopy::Dsa(devices) => Some(DsaCopy::new(devices.clone(), layout)),
-    };
     let (mut unsynced, mut last) = (false, false);
     while reader.read_header(&mut header)? == Received::Packet {
         if last {
@@ -37,12 +28,7 @@ pub(super) fn receive(
         }
         if !header.is_empty() {
             let block = memory.resolve(&header, &mut pages)?;
-            match &mut dsa {
-                None => reader.read_pages(&header, &pages)?,
-                Some(dsa) => reader.read_pages_by(&header, &pages, &mut |bytes, pages| {
-                    dsa.copy(bytes, pages);
-                })?,
-            }
+            reader.read_pages(&header, &pages)?;
             memory.written(block, header.normal_offsets());
             memory.zero(block, header.zero_offsets());
             let (normal, zero) = (header.normal_offsets().len(), header.zero_offsets().len());

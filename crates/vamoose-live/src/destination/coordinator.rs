@@ -28,7 +28,6 @@ use crate::{
     dirty::count,
     error::ChannelError,
     missing::{Missing, MissingPagesError},
-    offload::Account,
     protocol::{PrepareDetails, split_missing},
     spans::in_span,
 };
@@ -58,8 +57,6 @@ pub(super) struct Coordinator<'scope, 'env> {
     pub(super) events_in: SyncSender<Event>,
     pub(super) scope: &'scope Scope<'scope, 'env>,
     pub(super) stats: Arc<Stats>,
-    /// Counters of the pages that DSA copied into guest memory.
-    pub(super) copied: Option<Account>,
 }
 
 /// The current attempt.
@@ -322,10 +319,10 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         }
         // Only the migration writes the guest's memory before the guest runs here.
         reader.take_differences_in_place();
-        let (copy, stats) = (&self.config.copy, self.stats.clone());
+        let stats = self.stats.clone();
         let events = self.events_in.clone();
         let receive = in_span(move || {
-            let result = channel::receive(reader, layout, memory, copy, &stats, |round| {
+            let result = channel::receive(reader, layout, memory, &stats, |round| {
                 // The coordinator is gone when the attempt is over.
                 let _ = events.send(Event::Synced(number, round));
             });
@@ -445,7 +442,6 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
             total_time,
             running: attempt.done.running,
             settled: attempt.done.settled,
-            copy: self.copied.as_ref().map(Account::read),
         })
     }
 

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use multifd::Layout;
 use serde::Serialize;
 use thiserror::Error;
 use vamoose_codec::Verify;
@@ -25,8 +24,6 @@ pub enum WrongVerdict {}
 
 #[derive(Debug)]
 pub(crate) struct DsaScan(Never);
-
-pub(crate) struct DsaCopy(Never);
 
 impl Devices {
     pub(crate) fn work(&self) -> OffloadCounters {
@@ -54,16 +51,6 @@ impl DsaScan {
         _: &[VolatileSlice<'_>],
         _: &mut [bool],
     ) -> Result<(), WrongVerdict> {
-        match self.0 {}
-    }
-}
-
-impl DsaCopy {
-    pub(crate) fn new(devices: Arc<Devices>, _: Layout) -> Self {
-        match devices.0 {}
-    }
-
-    pub(crate) fn copy(&mut self, _: &[u8], _: &[VolatileSlice<'_>]) {
         match self.0 {}
     }
 }

@@ -1,7 +1,7 @@
-//! Migrations with DSAs that look for zero pages at the source and copy at the destination: whatever the devices do,
-//! the destination has the source's memory. The devices are a model.
+//! Migrations with DSAs that look for zero pages at the source: whatever the devices do, the destination has the source's
+//! memory. The devices are a model.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use crate::common::{
     Here, MIB, Rig, Rng, Shape, Stage, There, by_dsas, dsas, migrate, nothing_to_migrate,
@@ -12,19 +12,19 @@ use idxd_model::{Config, Faults, InjectedFault, Model, On, Work};
 use multifd::Method;
 use vamoose_codec::Verify;
 use vamoose_live::{
-    GuestLocation, SourceError, Status, Switchover, ZeroPageDetection,
-    dsa::{OffloadCounters, PageCopy},
+    GuestLocation, SourceError, Status, Switchover, ZeroPageDetection, dsa::OffloadCounters,
 };
 
 /// Before the switchover, at least.
 const ROUNDS: u64 = 5;
 
-/// What the devices did of the verdicts, and of the copies.
-type Done = (OffloadCounters, OffloadCounters);
-
 /// Migrates a guest of each rig, with `count` devices of a model. Between the rounds there is `act`, with the model
-/// and the number of rounds so far.
-fn migrate_each(config: &Config, count: usize, act: impl Fn(&Model, u64) + Sync) -> Vec<Done> {
+/// and the number of rounds so far. Returns what the devices did of the verdicts.
+fn migrate_each(
+    config: &Config,
+    count: usize,
+    act: impl Fn(&Model, u64) + Sync,
+) -> Vec<OffloadCounters> {
     let migrate_one = |(run, rig): (usize, Rig)| {
         let _rng = Rng::new(run as u64);
         let model = Model::timed(config);
@@ -34,14 +34,9 @@ fn migrate_each(config: &Config, count: usize, act: impl Fn(&Model, u64) + Sync)
             blocks: vec![2 * MIB, 12 * MIB],
             ..Shape::default()
         };
-        migrate_with(
-            &shape,
-            &dsas(&model, count),
-            &dsas(&model, count),
-            |round| {
-                act(&model, round);
-            },
-        )
+        migrate_with(&shape, &dsas(&model, count), |round| {
+            act(&model, round);
+        })
     };
     Rig::all()
         .into_iter()
@@ -53,17 +48,13 @@ fn migrate_each(config: &Config, count: usize, act: impl Fn(&Model, u64) + Sync)
 fn migrate_with(
     shape: &Shape,
     detecting: &Arc<Devices>,
-    copying: &Arc<Devices>,
     act: impl Fn(u64) + Sync,
-) -> Done {
+) -> OffloadCounters {
     let stage = Stage::new(shape);
-    // Each round writes pages again that devices have copied before.
     let mut config = source_config(Method::Lz4);
     config.packet_bytes = 256 << 10;
     config.zero_page_detection = by_dsas(detecting, Verify::Sample);
-    let mut destination = stage.destination(|config| {
-        config.copy = PageCopy::Dsa(copying.clone());
-    });
+    let mut destination = stage.destination(|_| {});
     let mut here = Here::new(&stage).switching(|status: &Status| {
         let round = status.ram.dirty_sync_count;
         act(round);
@@ -76,9 +67,9 @@ fn migrate_with(
     let source = stage.source(config);
     // It compares all memory at the switchover.
     let outcome = migrate(source, &mut here, &mut destination, &mut There::new(&stage));
-    let (status, arrival) = outcome.expect_done();
+    let (status, _) = outcome.expect_done();
     stage.expect_there();
-    (status.zero_page_detection.unwrap(), arrival.copy.unwrap())
+    status.zero_page_detection.unwrap()
 }
 
 /// Something goes wrong with some descriptors, `times` times.
@@ -100,9 +91,9 @@ fn healthy_devices_do_their_part() {
         let worked = (0..5).any(|_| {
             migrate_each(&config, count, nothing)
                 .iter()
-                .all(|(verdicts, copies)| {
-                    assert!(verdicts.model && copies.model);
-                    verdicts.by_device > 0 && copies.by_device > 0
+                .all(|verdicts| {
+                    assert!(verdicts.model);
+                    verdicts.by_device > 0
                 })
         });
         assert!(
@@ -124,11 +115,9 @@ fn everything_goes_wrong() {
 
 #[test]
 fn without_devices_it_is_the_processors() {
-    for (verdicts, copies) in migrate_each(&Config::dsa(), 0, nothing) {
-        for done in [verdicts, copies] {
-            assert_eq!((done.by_device, done.failed, done.overtaken), (0, 0, 0));
-            assert!(done.refused > 0);
-        }
+    for done in migrate_each(&Config::dsa(), 0, nothing) {
+        assert_eq!((done.by_device, done.failed, done.overtaken), (0, 0, 0));
+        assert!(done.refused > 0);
     }
 }
 
@@ -139,8 +128,8 @@ fn full_queues_take_nothing() {
             model.refuse(0, 0, u32::MAX);
         }
     };
-    for (verdicts, copies) in migrate_each(&Config::dsa(), 1, full) {
-        assert_eq!((verdicts.by_device, copies.by_device), (0, 0));
+    for verdicts in migrate_each(&Config::dsa(), 1, full) {
+        assert_eq!(verdicts.by_device, 0);
     }
 }
 
@@ -169,27 +158,12 @@ fn engines_that_are_stuck_cost_time_only() {
 
 #[test]
 fn descriptors_that_never_complete_cost_time_only() {
-    for on in [opcode::COMPARE_PATTERN, opcode::MEMMOVE, opcode::BATCH] {
+    for on in [opcode::COMPARE_PATTERN, opcode::BATCH] {
         migrate_each(
             &Config::dsa(),
             1,
             fault(On::opcode(on), 3, InjectedFault::Stuck),
         );
-    }
-}
-
-/// What a device writes late must not be there after what was written later: the next round sends many of the pages
-/// again, and the last one compares them all.
-#[test]
-fn copies_that_are_late_are_not_left_behind() {
-    for late in [
-        InjectedFault::Late(Duration::from_millis(3)),
-        InjectedFault::Slow(Duration::from_millis(1)),
-        InjectedFault::RecordLate(Duration::from_millis(3)),
-        InjectedFault::RecordLost,
-    ] {
-        let late = fault(On::opcode(opcode::MEMMOVE), 200, late);
-        migrate_each(&Config::dsa(), 1, late);
     }
 }
 
