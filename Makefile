@@ -54,7 +54,7 @@ faults: setup  # Break migrations in every way, at random moments, until one goe
 
 # SOAK_SEED sets which faults. Ends at the first broken promise, with all that is known of it. As root.
 soak: setup    # Migrations of all kinds with faults for hours, with memory and descriptors in target/soak (make soak HOURS=8)
-	cargo build --release -p vamoose -p lab -p vamoose-live --bin vamoose --bin faults --example vmm
+	cargo build --release -p vamoose -p lab --bin vamoose --bin faults
 	SOAK_HOURS=$(or $(HOURS),8) cargo test --release -p vamoose --test all soak:: -- --ignored --nocapture
 
 bench: setup   # Measure Vamoose beside stock QEMU on this host (minutes; BENCH="silesia links --out DIR"; make bench BENCH=list)

@@ -222,11 +222,7 @@ impl Scene<'_> {
         }
         let name = &self.instances[holder].name;
         let ram = self.instances[holder].qemu.ram();
-        let checked = match holder != 0 && self.loses_writes() {
-            true => counter::count(ram),
-            false => self.image.check(ram),
-        };
-        let at = match checked {
+        let at = match self.image.check(ram) {
             Ok(at) => at,
             Err(error) => return broken(Broken::Memory, format!("{name}: {error:#}")),
         };
@@ -269,13 +265,6 @@ impl Scene<'_> {
             Ok(_) => Ok(()),
             Err(error) => broken(Broken::Disk, format!("{holder:?}: {error:#}")),
         }
-    }
-
-    /// Whether a source is a QEMU that loses writes of a running guest (docs/qemu.md).
-    fn loses_writes(&self) -> bool {
-        let mut sources = self.plan.versions[..2].iter();
-        self.plan.runs
-            && sources.any(|version| self.setting.binaries[*version].version.loses_writes())
     }
 
     /// Checks that the guest's counter keeps increasing.

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use lab::qemu::AWKWARD;
+
 use super::host::RECONNECT;
 use crate::fault::{Choices, Fault, Kind, Role, list};
 use crate::random::Random;
@@ -128,7 +130,7 @@ impl fmt::Display for Plan {
 /// The number of different initial contents.
 pub(crate) const CONTENTS: u64 = 4;
 /// The guest's memory. Less than a second's traffic at any bandwidth below.
-pub(crate) const RAM: u64 = 4 << 20;
+pub(crate) const RAM: u64 = (4 << 20) + AWKWARD;
 
 fn draw_options(random: &mut Random) -> Vec<String> {
     let mut options = Vec::new();
