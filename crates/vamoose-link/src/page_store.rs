@@ -61,7 +61,7 @@ pub use self::{
 };
 pub(crate) use self::{
     receiver::{Parts, StoreReader},
-    sender::StoreWriter,
+    sender::{MANY_UNDECIDED, StoreWriter},
 };
 use crate::{lock, tls::matches};
 

@@ -20,7 +20,7 @@ use crate::{
     backlog::Backlog,
     delta::Outgoing,
     is_stall, lock, memory,
-    page_store::StoreWriter,
+    page_store::{MANY_UNDECIDED, StoreWriter},
     pages::{PageSource, copy_from_guest},
     stats::cpu_timed,
     zero_copy::{self, ZeroCopy},
@@ -279,7 +279,7 @@ impl ChannelWriter {
     /// # Errors
     /// As [`ChannelWriter::write`] and [`ChannelWriter::flush`].
     pub fn write_sync(&mut self, packet_num: u64) -> Result<(), WriteError> {
-        self.send_missing(true)?;
+        self.send_missing(0)?;
         self.sync.packet_num = packet_num;
         self.header.clear();
         self.sync.write(self.sender.layout, &mut self.header);
@@ -325,14 +325,16 @@ impl ChannelWriter {
         header: &mut RamHeader,
         mut pages: PageSource<'_>,
     ) -> Result<(), WriteError> {
-        self.send_missing(false)?;
+        self.send_missing(MANY_UNDECIDED)?;
         // A packet received with pages and a SYNC is sent as two.
         header.sync = false;
         if !header.is_empty() {
             self.follow_origin(header)?;
         }
         let page_bytes = pages.len();
-        let is_raw = page_bytes == 0 || self.frame.is_some() || self.encoder.next_is_raw();
+        let takes_raw = self.store.as_ref().is_some_and(StoreWriter::takes_raw);
+        let is_raw =
+            page_bytes == 0 || self.frame.is_some() || !takes_raw && self.encoder.next_is_raw();
         let epoch = self.sender.channel.epoch.load(Ordering::Relaxed);
         let delta = match &mut self.delta {
             Some(delta) if is_raw && (page_bytes == 0 || !self.encoder.prefers_differences()) => {
@@ -420,17 +422,17 @@ impl ChannelWriter {
 }
 
 impl ChannelWriter {
-    /// Sends the pages that the destination has not found in its store. If it `waits`, then until each reference has its verdict.
-    fn send_missing(&mut self, waits: bool) -> Result<(), WriteError> {
+    /// Sends the pages that the destination has not found in its store. Waits until at most so many bytes of pages have no verdict.
+    fn send_missing(&mut self, most: usize) -> Result<(), WriteError> {
         let Some(mut store) = self.store.take_if(|store| store.has_undecided()) else {
             return Ok(());
         };
         let stream = self.sender.channel.stream.clone();
         let reconnect = stream.session().map(|it| it.config().reconnect_timeout);
         let patience = stream.stall_timeout() + reconnect.unwrap_or_default();
-        let deadline = waits.then(|| Instant::now() + patience);
+        let deadline = Instant::now() + patience;
         let failed = |error| WriteError::of(error, patience);
-        while let Some(missing) = store.next_missing(deadline).map_err(failed)? {
+        while let Some(missing) = store.next_missing(most, deadline).map_err(failed)? {
             let layout = self.sender.layout;
             let mut packet = Packet::new(layout);
             packet.ram_mut().block = missing.block;
@@ -551,7 +553,7 @@ fn encode_all(
     })
 }
 
-/// Encodes the pages that are no references, and adds the table of the planned packet. Packets that do not shrink go as they are.
+/// Encodes the pages that are no references, and adds the table of the planned packet.
 fn encode_shared(
     encoder: &mut PacketEncoder,
     store: &mut StoreWriter,
@@ -571,7 +573,7 @@ fn encode_shared(
     };
     let len = match encoded.len {
         Some(len) => len,
-        None if rest.is_none() => return Ok(encoded),
+        None if rest.is_none() && !store.takes_raw() => return Ok(encoded),
         None => {
             out[..to_encode.len()].copy_from_slice(to_encode);
             to_encode.len()
@@ -579,7 +581,7 @@ fn encode_shared(
     };
     let (payload, room) = out.split_at_mut(len);
     let table = store.table();
-    if len + table.len() >= pages.len() || !table.write(encoded.method, room) {
+    if room.len() < table.len() || !table.write(encoded.method, room) {
         return match rest {
             None => Ok(encoded),
             // No method of a packet with references is unknown to its table, and each is shorter than its page.

@@ -36,8 +36,11 @@ struct Offer {
 /// Fingerprints that are remembered: of 32 GiB in pages of 4 KiB.
 const MOST_OFFERED: usize = 8 << 20;
 
-/// Bytes of pages kept by one channel until their verdict comes.
-const MOST_UNDECIDED: usize = 8 << 20;
+/// Bytes of pages without a verdict from which a channel waits for verdicts: what a fast link carries in a round trip.
+pub(crate) const MANY_UNDECIDED: usize = 8 << 20;
+
+/// Packets that do not shrink which a channel adds to the store, and one more for each that does.
+const RAW_PACKETS: u32 = 64;
 
 /// Fewer missed references than this say nothing yet.
 const FEW: u64 = 256;
@@ -155,6 +158,8 @@ pub(crate) struct StoreWriter {
     table: Table,
     /// The pages that are not references, if there are references.
     rest: Vec<u8>,
+    /// See [`Self::takes_raw`].
+    raw_packets: u32,
     own: Vec<Fingerprint>,
 }
 
@@ -185,6 +190,7 @@ impl StoreWriter {
             page_size,
             table: Table::default(),
             rest: Vec::new(),
+            raw_packets: RAW_PACKETS,
             own: Vec::new(),
         };
         (writer, listener)
@@ -204,8 +210,7 @@ impl StoreWriter {
         let Some(keys) = offer.keys else {
             return false;
         };
-        let has_room = self.undecided_bytes + pages.len() <= MOST_UNDECIDED;
-        let refers = has_room && !offer.fingerprints.is_empty() && sender.is_of_use();
+        let refers = !offer.fingerprints.is_empty() && sender.is_of_use();
         for (index, page) in pages.chunks_exact(*page_size).enumerate() {
             let fingerprint = keys.fingerprint(page);
             table.fingerprints.push(fingerprint);
@@ -217,6 +222,12 @@ impl StoreWriter {
             }
         }
         true
+    }
+
+    /// Whether packets that do not shrink have a table too. Guests that are alike have such pages in common, such as compressed files.
+    /// In memory that hardly shrinks anywhere they are noise more often, and cost both ends more than they bring.
+    pub(crate) fn takes_raw(&self) -> bool {
+        self.raw_packets > 0
     }
 
     pub(crate) fn table(&self) -> &Table {
@@ -248,6 +259,11 @@ impl StoreWriter {
         rest: Option<Vec<u8>>,
         (method, payload): (Method, &[u8]),
     ) {
+        self.raw_packets = match method {
+            Method::None if payload.is_empty() => self.raw_packets,
+            Method::None => self.raw_packets.saturating_sub(1),
+            _ => self.raw_packets.saturating_add(1),
+        };
         if let Some(own) = &self.sender.own {
             self.own.clear();
             let rest = rest.as_deref().unwrap_or(pages);
@@ -282,16 +298,18 @@ impl StoreWriter {
         !self.undecided.is_empty()
     }
 
-    /// Pages that the destination has not found, to be sent next. Waits until `deadline` for the verdicts on all references; without
-    /// one, returns `None` when no verdict has come.
+    /// Pages that the destination has not found, to be sent next. Waits until `deadline` while more than `most` bytes of pages are
+    /// without a verdict. Otherwise returns `None` when no verdict has come.
     ///
     /// # Errors
     /// When the destination gives no verdict any more, or a wrong one.
     pub(crate) fn next_missing(
         &mut self,
-        deadline: Option<Instant>,
+        most: usize,
+        deadline: Instant,
     ) -> io::Result<Option<Undecided>> {
         while !self.undecided.is_empty() {
+            let deadline = (self.undecided_bytes > most).then_some(deadline);
             let Some(missing) = self.verdicts.next(deadline)? else {
                 return Ok(None);
             };

@@ -120,7 +120,7 @@ fn migrate(
 /// Sends every `step`th page that is this channel's.
 fn send(writer: &mut ChannelWriter, channel: usize, memory: &[u8], step: usize) {
     let mine = |page: &usize| page.is_multiple_of(step) && page % CHANNELS == channel;
-    let pages: Vec<_> = (0..PAGES).filter(mine).collect();
+    let pages: Vec<_> = (0..memory.len() / PAGE).filter(mine).collect();
     let mut packet = Packet::new(LAYOUT);
     for part in pages.chunks(60) {
         let offsets: Vec<_> = part.iter().map(|page| (page * PAGE) as u64).collect();
@@ -202,6 +202,32 @@ fn pages_that_were_evicted_are_sent() {
     let usage = far.usage();
     assert_eq!((usage.bytes, usage.pages), (0, 0));
     assert!(usage.evictions > PAGES as u64, "{usage:?}");
+}
+
+/// Files that are compressed already, in the page caches of guests that are alike.
+#[test]
+fn pages_that_do_not_shrink_are_sent_once() {
+    let far = store(64 << 20);
+    let memory = noise(PAGES);
+    migrate(&memory, (None, Some(&far)), ("first", 0), |_| ());
+    let second = migrate(&memory, (None, Some(&far)), ("second", PAGES - 9), |_| ());
+    assert!(second.shared_pages > PAGES as u64 - 9, "{second:?}");
+}
+
+/// It would be kept in vain.
+#[test]
+fn memory_that_shrinks_nowhere_is_hardly_kept() {
+    let far = store(64 << 20);
+    migrate(&noise(10_000), (None, Some(&far)), ("noise", 0), |_| ());
+    // Of 60 pages each.
+    let kept = far.usage().pages / 60;
+    assert!((CHANNELS * 60..=CHANNELS * 64).contains(&kept), "{kept}");
+}
+
+fn noise(pages: usize) -> Vec<u8> {
+    let mut memory = vec![0; pages * PAGE];
+    fastrand::Rng::with_seed(1).fill(&mut memory);
+    memory
 }
 
 /// A guest knows where fingerprints do not look, and that another guest has these pages.
