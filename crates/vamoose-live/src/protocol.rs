@@ -189,13 +189,14 @@ impl PrepareDetails {
         }
     }
 
-    /// Checks that the source's guest can run in `ram`; returns the layout of its packets.
-    pub(crate) fn check(&self, ram: &Ram) -> Result<Layout, Mismatch> {
+    /// Checks that the source's guest can run in `ram`; returns the layout of its packets, and the index in `ram` of each block.
+    pub(crate) fn check(&self, ram: &Ram) -> Result<(Layout, Vec<usize>), Mismatch> {
         if !CHANNELS.contains(&self.channels) {
             return Err(Mismatch::Channels(self.channels));
         }
-        check_shape(&self.blocks, self.page_size, ram)?;
-        Ok(Layout::new(self.page_size)?.with_packet_bytes(self.packet_bytes)?)
+        let blocks = check_shape(&self.blocks, self.page_size, ram)?;
+        let layout = Layout::new(self.page_size)?.with_packet_bytes(self.packet_bytes)?;
+        Ok((layout, blocks))
     }
 
     /// How many streams of pages there may be.
@@ -283,9 +284,13 @@ pub(crate) fn missing_bytes(missing: &[Bitmap]) -> Vec<u8> {
     bytes
 }
 
-/// Splits what [`missing_bytes`] precedes: the missing pages, if pages are to follow the guest, and the device state. `None` if this
-/// is not what `ram` can have.
-pub(crate) fn split_missing(ram: &Ram, bytes: &[u8]) -> Option<(Option<Vec<Bitmap>>, Vec<u8>)> {
+/// Splits what [`missing_bytes`] precedes: the missing pages, if pages are to follow the guest, and the device state. The source's
+/// blocks are those of `ram` in the order `blocks`. `None` if this is not what `ram` can have.
+pub(crate) fn split_missing(
+    ram: &Ram,
+    blocks: &[usize],
+    bytes: &[u8],
+) -> Option<(Option<Vec<Bitmap>>, Vec<u8>)> {
     let (len, bytes) = bytes.split_first_chunk()?;
     let len = usize::try_from(u64::from_be_bytes(*len)).ok()?;
     let (mut bitmap, state) = bytes.split_at_checked(len)?;
@@ -293,7 +298,8 @@ pub(crate) fn split_missing(ram: &Ram, bytes: &[u8]) -> Option<(Option<Vec<Bitma
         return Some((None, state.to_vec()));
     }
     let mut missing = Bitmap::for_blocks(ram);
-    for block in &mut missing {
+    for block in blocks {
+        let block = missing.get_mut(*block)?;
         for word in block.words_mut() {
             let (first, rest) = bitmap.split_first_chunk()?;
             (*word, bitmap) = (u64::from_le_bytes(*first), rest);
@@ -368,17 +374,19 @@ mod tests {
             pages in vec(vec(0..300_usize, 0..40), 2),
             state in vec(any::<u8>(), 0..40),
             cut in any::<usize>(),
+            is_turned in any::<bool>(),
         ) {
             let ram = crate::test_ram::blocks([300 * 4096, 64 * 4096].into_iter());
             let mut missing = Bitmap::for_blocks(&ram);
             for (bitmap, pages) in missing.iter_mut().zip(&pages) {
                 pages.iter().for_each(|page| bitmap.set(*page));
             }
-            let mut bytes = missing_bytes(&missing);
+            let order = if is_turned { [1, 0] } else { [0, 1] };
+            let mut bytes = missing_bytes(&order.map(|block| missing[block].clone()));
             let without_state = bytes.len();
             bytes.extend(&state);
-            prop_assert_eq!(split_missing(&ram, &bytes), Some((Some(missing), state)));
-            prop_assert_eq!(split_missing(&ram, &bytes[..cut % without_state]), None);
+            prop_assert_eq!(split_missing(&ram, &order, &bytes), Some((Some(missing), state)));
+            prop_assert_eq!(split_missing(&ram, &order, &bytes[..cut % without_state]), None);
         }
 
         #[test]

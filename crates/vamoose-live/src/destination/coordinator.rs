@@ -66,6 +66,8 @@ struct Attempt<'env> {
     details: PrepareDetails,
     memory: &'env GuestRam,
     layout: Layout,
+    /// The index in the memory of each of the source's blocks.
+    blocks: Vec<usize>,
     start: Instant,
     done: Done,
     /// Pages follow the guest.
@@ -121,7 +123,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         let details: PrepareDetails = from_details(prepare.details)
             .map_err(|error| refuse(ConversationError::from(error).into()))?;
         let memory = self.build(guest, &details.description).map_err(&refuse)?;
-        let layout = details
+        let (layout, blocks_here) = details
             .check(&memory.ram)
             .map_err(|error| refuse(error.into()))?;
         if details.post_copy {
@@ -147,6 +149,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
             details,
             memory,
             layout,
+            blocks: blocks_here,
             start,
             done: Done::default(),
             following: None,
@@ -263,8 +266,8 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         mut receiving: Receiving,
         bytes: &[u8],
     ) -> Result<Vec<u8>, DestinationError> {
-        let (missing, state) =
-            split_missing(&attempt.memory.ram, bytes).ok_or(DestinationError::MissingPages)?;
+        let split = split_missing(&attempt.memory.ram, &attempt.blocks, bytes);
+        let (missing, state) = split.ok_or(DestinationError::MissingPages)?;
         let Some(missing) = missing else {
             return Ok(state);
         };
@@ -289,7 +292,8 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
             return Err(DestinationError::MissingPages);
         };
         let (memory, layout) = (attempt.memory, attempt.layout);
-        let post_copy = PostCopy::new(memory, layout, &missing, demand.clone(), channels)?;
+        let demand = (demand.clone(), attempt.blocks.clone());
+        let post_copy = PostCopy::new(memory, layout, &missing, demand, channels)?;
         info!(pages = count(&missing), "pages follow the guest");
         for (number, stream) in streams.iter().enumerate() {
             let reader = self.reader(layout, stream.clone());

@@ -39,6 +39,8 @@ pub(super) struct PostCopy<'env> {
     /// Pages that the source has been asked for.
     requested: AtomicPages,
     demand: Arc<Stream>,
+    /// The index in the memory of each of the source's blocks.
+    blocks: Vec<usize>,
     stop: Hangup,
     progress: Mutex<Progress>,
 }
@@ -55,12 +57,12 @@ const COMPLETE_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl<'env> PostCopy<'env> {
     /// Has the pages of `missing` be missing. They come on streams, of which the one called `demand` is for pages on demand, and
-    /// `background` others are not.
+    /// `background` others are not. The source has the memory's blocks in the order `blocks`.
     pub(super) fn new(
         memory: &'env GuestRam,
         layout: Layout,
         missing: &[Bitmap],
-        demand: Arc<Stream>,
+        (demand, blocks): (Arc<Stream>, Vec<usize>),
         background: usize,
     ) -> Result<Arc<Self>, DestinationError> {
         Ok(Arc::new(Self {
@@ -69,6 +71,7 @@ impl<'env> PostCopy<'env> {
             missing: Missing::new(&memory.ram, missing)?,
             requested: AtomicPages::new(&Bitmap::for_blocks(&memory.ram)),
             demand,
+            blocks,
             stop: Hangup::new()?,
             progress: Mutex::new(Progress {
                 background,
@@ -90,6 +93,9 @@ impl<'env> PostCopy<'env> {
                 if this.requested.set(block, page) {
                     return Ok(());
                 }
+                // Every block has its place.
+                let mut blocks = this.blocks.iter();
+                let block = blocks.position(|here| *here == block).unwrap_or(block);
                 send_message(&this.demand, &Request::Page { block, page })
             });
             if let Err(error) = served.map_err(|error: ConversationError| error.into()) {

@@ -270,6 +270,41 @@ fn before_the_commit_a_lost_link_leaves_the_guest_at_the_source() {
 }
 
 #[test]
+fn blocks_in_another_order_get_their_own_pages() {
+    if nothing_to_migrate() {
+        return;
+    }
+    let _watchdog = Watchdog::new("blocks in another order".into());
+    let shape = Shape {
+        blocks: vec![2 * MIB, 2 * MIB],
+        ..Shape::default()
+    };
+    let ((_, here), (_, there)) = (shape.memory(), shape.memory());
+    for (number, block) in (1..).zip(here.blocks()) {
+        for page in 0..block.len() / PAGE {
+            let memory = block.memory();
+            memory.write_obj(number << 20 | page, page * PAGE).unwrap();
+        }
+    }
+    let log = Arc::new(SharedBitmap::new(&here));
+    let source = Source::with_config(here.clone(), log.clone(), config(Method::None)).unwrap();
+    let turned = Ram::new(there.blocks().iter().rev().cloned().collect()).unwrap();
+    let config = vamoose_live::DestinationConfig::default();
+    let mut destination = Destination::new(acceptor_for(None), &turned, config).unwrap();
+    let to = way_to(None, &destination);
+    let mut guest = Touching {
+        ram: there.clone(),
+        touching: None,
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| destination.run(&mut guest).unwrap());
+        source.run(&to, &mut Dirty(&log)).unwrap();
+    });
+    guest.touching.take().unwrap().join().unwrap();
+    expect_equal(&here, &there);
+}
+
+#[test]
 fn a_destination_that_cannot_have_missing_pages_refuses_the_guest() {
     if nothing_to_migrate() {
         return;
