@@ -104,11 +104,13 @@ impl Missing {
     /// When the memory does not allow that. Pages may have lost their content.
     pub(crate) fn new(ram: &Ram, missing: &[Bitmap]) -> Result<Self, MissingPagesError> {
         let faults = Faults::open().map_err(MissingPagesError::Userfaultfd)?;
-        for ((block, pages), punch) in ram.blocks().iter().zip(missing).zip(punches(ram)?) {
+        let punches = punches(ram)?;
+        // First: khugepaged makes a huge page of memory that is not registered, with zeros for what is missing in it.
+        register(&faults, ram)?;
+        for ((block, pages), punch) in ram.blocks().iter().zip(missing).zip(punches) {
             drop_pages(block, pages, ram.page_size(), punch)
                 .map_err(|source| refused(block, source))?;
         }
-        register(&faults, ram)?;
         Ok(Self {
             faults,
             ram: ram.clone(),
