@@ -67,7 +67,8 @@ pub struct SnapshotOptions {
     /// Finds the pages that the guest writes, so that it runs while most of its memory is written. Without, it is paused for
     /// all of it.
     pub log: Option<Arc<dyn DirtyLog>>,
-    /// Whether the guest goes on. It stays paused otherwise, to be ended. It goes on after a failure in any case.
+    /// Whether the guest goes on. It stays paused otherwise, to be ended. It goes on after a failure in any case, unless it was
+    /// [paused](SourceGuest::is_running) before.
     pub resume: bool,
 }
 
@@ -186,7 +187,7 @@ impl Snapshot {
     /// Writes the memory `ram` and the device state of `guest` to the file `path`, which is replaced when the snapshot is complete.
     ///
     /// # Errors
-    /// The guest goes on then, unless it cannot be resumed, and the file `path` is as before.
+    /// The guest goes on then, unless it cannot be resumed or was paused before, and the file `path` is as before.
     pub fn write(
         path: &Path,
         ram: &Ram,

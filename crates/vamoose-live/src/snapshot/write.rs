@@ -3,7 +3,7 @@
 use std::{
     ffi::OsString,
     fs::{self, File, OpenOptions},
-    io,
+    io, mem,
     os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::{Arc, Mutex},
@@ -62,30 +62,22 @@ pub(super) fn write(
         layout,
         options,
         check,
-        file: &unfinished.file,
+        file: &unfinished,
         tail: Mutex::default(),
     };
-    let description = guest.describe();
-    let (DeviceState { parts, mut state }, downtime) = writer.write_guest(guest)?;
-    let Writer { check, tail, .. } = writer;
-    let tail = tail
-        .into_inner()
-        .unwrap_or_else(|poisoned| poisoned.into_inner());
-    check.add(STATE, &[], &mut state)?;
-    unfinished.put(&state, tail.offset)?;
-    trailer.index.start = tail.offset + state.len() as u64;
-    let index = Index {
-        blocks: block_shapes(ram),
-        state: tail.offset..trailer.index.start,
-        packets: tail.packets,
-        parts,
-        description,
-    };
-    let record = index.to_record(&mut trailer, &check)?;
-    unfinished.put(&record, trailer.index.start)?;
-    unfinished.put(&trailer.to_bytes(), trailer.index.end)?;
-    let bytes = unfinished.finish()?;
-    Ok(Written { bytes, downtime })
+    let (description, runs) = (guest.describe(), guest.is_running());
+    let (state, downtime) = writer.write_guest(guest, runs)?;
+    let completed = writer.complete(&mut trailer, state, description);
+    let bytes = completed.and_then(|()| unfinished.finish());
+    if bytes.is_err() && runs && !options.resume {
+        guest
+            .resume()
+            .map_err(SnapshotError::guest_call("resume"))?;
+    }
+    Ok(Written {
+        bytes: bytes?,
+        downtime,
+    })
 }
 
 /// A file that gets its name when it is complete. Removed otherwise.
@@ -155,7 +147,7 @@ struct Writer<'a> {
     layout: Layout,
     options: &'a SnapshotOptions,
     check: Check,
-    file: &'a File,
+    file: &'a Unfinished,
     tail: Mutex<Tail>,
 }
 
@@ -188,10 +180,11 @@ struct Tail {
 }
 
 impl Writer<'_> {
-    /// Writes all memory; returns the device state and how long the guest was paused.
+    /// Writes all memory of a guest that `runs` or is paused; returns the device state and how long the guest was paused.
     fn write_guest(
         &self,
         guest: &mut dyn SourceGuest,
+        runs: bool,
     ) -> Result<(DeviceState, Duration), SnapshotError> {
         let mut state = DeviceState::default();
         let all = Pages::Touched(Touched::new(backings(self.ram)));
@@ -220,13 +213,36 @@ impl Writer<'_> {
             // It writes nothing.
             self.write_round(rest, &Merged::new(Vec::new()))
         });
-        if written.is_err() || self.options.resume {
+        if runs && (written.is_err() || self.options.resume) {
             guest
                 .resume()
                 .map_err(SnapshotError::guest_call("resume"))?;
         }
         written?;
         Ok((state, began.elapsed()))
+    }
+
+    /// Writes what follows the memory.
+    fn complete(
+        self,
+        trailer: &mut Trailer,
+        DeviceState { parts, mut state }: DeviceState,
+        description: Vec<u8>,
+    ) -> Result<(), SnapshotError> {
+        let Tail { offset, packets } = mem::take(&mut *lock(&self.tail));
+        self.check.add(STATE, &[], &mut state)?;
+        self.file.put(&state, offset)?;
+        trailer.index.start = offset + state.len() as u64;
+        let index = Index {
+            blocks: block_shapes(self.ram),
+            state: offset..trailer.index.start,
+            packets,
+            parts,
+            description,
+        };
+        let record = index.to_record(trailer, &self.check)?;
+        self.file.put(&record, trailer.index.start)?;
+        self.file.put(&trailer.to_bytes(), trailer.index.end)
     }
 
     /// The pages that the log has found.
@@ -291,8 +307,7 @@ impl Writer<'_> {
             return Ok(());
         }
         self.check.add(number, &[], record)?;
-        let written = self.file.write_all_at(record, offset);
-        written.map_err(SnapshotError::file("writing it"))
+        self.file.put(record, offset)
     }
 }
 

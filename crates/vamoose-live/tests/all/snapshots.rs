@@ -113,6 +113,68 @@ fn a_guest_writes_while_it_is_restored() {
     }
 }
 
+/// What becomes of a guest: whether it runs, and where its snapshot goes.
+struct Simple<'a> {
+    was_running: bool,
+    runs: bool,
+    path: &'a Path,
+    /// Its snapshot cannot get its name.
+    fails: bool,
+}
+
+impl SourceGuest for Simple<'_> {
+    fn is_running(&self) -> bool {
+        self.was_running
+    }
+
+    fn pause(&mut self) -> Result<(), GuestError> {
+        self.runs = false;
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), GuestError> {
+        self.runs = true;
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<Vec<u8>, GuestError> {
+        if self.fails {
+            fs::create_dir(self.path)?;
+        }
+        Ok(Vec::new())
+    }
+}
+
+#[test]
+fn a_guest_runs_after_its_snapshot_as_it_is_to() {
+    let ram = Shape::default().memory().1;
+    for (was_running, fails, resume, runs) in [
+        (true, false, true, true),
+        (true, false, false, false),
+        // After a failure when all is written but the name.
+        (true, true, true, true),
+        (true, true, false, true),
+        (false, false, true, false),
+        (false, true, false, false),
+    ] {
+        let shelf = Shelf::new();
+        let path = shelf.path();
+        let mut guest = Simple {
+            was_running,
+            runs: was_running,
+            path: &path,
+            fails,
+        };
+        let options = SnapshotOptions {
+            resume,
+            ..options(Method::Lz4, None)
+        };
+        let written = Snapshot::write(&path, &ram, &mut guest, &options);
+        assert_eq!(written.is_err(), fails, "{written:?}");
+        assert_eq!(guest.runs, runs, "{was_running} {fails} {resume}");
+    }
+}
+
 #[test]
 fn a_guest_goes_on_after_its_snapshot_and_after_a_failure() {
     for rig in Rig::all() {
