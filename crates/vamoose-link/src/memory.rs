@@ -132,6 +132,19 @@ pub fn populate(slice: &VolatileSlice<'_>) -> io::Result<()> {
     done(result)
 }
 
+/// Has the C library return blocks of this many bytes and more to the system as soon as they are freed, for the rest of the process. It
+/// would keep them otherwise: of memory that is taken and freed all the time, in pieces of all lengths, as much again.
+pub(crate) fn return_freed(bytes: u32) {
+    let bytes = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
+    // SAFETY: it sets a number, under a lock, and changes nothing that is allocated.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, bytes)
+    };
+    #[cfg(not(target_env = "gnu"))]
+    let _ = bytes;
+}
+
 /// Takes over a descriptor passed by the parent process.
 ///
 /// # Errors

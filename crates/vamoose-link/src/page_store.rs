@@ -39,7 +39,7 @@ mod sender;
 mod tests;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     fmt, io,
     sync::{
         Arc, Mutex,
@@ -63,7 +63,7 @@ pub(crate) use self::{
     receiver::{Parts, StoreReader},
     sender::{MANY_UNDECIDED, StoreWriter},
 };
-use crate::{lock, tls::matches};
+use crate::{lock, memory::return_freed, tls::matches};
 
 /// The pages of a process, shared by its migrations. In memory only, and wiped when they are dropped.
 #[derive(Clone)]
@@ -108,13 +108,23 @@ struct State {
     packets: BTreeMap<u64, Arc<Kept>>,
     next: u64,
     /// Where pages are, of packets before `indexed`.
-    index: HashMap<(Group, Fingerprint), (u64, usize)>,
+    index: BTreeMap<IndexKey, Place>,
     indexed: u64,
 }
+
+/// A part of the group, and the fingerprint: what is found may be another group's.
+type IndexKey = u64;
+
+/// The number of the packet, and in the lowest bits the page in it.
+type Place = u64;
+
+/// A packet has fewer pages.
+const PAGE_BITS: u32 = 16;
 
 /// A packet in the store.
 struct Kept {
     group: Group,
+    page_size: usize,
     fingerprints: Box<[Fingerprint]>,
     content: Mutex<Content>,
     /// Memory taken by all of this. Changes with the lock of the state only.
@@ -129,16 +139,24 @@ enum Content {
     Pages(Zeroizing<Vec<u8>>, Box<[PageHash]>),
 }
 
-/// Bytes that a packet takes beside its content and fingerprints.
+/// Freed blocks of this length go back to the system: most packets.
+const RETURNED: u32 = 32 << 10;
+
+/// Bytes that a packet takes beside its content and pages.
 const OVERHEAD: usize = 256;
+
+/// Bytes that a page takes beside its content: its fingerprint, and its entry of the index, whose nodes are half full at least.
+const PAGE_OVERHEAD: usize = size_of::<Fingerprint>() + 5 * size_of::<(IndexKey, Place)>() / 2;
 
 impl PageStore {
     /// A store of at most `limit` bytes. With `groups`, patterns of guests' names, a guest shares pages only with guests that match the
-    /// same first pattern; a guest that matches none shares with nobody but itself, when it comes back.
+    /// same first pattern; a guest that matches none shares with nobody but itself, when it comes back. Of a guest without a name
+    /// nothing is kept then.
     ///
     /// # Errors
     /// When the system has no random numbers.
     pub fn new(limit: usize, groups: Vec<String>) -> io::Result<Self> {
+        return_freed(RETURNED);
         let state = State {
             limit,
             ..State::default()
@@ -158,18 +176,21 @@ impl PageStore {
         state.evict();
     }
 
-    /// The store for the guest of this name.
-    pub fn of_guest(&self, name: Option<&str>) -> GuestPages {
+    /// The store for the guest of this name. `None` if there are groups and its name is unknown: it could be anybody's.
+    pub fn of_guest(&self, name: Option<&str>) -> Option<GuestPages> {
         let Store { groups, keys, .. } = &*self.0;
-        let name = name.unwrap_or_default();
-        let of_all = groups.is_empty().then_some("");
-        let pattern = || groups.iter().find(|pattern| matches(pattern, name));
-        let group = match of_all.or_else(|| pattern().map(String::as_str)) {
-            Some(pattern) => keys.hash(&[b"group ", pattern.as_bytes()].concat()),
-            None => keys.hash(&[b"guest ", name.as_bytes()].concat()),
+        let name = name.filter(|name| !name.is_empty());
+        let pattern = |name| groups.iter().find(|pattern| matches(pattern, name));
+        let group = match (groups.is_empty(), name.map(|name| (name, pattern(name)))) {
+            (true, _) => keys.hash(b"group "),
+            (false, Some((_, Some(pattern)))) => {
+                keys.hash(&[b"group ", pattern.as_bytes()].concat())
+            }
+            (false, Some((name, None))) => keys.hash(&[b"guest ", name.as_bytes()].concat()),
+            (false, None) => return None,
         };
         let store = self.clone();
-        GuestPages { store, group }
+        Some(GuestPages { store, group })
     }
 
     /// What the store holds now.
@@ -191,17 +212,24 @@ impl GuestPages {
         &self.store.0.keys
     }
 
-    /// Keeps a packet of pages with these fingerprints.
-    fn keep(&self, method: Method, payload: &[u8], fingerprints: &[Fingerprint]) {
+    /// Keeps a packet of pages of this size with these fingerprints.
+    fn keep(
+        &self,
+        (method, payload): (Method, &[u8]),
+        page_size: usize,
+        fingerprints: &[Fingerprint],
+    ) {
         if fingerprints.iter().all(|it| *it == 0) {
             return;
         }
         let content = Content::Encoded(method, Zeroizing::new(payload.to_vec()));
+        let bytes = OVERHEAD + PAGE_OVERHEAD * fingerprints.len() + payload.len();
         let kept = Arc::new(Kept {
             group: self.group,
+            page_size,
             fingerprints: fingerprints.into(),
             content: Mutex::new(content),
-            bytes: AtomicUsize::new(OVERHEAD + size_of_val(fingerprints) + payload.len()),
+            bytes: AtomicUsize::new(bytes),
             was_used: AtomicBool::new(false),
         });
         lock(&self.store.0.state).add(kept);
@@ -232,7 +260,8 @@ impl GuestPages {
         page: &mut [u8],
     ) -> bool {
         let found = lock(&self.store.0.state).find(self.group, fingerprint);
-        let Some((kept, index)) = found else {
+        // A hash is of a page of the kept packet's size, whatever the size of this guest's.
+        let Some((kept, index)) = found.filter(|(kept, _)| kept.page_size == page.len()) else {
             return false;
         };
         let mut content = lock(&kept.content);
@@ -241,9 +270,10 @@ impl GuestPages {
             if decoder.decode(*method, payload, &mut pages).is_err() {
                 return false;
             }
-            let grown = pages.len().saturating_sub(payload.len());
             let hashes = pages.chunks(page.len()).map(|it| self.keys().hash(it));
-            let hashes = hashes.collect();
+            let hashes: Box<[_]> = hashes.collect();
+            let decoded = pages.len() + size_of_val(&*hashes);
+            let grown = decoded.saturating_sub(payload.len());
             *content = Content::Pages(pages, hashes);
             lock(&self.store.0.state).grow(&kept, grown);
         }
@@ -283,14 +313,16 @@ impl State {
     /// Where a page is, after the packets that have come since the last reference are in the index.
     fn find(&mut self, group: Group, fingerprint: Fingerprint) -> Option<(Arc<Kept>, usize)> {
         for (number, kept) in self.packets.range(self.indexed..) {
-            for (page, fingerprint) in kept.fingerprints.iter().enumerate() {
-                self.index
-                    .insert((kept.group, *fingerprint), (*number, page));
+            for (page, fingerprint) in (0..).zip(&kept.fingerprints) {
+                let key = index_key(&kept.group, *fingerprint);
+                self.index.insert(key, *number << PAGE_BITS | page);
             }
         }
         self.indexed = self.next;
-        let (number, page) = *self.index.get(&(group, fingerprint))?;
-        Some((self.packets.get(&number)?.clone(), page))
+        let place = *self.index.get(&index_key(&group, fingerprint))?;
+        let kept = self.packets.get(&(place >> PAGE_BITS))?;
+        let page = usize::try_from(place % (1 << PAGE_BITS)).ok()?;
+        (kept.group == group).then(|| (kept.clone(), page))
     }
 
     /// Evicts the oldest packets until the rest fits. A packet that was used is spared once: it becomes the newest.
@@ -300,8 +332,9 @@ impl State {
         {
             if number < self.indexed {
                 for fingerprint in &kept.fingerprints {
-                    let key = (kept.group, *fingerprint);
-                    if self.index.get(&key).is_some_and(|(at, _)| *at == number) {
+                    let key = index_key(&kept.group, *fingerprint);
+                    let place = self.index.get(&key);
+                    if place.is_some_and(|place| *place >> PAGE_BITS == number) {
                         self.index.remove(&key);
                     }
                 }
@@ -316,4 +349,9 @@ impl State {
             self.usage.evictions += kept.fingerprints.len() as u64;
         }
     }
+}
+
+fn index_key(group: &Group, fingerprint: Fingerprint) -> IndexKey {
+    let [a, b, c, d, ..] = *group;
+    u64::from(u32::from_be_bytes([a, b, c, d])) << 32 | u64::from(fingerprint)
 }

@@ -41,7 +41,7 @@ impl StoreLister {
     pub fn over(channels: &[Arc<Stream>], guest: Option<&str>) -> Option<Self> {
         let session = channels.first()?.session().filter(Session::has_store)?;
         let store = session.config().page_store.as_ref()?;
-        Some(Self::new(store.of_guest(guest), channels))
+        Some(Self::new(store.of_guest(guest)?, channels))
     }
 
     /// For a migration with these channels.
@@ -163,7 +163,8 @@ impl StoreReader {
                 .filter(|(page, _)| references.next_if(|it| it.page == *page).is_none())
                 .map(|(_, fingerprint)| *fingerprint),
         );
-        self.pages.keep(method, payload, &self.kept);
+        let page_size = self.layout.page_size();
+        self.pages.keep((method, payload), page_size, &self.kept);
     }
 
     /// Puts the packet's pages together: `rest`, the encoded ones, and those of the store, in `out`. Pages that are not found are zero;

@@ -33,8 +33,8 @@ struct Offer {
     fingerprints: HashSet<Fingerprint>,
 }
 
-/// Fingerprints that are remembered: of 32 GiB in pages of 4 KiB.
-const MOST_OFFERED: usize = 8 << 20;
+/// Fingerprints that are remembered: of 28 GiB in pages of 4 KiB. A set of 40 MiB is full then; for more it would double.
+const MOST_OFFERED: usize = 7 << 20;
 
 /// Bytes of pages without a verdict from which a channel waits for verdicts: what a fast link carries in a round trip.
 pub(crate) const MANY_UNDECIDED: usize = 8 << 20;
@@ -49,7 +49,7 @@ impl StoreSender {
     /// For a migration of the guest of this name over `session`, if its destination has a store.
     pub fn over(session: &Session, guest: Option<&str>, stats: Arc<Stats>) -> Option<Self> {
         let own = session.config().page_store.as_ref();
-        let own = own.map(|store| store.of_guest(guest));
+        let own = own.and_then(|store| store.of_guest(guest));
         session.has_store().then(|| Self::new(own, stats))
     }
 
@@ -257,7 +257,7 @@ impl StoreWriter {
         header: &RamHeader,
         pages: &[u8],
         rest: Option<Vec<u8>>,
-        (method, payload): (Method, &[u8]),
+        encoded: (Method, &[u8]),
     ) {
         self.raw_packets = match method {
             Method::None if payload.is_empty() => self.raw_packets,
@@ -267,10 +267,10 @@ impl StoreWriter {
         if let Some(own) = &self.sender.own {
             self.own.clear();
             let rest = rest.as_deref().unwrap_or(pages);
-            let encoded = rest.chunks_exact(self.page_size);
+            let pages = rest.chunks_exact(self.page_size);
             self.own
-                .extend(encoded.map(|page| own.keys().fingerprint(page)));
-            own.keep(method, payload, &self.own);
+                .extend(pages.map(|page| own.keys().fingerprint(page)));
+            own.keep(encoded, self.page_size, &self.own);
         }
         let Some(rest) = rest else {
             return;

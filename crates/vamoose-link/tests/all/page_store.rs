@@ -61,9 +61,10 @@ fn migrate(
     let ends = Ends::new(config(near), config(far));
     assert_eq!(ends.session.has_store(), far.is_some());
     let stats = Arc::<Stats>::default();
-    let own = near.map(|store| store.of_guest(Some(name)));
+    let own = near.and_then(|store| store.of_guest(Some(name)));
     let sender = Arc::new(StoreSender::new(own, stats.clone()));
-    let lister = far.map(|store| StoreLister::new(store.of_guest(Some(name)), &ends.far));
+    let pages = far.and_then(|store| store.of_guest(Some(name)));
+    let lister = pages.map(|pages| StoreLister::new(pages, &ends.far));
     let mut changed = memory.to_vec();
     for page in changed.chunks_mut(PAGE).step_by(7) {
         page[1] ^= 1;
