@@ -18,7 +18,7 @@
 //! Keys, list and verdicts go the other way on the streams of the channels ([`messages`]), where nothing else goes.
 //!
 //! # Why no page is wrong
-//! A fingerprint (32 words of a page, 30 ns) only says where to look. The hash decides: 16 bytes of BLAKE3 under a key of the
+//! A fingerprint (32 bits, about 0.1 µs) only says where to look. The hash decides: 16 bytes of BLAKE3 under a key of the
 //! store, over the whole page, compared with the page that the store really has. A page that was evicted, a list that lies and two
 //! pages with one fingerprint all end the same way: the verdict says that the page was not found, and the source sends it. The
 //! source keeps the page until then. It goes on the same channel and before the SYNC, so in the same epoch as the reference: no later

@@ -259,9 +259,9 @@ impl StoreWriter {
         rest: Option<Vec<u8>>,
         encoded: (Method, &[u8]),
     ) {
-        self.raw_packets = match method {
-            Method::None if payload.is_empty() => self.raw_packets,
-            Method::None => self.raw_packets.saturating_sub(1),
+        self.raw_packets = match encoded {
+            (Method::None, []) => self.raw_packets,
+            (Method::None, _) => self.raw_packets.saturating_sub(1),
             _ => self.raw_packets.saturating_add(1),
         };
         if let Some(own) = &self.sender.own {
