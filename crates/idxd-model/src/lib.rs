@@ -21,9 +21,8 @@
 //! uses and rejects everything else, even what a device has: fences, predicates, fills, blocking on page faults, and the
 //! continuation of batches among them. Assumptions, which no public document confirms:
 //!
-//! - an entry of a work queue is free when an engine has fetched its descriptor, not when that completes (check
-//!   `freed-at-fetch` of the [conformance checks](selftest));
-//! - a batch's list is read member by member, as engines become free (check `batch-list-read-late`);
+//! - an entry of a work queue is free when an engine has fetched its descriptor, not when that completes;
+//! - a batch's list is read member by member, as engines become free;
 //! - an engine has up to four batches in progress (DSA 3.0, 4.4, says several).
 //!
 //! A model cannot show real speed, ENQCMD under contention, the cost of page faults, stores that become visible late,

@@ -1,12 +1,12 @@
-//! Conformance checks of what the driver relies on.
+//! Conformance checks of what the offloads rely on.
 //!
 //! ```text
 //!   a Portal or a model's queue ──> run ──> a Finding for each Check
 //! ```
-//! The checks submit what the driver submits, and examine the answers that the driver acts on. They harm neither the device
-//! nor its other users: they use a few pages, and pages that are not mapped. Each check names the section of the
-//! specification that promises the answer. An open check has no section: against hardware it shows whether an assumption of
-//! the model is right. Against a [model](crate::Model) the checks test themselves and the model.
+//! The checks submit through a [`Queue`](idxd::Queue) what the offloads submit, and examine the answers that those act on. They
+//! harm neither the device nor its other users: they use a few pages, and pages that are not mapped. Each check names the
+//! section of the specification that promises the answer. An open check has no section: against hardware it shows whether an
+//! assumption is right. Against a [model](crate::Model) the checks test themselves and the model.
 //!
 //! Sections are those of Intel's Data Streaming Accelerator Architecture Specification, revision 3.0 ("DSA 3.0"), and
 //! In-Memory Analytics Accelerator Architecture Specification, revision 2.1 ("IAA 2.1"). The checks do
@@ -27,12 +27,11 @@
 
 mod dsa;
 mod iaa;
-mod queue;
 mod rig;
 
 use std::{fmt, sync::Arc, time::Duration};
 
-use idxd::{Kind, RecordImage, Submit, opcode};
+use idxd::{Descriptor, Kind, RecordImage, Submit, opcode};
 use rig::Rig;
 
 /// One question to a work queue.
@@ -86,9 +85,43 @@ impl Finding {
 
 /// All checks, in their order.
 pub fn checks() -> impl Iterator<Item = &'static Check> {
-    [queue::CHECKS, dsa::CHECKS, iaa::CHECKS]
-        .into_iter()
-        .flatten()
+    [COMMON, dsa::CHECKS, iaa::CHECKS].into_iter().flatten()
+}
+
+/// The checks for both kinds of device.
+const COMMON: &[Check] = &[
+    Check {
+        name: "noop",
+        what: "a NOOP is done",
+        section: Some("DSA 3.0, 8.3.1; IAA 2.1, 6.3.1"),
+        needs: &[opcode::NOOP],
+        run: |rig| status(rig, opcode::NOOP, 0x01),
+    },
+    Check {
+        name: "drain",
+        what: "a DRAIN is done",
+        section: Some("DSA 3.0, 3.12; IAA 2.1, 6.3.1"),
+        needs: &[opcode::DRAIN],
+        run: |rig| status(rig, opcode::DRAIN, 0x01),
+    },
+    Check {
+        name: "opcode-unknown",
+        what: "an unknown opcode is status 0x10",
+        section: Some("DSA 3.0, 5.8.1; IAA 2.1, 4.4.1"),
+        needs: &[],
+        run: |rig| status(rig, UNKNOWN, 0x10),
+    },
+];
+
+/// An operation code that no device has.
+const UNKNOWN: u8 = 0x3f;
+
+fn status(rig: &Rig, opcode: u8, expected: u8) -> Result<(), Verdict> {
+    let image = rig.ask(Descriptor::new(opcode, 0))?;
+    expect_equal(
+        format!("status {expected:#04x}"),
+        format!("status {:#04x}", image.status()),
+    )
 }
 
 /// Runs the checks for this kind of device on an open work queue, and closes the queue. A descriptor may take as long as
@@ -98,12 +131,19 @@ pub fn checks() -> impl Iterator<Item = &'static Check> {
 pub fn run(submit: Arc<dyn Submit>, timeout: Duration) -> Vec<Finding> {
     let kind = submit.limits().kind;
     let rig = Rig::new(submit, timeout);
+    let verdict = |check: &Check| match &rig {
+        Ok(rig) => (check.verdict(rig), rig.last_record()),
+        Err(error) => (Verdict::Skipped(error.to_string()), None),
+    };
     checks()
         .filter(|check| check.kind().is_none_or(|wanted| wanted == kind))
-        .map(|check| Finding {
-            check,
-            verdict: check.verdict(&rig),
-            record: rig.last_record(),
+        .map(|check| {
+            let (verdict, record) = verdict(check);
+            Finding {
+                check,
+                verdict,
+                record,
+            }
         })
         .collect()
 }
@@ -124,7 +164,6 @@ impl Check {
     }
 
     fn verdict(&self, rig: &Rig) -> Verdict {
-        rig.forget_records();
         let operations = &rig.limits().operations;
         if let Some(missing) = self.needs.iter().find(|opcode| !operations.has(**opcode)) {
             return Verdict::Skipped(format!("the queue does not accept opcode {missing:#04x}"));

@@ -62,7 +62,7 @@ fn a_healthy_model_passes_all_checks() {
             let holding = findings
                 .iter()
                 .filter(|finding| finding.verdict == Verdict::Holds);
-            assert!(holding.count() >= 10, "{:#?}", text(&findings));
+            assert!(holding.count() >= 7, "{:#?}", text(&findings));
         }
     }
 }
@@ -89,53 +89,53 @@ fn only_checks_of_missing_operations_are_skipped() {
 
 #[test]
 fn a_wrong_status_fails_only_the_checks_that_depend_on_it() {
-    let moves = On::opcode(opcode::MEMMOVE);
-    let findings = on(&Config::dsa(), PortalKind::Enqcmd, |model| {
-        model.inject(moves, 0, u32::MAX, InjectedFault::Status(0x20));
+    let compressions = On::opcode(opcode::COMPRESS);
+    let findings = on(&Config::iaa(), PortalKind::Enqcmd, |model| {
+        model.inject(compressions, 0, u32::MAX, InjectedFault::Status(0x20));
     });
     let failures: Vec<_> = findings
         .iter()
         .filter(|finding| finding.is_failure())
         .map(|finding| finding.check.name)
         .collect();
-    assert_eq!(failures, ["memmove", "fault-on-write"]);
-    let Verdict::Differs { expected, found } = verdict(&findings, "memmove") else {
+    assert_eq!(
+        failures,
+        ["fixed-codes", "dynamic-codes", "compress-overflow"]
+    );
+    let Verdict::Differs { expected, found } = verdict(&findings, "fixed-codes") else {
         panic!("{:#?}", text(&findings));
     };
     assert_eq!(
         (expected.as_str(), found.as_str()),
-        ("status 0x01", "status 0x20")
+        ("success", "0x20, error 0")
     );
     let mut findings = findings.iter();
-    let of_moves = findings.find(|finding| finding.check.name == "memmove");
-    assert_eq!(of_moves.unwrap().record.unwrap().status(), 0x20);
+    let fixed = findings.find(|finding| finding.check.name == "fixed-codes");
+    assert_eq!(fixed.unwrap().record.unwrap().status(), 0x20);
 }
 
 #[test]
 fn silent_corruption_is_a_difference() {
-    for (config, opcode, name) in [
-        (Config::dsa(), opcode::MEMMOVE, "memmove"),
-        (Config::iaa(), opcode::DECOMPRESS, "fixed-codes"),
-    ] {
-        let findings = on(&config, PortalKind::Enqcmd, |model| {
-            model.inject(On::opcode(opcode), 0, u32::MAX, InjectedFault::Corrupt);
-        });
-        let finding = findings.iter().find(|finding| finding.check.name == name);
-        assert!(finding.unwrap().is_failure(), "{:#?}", text(&findings));
-    }
+    let findings = on(&Config::iaa(), PortalKind::Enqcmd, |model| {
+        let decompressions = On::opcode(opcode::DECOMPRESS);
+        model.inject(decompressions, 0, u32::MAX, InjectedFault::Corrupt);
+    });
+    let mut findings = findings.iter();
+    let fixed = findings.find(|finding| finding.check.name == "fixed-codes");
+    assert!(fixed.unwrap().is_failure(), "{fixed:#?}");
 }
 
 #[test]
 fn an_unanswered_descriptor_fails_one_check_and_the_others_continue() {
-    let findings = on(&Config::dsa(), PortalKind::Enqcmd, |model| {
-        let moves = On::opcode(opcode::MEMMOVE);
-        model.inject(moves, 0, u32::MAX, InjectedFault::Stuck);
+    let findings = on(&Config::iaa(), PortalKind::Enqcmd, |model| {
+        let compressions = On::opcode(opcode::COMPRESS);
+        model.inject(compressions, 0, u32::MAX, InjectedFault::Stuck);
     });
-    let stuck = verdict(&findings, "memmove");
+    let stuck = verdict(&findings, "fixed-codes");
     assert!(matches!(stuck, Verdict::Differs { found, .. } if found == "no answer"));
     // A drain would wait for what is stuck, and does not come after it.
-    assert_eq!(verdict(&findings, "fault-on-read"), &Verdict::Holds);
-    assert_eq!(verdict(&findings, "batch-of-most"), &Verdict::Holds);
+    assert_eq!(verdict(&findings, "window"), &Verdict::Holds);
+    assert_eq!(verdict(&findings, "malformed"), &Verdict::Holds);
 }
 
 #[test]
@@ -184,7 +184,7 @@ fn all_faults_together_end_in_time() {
             config.seed = seed;
             config.faults = idxd_model::Faults::everything();
             let findings = on(&config, PortalKind::Enqcmd, |_| {});
-            assert!(findings.len() > 10);
+            assert!(findings.len() > 8);
         }
     }
 }
@@ -196,13 +196,10 @@ fn a_seed_reproduces_the_findings() {
 }
 
 #[test]
-fn a_dedicated_queue_is_not_flooded() {
+fn a_dedicated_queue_passes() {
     let mut config = Config::dsa();
     config.devices[0].queues[0].mode = Mode::Dedicated;
     let findings = on(&config, PortalKind::Movdir, |_| {});
-    for name in ["queue-full", "freed-at-fetch"] {
-        assert!(matches!(verdict(&findings, name), Verdict::Skipped { .. }));
-    }
     assert!(findings.iter().all(|finding| !finding.is_failure()));
 }
 
@@ -299,36 +296,4 @@ fn a_thousand_seeds() {
             }
         }
     }
-}
-
-/// A queue whose time does not advance, and that takes everything and answers nothing.
-#[derive(Debug)]
-struct Frozen(Limits);
-
-impl Submit for Frozen {
-    fn limits(&self) -> &Limits {
-        &self.0
-    }
-
-    unsafe fn submit(&self, descriptors: &[Descriptor]) -> Submitted {
-        Submitted {
-            accepted: descriptors.len(),
-            refusal: None,
-        }
-    }
-
-    fn now(&self) -> Duration {
-        Duration::ZERO
-    }
-
-    fn pause(&self, _: &Record, _: Duration) {}
-
-    fn close(&self) {}
-}
-
-#[test]
-fn a_clock_that_stands_still_does_not_block_the_checks() {
-    let limits = Config::dsa().devices[0].queues[0].clone();
-    let findings = run(Arc::new(Frozen(limits)), TIMEOUT);
-    assert!(findings[0].is_failure());
 }

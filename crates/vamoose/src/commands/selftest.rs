@@ -41,12 +41,6 @@ pub(crate) struct Options {
         default_value = "auto"
     )]
     path: Choice,
-    /// Random seed of the models
-    #[arg(long, default_value_t = 1, value_name = "N")]
-    seed: u64,
-    /// Milliseconds that a device may take per descriptor
-    #[arg(long, default_value_t = 200, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=60_000))]
-    patience: u64,
     /// Write the report as JSON to this file; - is standard output, instead of the text [default with --hw: vamoose-selftest.json]
     #[arg(long, value_name = "FILE")]
     json: Option<String>,
@@ -81,6 +75,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
 }
 
+/// Most time that a device may take for a descriptor.
+const TIMEOUT: Duration = Duration::from_millis(200);
+
 /// An open work queue.
 type Opened = (Arc<dyn Submit>, Access);
 
@@ -91,10 +88,8 @@ fn report(
     root: &Root,
     open: impl Fn(&WorkQueue) -> Result<Opened, OpenError>,
 ) -> Result<Report> {
-    let timeout = Duration::from_millis(options.patience);
     if !options.hw {
-        let models = models(options.seed, timeout);
-        return Ok(Report::new(options.seed, models, Vec::new(), None));
+        return Ok(Report::new(models(), Vec::new(), None));
     }
     let devices = discovery::scan(root);
     let (mut tested, mut untested) = (Vec::new(), Vec::new());
@@ -108,7 +103,7 @@ fn report(
                         Access::Written => "written",
                     };
                     let name = format!("{}, {access}", queue.name);
-                    tested.push(Tested::run(name, Some(access), submit, timeout));
+                    tested.push(Tested::run(name, Some(access), submit, TIMEOUT));
                     continue;
                 }
                 Err(error) => (format!("{:#}", anyhow::Error::from(error)), true),
@@ -129,7 +124,7 @@ fn report(
     }
     // After the checks, which may have changed the queues.
     let host = Some(Host::of(root));
-    Ok(Report::new(options.seed, tested, untested, host))
+    Ok(Report::new(tested, untested, host))
 }
 
 /// The work queues of a choice, usable or not.
@@ -147,17 +142,16 @@ fn chosen<'a>(devices: &'a [Device], choice: &Choice) -> Result<Vec<&'a WorkQueu
 }
 
 /// Checks models of both kinds, as all users meet them.
-fn models(seed: u64, timeout: Duration) -> Vec<Tested> {
+fn models() -> Vec<Tested> {
     let models = [
         ("DSA model, ENQCMD", Config::dsa(), PortalKind::Enqcmd),
         ("DSA model, write(2)", Config::dsa(), PortalKind::Write),
         ("IAA model, ENQCMD", Config::iaa(), PortalKind::Enqcmd),
         ("IAA model, write(2)", Config::iaa(), PortalKind::Write),
     ];
-    let tested = models.map(|(name, mut config, portal)| {
-        config.seed = seed;
+    let tested = models.map(|(name, config, portal)| {
         let queue = Model::deterministic(&config).queue(0, 0, portal);
-        Tested::run(name.to_owned(), None, queue, timeout)
+        Tested::run(name.to_owned(), None, queue, TIMEOUT)
     });
     tested.into()
 }

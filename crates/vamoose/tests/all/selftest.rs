@@ -26,10 +26,9 @@ fn models_do_what_is_expected_of_them() {
 
 #[test]
 fn the_json_has_its_keys() {
-    let json = json(&["--seed", "5"]);
+    let json = json(&[]);
     assert_eq!(json["passed"], true);
     assert_eq!(json["hardware"], false);
-    assert_eq!(json["seed"], 5);
     for key in [
         "report-version",
         "program-version",
@@ -54,13 +53,6 @@ fn the_json_has_its_keys() {
         let result = check["result"].as_str().unwrap();
         assert!(["holds", "skipped"].contains(&result), "{check}");
     }
-}
-
-#[test]
-fn a_seed_says_the_same_again() {
-    let of = |seed| selftest(&["--seed", seed, "--json", "-"]).stdout;
-    assert_eq!(of("7"), of("7"));
-    assert_ne!(of("7"), of("8"));
 }
 
 #[test]
@@ -100,11 +92,7 @@ fn a_host_without_work_queues_says_what_is_missing() {
 
 #[test]
 fn wrong_options_are_refused() {
-    for arguments in [
-        &["--path", "wq0.0"][..],
-        &["--hw", "--path", "wq"],
-        &["--patience", "0"],
-    ] {
+    for arguments in [&["--path", "wq0.0"][..], &["--hw", "--path", "wq"]] {
         assert_eq!(selftest(arguments).status.code(), Some(2), "{arguments:?}");
     }
 }

@@ -35,8 +35,6 @@ fn options(path: Option<&str>) -> Options {
     Options {
         hw: true,
         path: path.unwrap_or("auto").parse().unwrap(),
-        seed: 1,
-        patience: 200,
         json: None,
     }
 }
@@ -72,7 +70,7 @@ fn a_queue_that_cannot_be_opened_is_reported_and_the_others_are_tested() {
         let tested = json["queues"].as_array().unwrap();
         assert_eq!(tested.len(), 1);
         assert_eq!(tested[0]["queue"], format!("{opened}, mapped"));
-        assert!(tested[0]["checks"].as_array().unwrap().len() > 10);
+        assert!(tested[0]["checks"].as_array().unwrap().len() > 8);
         let untested = |queue: &str| {
             let rows = json["untested"].as_array().unwrap();
             let row = rows.iter().find(|row| row["queue"] == queue).unwrap();
