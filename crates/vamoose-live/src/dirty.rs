@@ -28,7 +28,6 @@
 mod bitmap;
 mod collect;
 mod kvm;
-mod kvm_ring;
 mod merged;
 mod physical;
 mod shared;
@@ -43,7 +42,6 @@ pub use bitmap::Bitmap;
 pub(crate) use bitmap::{count, masks, ones, pages_in, set_pages};
 pub(crate) use collect::{clear, collect};
 pub use kvm::{KvmDirtyLog, KvmSlot};
-pub use kvm_ring::{KvmDirtyRing, KvmRings};
 pub use merged::Merged;
 pub use physical::{PhysicalLog, Place, Placed, VhostLog};
 pub use shared::SharedBitmap;

@@ -52,8 +52,7 @@ pub struct KvmSlot {
 /// [`Merged`](super::Merged).
 ///
 /// It controls the slots' `KVM_MEM_LOG_DIRTY_PAGES` and the VM's `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
-/// [`stop`](DirtyLog::stop) switches both off. Not for a VM with dirty rings, see
-/// [`KvmDirtyRing`](super::KvmDirtyRing).
+/// [`stop`](DirtyLog::stop) switches both off. Not for a VM with dirty rings.
 #[derive(Debug)]
 pub struct KvmDirtyLog {
     slots: Slots,
@@ -63,7 +62,7 @@ pub struct KvmDirtyLog {
     manual: u32,
 }
 
-pub(super) const LOG: &str = "KVM";
+const LOG: &str = "KVM";
 
 impl KvmDirtyLog {
     /// A log for the guest's memory `ram` in `vm`, the file descriptor of a KVM VM, which is duplicated.
@@ -218,31 +217,27 @@ fn window(words: &[u64], first: usize, page: usize) -> u64 {
 
 /// The slots of a VM that map its RAM.
 #[derive(Debug)]
-pub(super) struct Slots {
-    pub(super) vm: VmWithSlots,
-    pub(super) slots: Vec<Slot>,
+struct Slots {
+    vm: VmWithSlots,
+    slots: Vec<Slot>,
     /// Keeps the slots' memory mapped.
     _ram: Ram,
 }
 
 #[derive(Debug)]
-pub(super) struct Slot {
+struct Slot {
     /// The slot as the VMM has set it, without logging.
-    pub(super) region: kvm_userspace_memory_region,
-    pub(super) block: usize,
+    region: kvm_userspace_memory_region,
+    block: usize,
     /// The pages of the block that the slot maps.
-    pub(super) pages: Range<usize>,
+    pages: Range<usize>,
 }
 
 impl Slots {
     /// # Safety
     /// As of [`KvmDirtyLog::new`].
     #[allow(unsafe_code, reason = "declares what only the VMM can know")]
-    pub(super) unsafe fn new(
-        vm: Vm,
-        slots: Vec<KvmSlot>,
-        ram: &Ram,
-    ) -> Result<Self, DirtyLogError> {
+    unsafe fn new(vm: Vm, slots: Vec<KvmSlot>, ram: &Ram) -> Result<Self, DirtyLogError> {
         let slots =
             check(&slots, ram).map_err(|reason| DirtyLogError::Setup { log: LOG, reason })?;
         Ok(Self {
@@ -255,7 +250,7 @@ impl Slots {
     }
 
     /// Switches the logging of all slots, and reports the first failure.
-    pub(super) fn set_logging(&self, on: bool) -> Result<(), DirtyLogError> {
+    fn set_logging(&self, on: bool) -> Result<(), DirtyLogError> {
         let mut result = Ok(());
         for slot in &self.slots {
             let mut region = slot.region;
@@ -322,11 +317,11 @@ fn check(slots: &[KvmSlot], ram: &Ram) -> Result<Vec<Slot>, String> {
     Ok(checked)
 }
 
-pub(super) fn open(vm: BorrowedFd<'_>) -> Result<Vm, DirtyLogError> {
+fn open(vm: BorrowedFd<'_>) -> Result<Vm, DirtyLogError> {
     Vm::new(vm).map_err(failed("fcntl(F_DUPFD_CLOEXEC)"))
 }
 
-pub(super) fn failed(call: &'static str) -> impl FnOnce(io::Error) -> DirtyLogError {
+fn failed(call: &'static str) -> impl FnOnce(io::Error) -> DirtyLogError {
     super::failed(LOG, call)
 }
 

@@ -3,21 +3,13 @@
 use std::{
     io,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-    ptr::{self, NonNull},
-    sync::{
-        Arc,
-        atomic::{AtomicU32, AtomicU64},
-    },
+    sync::Arc,
 };
 
 use kvm_bindings::{
-    KVM_DIRTY_LOG_PAGE_OFFSET, kvm_clear_dirty_log, kvm_dirty_gfn, kvm_dirty_log, kvm_enable_cap,
-    kvm_userspace_memory_region,
+    kvm_clear_dirty_log, kvm_dirty_log, kvm_enable_cap, kvm_userspace_memory_region,
 };
-use rustix::{
-    ioctl::{Opcode, opcode},
-    mm::{MapFlags, ProtFlags, mmap, munmap},
-};
+use rustix::ioctl::{Opcode, opcode};
 
 const KVMIO: u8 = 0xae;
 const KVM_CHECK_EXTENSION: Opcode = opcode::none(KVMIO, 0x03);
@@ -26,7 +18,6 @@ const KVM_SET_USER_MEMORY_REGION: Opcode =
     opcode::write::<kvm_userspace_memory_region>(KVMIO, 0x46);
 const KVM_ENABLE_CAP: Opcode = opcode::write::<kvm_enable_cap>(KVMIO, 0xa3);
 const KVM_CLEAR_DIRTY_LOG: Opcode = opcode::read_write::<kvm_clear_dirty_log>(KVMIO, 0xc0);
-const KVM_RESET_DIRTY_RINGS: Opcode = opcode::none(KVMIO, 0xc7);
 
 /// A virtual machine.
 #[derive(Clone, Debug)]
@@ -43,8 +34,10 @@ impl Vm {
 
     /// KVM's answer about `capability`; 0 if it does not have it.
     pub(crate) fn check_extension(&self, capability: u32) -> io::Result<u32> {
-        let argument = libc::c_ulong::from(capability);
-        self.ioctl_by_value(KVM_CHECK_EXTENSION, argument)
+        let (fd, argument) = (self.0.as_raw_fd(), libc::c_ulong::from(capability));
+        // SAFETY: the request takes a number, and touches no memory of this process.
+        let result = unsafe { libc::ioctl(fd, KVM_CHECK_EXTENSION as libc::Ioctl, argument) };
+        u32::try_from(result).map_err(|_| io::Error::last_os_error())
     }
 
     /// Sets `capability`, one whose only argument is a number, to `argument`.
@@ -56,18 +49,6 @@ impl Vm {
         };
         // SAFETY: the request takes this argument. The capabilities of the dirty logs are about what KVM records.
         unsafe { super::ioctl(self.0.as_fd(), KVM_ENABLE_CAP, &mut enable) }.map(drop)
-    }
-
-    /// Makes KVM log the pages of harvested ring entries again when they are next written.
-    pub(crate) fn reset_dirty_rings(&self) -> io::Result<()> {
-        self.ioctl_by_value(KVM_RESET_DIRTY_RINGS, 0).map(drop)
-    }
-
-    fn ioctl_by_value(&self, request: Opcode, argument: libc::c_ulong) -> io::Result<u32> {
-        // SAFETY: both requests that come here take a number, and touch no memory of this process but KVM's own
-        // rings.
-        let result = unsafe { libc::ioctl(self.0.as_raw_fd(), request as libc::Ioctl, argument) };
-        u32::try_from(result).map_err(|_| io::Error::last_os_error())
     }
 }
 
@@ -132,66 +113,5 @@ impl VmWithSlots {
 
     fn fd(&self) -> BorrowedFd<'_> {
         self.0.0.as_fd()
-    }
-}
-
-/// An entry of a dirty ring, `struct kvm_dirty_gfn`, which KVM and this process write.
-#[derive(Debug, Default)]
-#[repr(C)]
-pub(crate) struct RingEntry {
-    pub(crate) flags: AtomicU32,
-    pub(crate) slot: AtomicU32,
-    pub(crate) offset: AtomicU64,
-}
-
-const _: () = assert!(
-    size_of::<RingEntry>() == size_of::<kvm_dirty_gfn>()
-        && align_of::<RingEntry>() == align_of::<kvm_dirty_gfn>()
-);
-
-/// The dirty ring of a vCPU, mapped.
-#[derive(Debug)]
-pub(crate) struct RingMemory {
-    entries: NonNull<RingEntry>,
-    len: usize,
-}
-
-// SAFETY: it owns the mapping, whose entries are atomics.
-unsafe impl Send for RingMemory {}
-// SAFETY: the entries are atomics.
-unsafe impl Sync for RingMemory {}
-
-impl RingMemory {
-    /// Maps the ring of `vcpu`. Accesses fault if it has fewer than `len` entries.
-    pub(crate) fn map(vcpu: BorrowedFd<'_>, len: usize) -> io::Result<Self> {
-        let offset = u64::from(KVM_DIRTY_LOG_PAGE_OFFSET) * rustix::param::page_size() as u64;
-        // SAFETY: a new mapping, at an address that the kernel chooses.
-        let address = unsafe {
-            mmap(
-                ptr::null_mut(),
-                len * size_of::<RingEntry>(),
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                vcpu,
-                offset,
-            )
-        }?;
-        let entries = NonNull::new(address.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { entries, len })
-    }
-
-    pub(crate) fn entries(&self) -> &[RingEntry] {
-        // SAFETY: that many are mapped for as long as this lives, aligned to a page. Any bytes are entries, and
-        // they are atomics, because KVM writes them at the same time.
-        unsafe { std::slice::from_raw_parts(self.entries.as_ptr(), self.len) }
-    }
-}
-
-impl Drop for RingMemory {
-    fn drop(&mut self) {
-        let len = self.len * size_of::<RingEntry>();
-        // SAFETY: the mapping was made with this address and length, and goes with this.
-        // It fails for other arguments only.
-        let _ = unsafe { munmap(self.entries.as_ptr().cast(), len) };
     }
 }

@@ -10,7 +10,7 @@ use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use rustix::param::page_size;
 use vamoose_live::{
     Ram,
-    dirty::{DirtyLog, KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot},
+    dirty::{DirtyLog, KvmDirtyLog, KvmSlot},
 };
 use vm_memory::Bytes;
 
@@ -37,9 +37,6 @@ pub(crate) struct Guest {
     pub(crate) ram: Ram,
     slots: Vec<KvmSlot>,
 }
-
-/// What a vCPU's thread does when its ring is full.
-type OnFull = Arc<dyn Fn() + Send + Sync>;
 
 impl Guest {
     /// Shows each block at a guest address of its own. The second is shown by two slots, of which the latter begins in the
@@ -114,40 +111,11 @@ impl Guest {
         Arc::new(log.unwrap())
     }
 
-    /// Two vCPUs, with any log but rings.
+    /// Two vCPUs.
     pub(crate) fn with_log(self, log: Arc<dyn DirtyLog>) -> Fixture {
         let vcpus = [0, 1].map(|id| self.vcpu(id));
-        let writers = vcpus.map(|vcpu| self.writer(vcpu, Arc::new(|| unreachable!())));
+        let writers = vcpus.map(|vcpu| self.writer(vcpu));
         Fixture::new(self.ram, log, writers.into()).writing_from_block(1)
-    }
-
-    /// Two vCPUs with a ring each.
-    pub(crate) fn with_rings(
-        self,
-        rings: &KvmRings,
-        on_full: impl Fn() + Send + Sync + 'static,
-    ) -> (Fixture, Arc<KvmDirtyRing>) {
-        let vcpus = [0, 1].map(|id| self.vcpu(id));
-        // SAFETY: these are the VM's slots.
-        let log = unsafe {
-            KvmDirtyRing::new(
-                rings,
-                vcpus.each_ref().map(borrowed),
-                self.slots.clone(),
-                &self.ram,
-            )
-        };
-        let log = Arc::new(log.unwrap());
-        let on_full: OnFull = {
-            let log = Arc::clone(&log);
-            Arc::new(move || {
-                on_full();
-                log.harvest().unwrap();
-            })
-        };
-        let writers = vcpus.map(|vcpu| self.writer(vcpu, Arc::clone(&on_full)));
-        let fixture = Fixture::new(self.ram, Arc::clone(&log) as _, writers.into());
-        (fixture.writing_from_block(1), log)
     }
 
     fn vcpu(&self, id: u64) -> VcpuFd {
@@ -181,7 +149,7 @@ impl Guest {
         vcpu
     }
 
-    fn writer(&self, mut vcpu: VcpuFd, on_full: OnFull) -> Write {
+    fn writer(&self, mut vcpu: VcpuFd) -> Write {
         let slots = self.slots.clone();
         Box::new(move |place, stamp| {
             vcpu.set_regs(&kvm_regs {
@@ -192,12 +160,9 @@ impl Guest {
                 ..kvm_regs::default()
             })
             .unwrap();
-            loop {
-                match vcpu.run().unwrap() {
-                    VcpuExit::IoOut(0x10, _) => return,
-                    VcpuExit::Unsupported(kvm_bindings::KVM_EXIT_DIRTY_RING_FULL) => on_full(),
-                    exit => panic!("the guest did not write: {exit:?}"),
-                }
+            match vcpu.run().unwrap() {
+                VcpuExit::IoOut(0x10, _) => {}
+                exit => panic!("the guest did not write: {exit:?}"),
             }
         })
     }

@@ -101,18 +101,13 @@ fn merged_logs_of_two_mappings() {
 
 #[cfg(target_arch = "x86_64")]
 mod kvm {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-
     use kvm_ioctls::Kvm;
-    use vamoose_live::dirty::{KvmDirtyLog, KvmRings, KvmSlot};
+    use vamoose_live::dirty::{KvmDirtyLog, KvmSlot};
 
     use super::{
         guest::{BOOT_PAGES, Guest},
         *,
     };
-
-    /// The least that KVM takes where the hardware batches.
-    const RING_ENTRIES: u32 = 1024;
 
     #[test]
     fn bitmap_with_manual_protection() {
@@ -151,55 +146,6 @@ mod kvm {
             let log = UserfaultLog::new(&guest.ram).unwrap();
             guest.with_log(Arc::new(log))
         });
-    }
-
-    #[test]
-    fn dirty_rings() {
-        if kvm().is_some() && rings(&guest(Kvm::new().unwrap())).is_some() {
-            model::check_all(|| {
-                let guest = guest(Kvm::new().unwrap());
-                let rings = rings(&guest).unwrap();
-                guest.with_rings(&rings, || ()).0
-            });
-        }
-    }
-
-    #[test]
-    fn a_vcpu_whose_ring_is_full_goes_on_when_it_has_harvested() {
-        let Some(kvm) = kvm() else { return };
-        const PAGES: usize = 5 * RING_ENTRIES as usize;
-        let guest = Guest::new(kvm, anonymous(&[BOOT_PAGES, 333, PAGES]));
-        let Some(rings) = rings(&guest) else { return };
-        let full = Arc::new(AtomicUsize::new(0));
-        let count = Arc::clone(&full);
-        let (mut fixture, log) = guest.with_rings(&rings, move || {
-            count.fetch_add(1, Ordering::Relaxed);
-        });
-        // Rings have nothing to watch.
-        log.start().unwrap();
-        for page in 0..PAGES {
-            fixture.write(0, Place { block: 2, page }, 7);
-        }
-        assert!(full.load(Ordering::Relaxed) > 0, "no ring was ever full");
-        assert_eq!(fixture.collected(2).count(), PAGES);
-        assert_eq!(fixture.collected(2).count(), 0);
-        log.stop().unwrap();
-    }
-
-    #[test]
-    fn rings_of_impossible_lengths_are_refused() {
-        let Some(kvm) = kvm() else { return };
-        let guest = guest(kvm);
-        if rings(&guest).is_none() {
-            return;
-        }
-        for entries in [0, 1000, 1 << 31] {
-            let refused = KvmRings::enable(guest.vm(), entries);
-            assert!(
-                matches!(refused, Err(DirtyLogError::Setup { .. })),
-                "{entries}"
-            );
-        }
     }
 
     #[test]
@@ -272,8 +218,6 @@ mod kvm {
         // SAFETY: there is no VM whose memory it could change.
         let log = unsafe { KvmDirtyLog::new(&file, vec![slot], &ram) };
         assert!(matches!(log, Err(DirtyLogError::System { .. })));
-        let rings = KvmRings::enable(&file, RING_ENTRIES);
-        assert!(matches!(rings, Err(DirtyLogError::System { .. })));
     }
 
     fn guest(kvm: Kvm) -> Guest {
@@ -285,17 +229,6 @@ mod kvm {
         Kvm::new()
             .inspect_err(|error| lab::skipped(&format!("needs /dev/kvm: {error}")).unwrap())
             .ok()
-    }
-
-    fn rings(guest: &Guest) -> Option<KvmRings> {
-        match KvmRings::enable(guest.vm(), RING_ENTRIES) {
-            Ok(rings) => Some(rings),
-            Err(DirtyLogError::Unsupported { reason, .. }) => {
-                lab::skipped(&reason).unwrap();
-                None
-            }
-            Err(error) => panic!("{error}"),
-        }
     }
 }
 
