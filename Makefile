@@ -58,7 +58,7 @@ soak: setup    # Migrations of all kinds with faults for hours, with memory and 
 	SOAK_HOURS=$(or $(HOURS),8) cargo test --release -p vamoose --test all soak:: -- --ignored --nocapture
 
 bench: setup   # Measure Vamoose beside stock QEMU on this host (minutes; BENCH="silesia links --out DIR"; make bench BENCH=list)
-	cargo build --release -p vamoose -p vamoose-live -p vamoose-bench --bins --example vamoose-demo
+	cargo build --release -p vamoose -p vamoose-bench
 	"$${CARGO_TARGET_DIR:-target}/release/vamoose" bench $(or $(BENCH),--quick)
 
 # As root. PATHS_RAM and PATHS_RUNS set the guest's memory in MiB and how often each case runs.

@@ -117,7 +117,7 @@ struct RunOptions {
     /// QEMU to measure with [default: the newest]
     #[arg(long, value_name = "VERSION")]
     qemu: Option<String>,
-    /// Program to measure, with the vamoose-demo beside it [default: the one beside this program]
+    /// Program to measure [default: the one beside this program]
     #[arg(long, value_name = "PROGRAM")]
     vamoose: Option<PathBuf>,
 }

@@ -4,14 +4,12 @@
 //!  qemu      source QEMU ────────────────────────link─────────────────────────> destination QEMU
 //!  relay     source QEMU ─unix─> vamoose relay ──link─────────────────────────> destination QEMU, which decodes
 //!  migrate   source QEMU ─unix─> vamoose migrate ═link═> vamoose serve ──unix─> destination QEMU
-//!  live      vamoose-demo, source ═══════════════link══> vamoose-demo, destination
 //! ```
 //!
 //! `══` is a session with checksums. Contenders with `--tls` encrypt: stock QEMU as well as Vamoose. All processes and the link share the processors
 //! of this host.
 
 mod begin;
-mod live;
 pub(crate) mod moving;
 pub(crate) mod running;
 mod still;
@@ -29,14 +27,13 @@ use lab::vamoose::program;
 use crate::corpus::Corpus;
 use crate::needs::Found;
 use crate::record::{Cell, Record};
-use crate::scenario::{Rate, Who};
+use crate::scenario::Rate;
 use running::Running;
 
 /// Properties that all cells of a run share.
 pub(crate) struct Host {
     pub(crate) qemu: Binary,
     pub(crate) vamoose: PathBuf,
-    pub(crate) demo: PathBuf,
     pub(crate) corpus: Corpus,
     /// Whether links can be made; otherwise there is only loopback.
     pub(crate) has_links: bool,
@@ -67,13 +64,7 @@ impl<'a> Testbed<'a> {
     pub(crate) fn measure(&mut self, cell: &Cell, round: u32) -> Result<Option<Record>> {
         match self {
             Self::Running(running) => running.migrate(cell, round).map(|()| None),
-            Self::Still(host) => {
-                let measured = match cell.contender.who {
-                    Who::Live => live::measure(host, cell, round),
-                    _ => still::measure(host, cell, round),
-                };
-                measured.map(Some)
-            }
+            Self::Still(host) => still::measure(host, cell, round).map(Some),
         }
     }
 
@@ -92,23 +83,17 @@ impl<'a> Testbed<'a> {
 }
 
 impl Host {
-    /// Looks for the QEMU whose version begins so, for `vamoose` and the demo beside it, and for a corpus.
+    /// Looks for the QEMU whose version begins so, for `vamoose`, and for a corpus.
     pub(crate) fn look(
         qemu: &str,
         vamoose: Option<&Path>,
         corpus: Option<&Path>,
     ) -> Result<(Self, Found)> {
         let vamoose = program(vamoose, "vamoose")?;
-        // Beside the program where it is installed, an example where it was built.
-        let places =
-            ["vamoose-demo", "examples/vamoose-demo"].map(|name| vamoose.with_file_name(name));
-        let [demo, built] = places;
-        let demo = if demo.is_file() { demo } else { built };
-        let found = Found::look(&demo);
+        let found = Found::look();
         let host = Self {
             qemu: newest_qemu(qemu)?,
             vamoose,
-            demo,
             corpus: Corpus::open(corpus)?,
             has_links: found.has_links(),
         };

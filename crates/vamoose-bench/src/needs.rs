@@ -9,13 +9,12 @@ use lab::real::Real;
 use lab::{net, proc};
 
 use crate::record::Cell;
-use crate::scenario::{Rate, Who};
+use crate::scenario::Rate;
 
 /// Capabilities of this host.
 pub(crate) struct Found {
     /// The error tells why links cannot be made.
     links: Result<(), String>,
-    demo: bool,
     /// The part that running guests lack.
     guest: Option<Part>,
     /// Bytes.
@@ -29,11 +28,10 @@ const WORKLOADS: &str = "scripts/setup guest workloads, in Vamoose's sources; a 
     VAMOOSE_TARGET=SOURCES/target";
 
 impl Found {
-    /// Looks at this host; `demo` is the program that `live` needs.
-    pub(crate) fn look(demo: &Path) -> Self {
+    /// Looks at this host.
+    pub(crate) fn look() -> Self {
         Self {
             links: net::available().map_err(|error| format!("{error:#}")),
-            demo: demo.is_file(),
             guest: Image::missing(),
             memory: proc::available_memory().unwrap_or(0),
             shared_memory: Path::new("/dev/shm").is_dir(),
@@ -79,10 +77,6 @@ impl Found {
             let what = format!("links of given rates ({why})");
             return missing(&what, "run it as root, with Debian's package iproute2");
         }
-        if cell.contender.who == Who::Live && !self.demo {
-            let remedy = "cargo build --release -p vamoose-live --example vamoose-demo";
-            return missing("vamoose-demo beside this program", remedy);
-        }
         if cell.guest.real().is_some() && !Real::is_there() {
             return missing("the guests' programs", WORKLOADS);
         }
@@ -95,10 +89,6 @@ impl Found {
             }
             if has_clients && !Program::Redis.is_there() {
                 return missing("the guests' programs", WORKLOADS);
-            }
-            if cell.contender.who == Who::Live {
-                let what = format!("a way to move {} by `{}`", cell.guest, cell.contender);
-                return missing(&what, "choose another contender: it has no QEMU");
             }
         }
         if cell.ram.saturating_mul(2) > self.memory {
@@ -116,7 +106,7 @@ mod tests {
 
     fn cells() -> Vec<Cell> {
         let scenario = "about = ''\nguests = ['zero', 'idle']\nlinks = ['open', '1G']\nram = '64M'\nrounds = 1\n\
-            contenders = ['qemu none', 'live none']";
+            contenders = ['qemu none', 'migrate none']";
         Scenario::parse(scenario)
             .unwrap()
             .cells("test", 1 << 30, 20)
@@ -126,19 +116,17 @@ mod tests {
     fn missing_requirements_are_named_once_and_the_rest_is_measured() {
         let found = Found {
             links: Err("no root".to_owned()),
-            demo: false,
             guest: None,
             memory: 1 << 30,
             shared_memory: true,
         };
         let (can, lines) = found.sort(cells());
         let can: Vec<_> = can.iter().map(|cell| cell.guest.to_string()).collect();
-        assert_eq!(can, ["zero", "idle"]);
+        assert_eq!(can, ["zero", "zero", "idle", "idle"]);
         assert_eq!(
             lines,
             [
                 "not here: links of given rates (no root); without it 4 cells are left out (run it as root, with Debian's package iproute2)",
-                "not here: vamoose-demo beside this program; without it 2 cells are left out (cargo build --release -p vamoose-live --example vamoose-demo)",
             ]
         );
     }

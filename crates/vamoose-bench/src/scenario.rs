@@ -122,12 +122,10 @@ pub(crate) enum Who {
     Relay,
     /// `vamoose migrate` and `vamoose serve`.
     Migrate,
-    /// `vamoose-demo`, a VMM with the crate `vamoose-live`, without a QEMU.
-    Live,
 }
 
 /// Built-in scenarios.
-const BUILT_IN: [(&str, &str); 16] = [
+const BUILT_IN: [(&str, &str); 14] = [
     ("idle", include_str!("../scenarios/idle.toml")),
     ("silesia", include_str!("../scenarios/silesia.toml")),
     ("half-zero", include_str!("../scenarios/half-zero.toml")),
@@ -142,8 +140,6 @@ const BUILT_IN: [(&str, &str); 16] = [
     ("redis", include_str!("../scenarios/redis.toml")),
     ("table-a", include_str!("../scenarios/table-a.toml")),
     ("table-b", include_str!("../scenarios/table-b.toml")),
-    ("table-c", include_str!("../scenarios/table-c.toml")),
-    ("table-d", include_str!("../scenarios/table-d.toml")),
 ];
 
 fn two_channels() -> Vec<u8> {
@@ -507,7 +503,7 @@ mod tests {
         );
         let contenders = [
             "qemu none",
-            "live none --prealloc",
+            "migrate none --check off",
             "migrate zstd | --stall-timeout 30",
             "qemu zstd --tls",
             "migrate auto --tls --delta off",

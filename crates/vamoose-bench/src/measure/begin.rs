@@ -56,7 +56,7 @@ impl Ends<'_> {
         match cell.contender.who {
             Who::Relay => self.relay(cell),
             Who::Migrate => self.migrate(cell),
-            Who::Qemu | Who::Live => self.stock(cell),
+            Who::Qemu => self.stock(cell),
         }
     }
 

@@ -346,7 +346,7 @@ fn any_record() -> impl Strategy<Value = Record> {
         "relay auto",
         "migrate auto",
         "migrate lz4",
-        "live none --<&\"x",
+        "migrate none --<&\"x",
     ]);
     let outcomes = [
         Outcome::Equal,
