@@ -18,9 +18,9 @@ pub mod options;
 pub mod outcome;
 pub mod progress;
 pub mod report;
+pub mod sample;
 pub mod security;
 pub mod terminal;
-pub mod timeline;
 pub mod values;
 pub mod watchable;
 

@@ -15,8 +15,8 @@ pub use vamoose_relay::Progress;
 
 use crate::{
     log, report,
+    sample::Sample,
     terminal::{self, say},
-    timeline::Sample,
 };
 
 /// How progress is shown.
@@ -29,7 +29,7 @@ pub enum Mode {
     Bar,
     /// A line per second on standard error
     Lines,
-    /// A JSON object per second on standard output, one per line, with the keys of the report's timeline
+    /// A JSON object per second on standard output, one per line (docs/reading-a-report.md)
     Json,
     /// Nothing
     None,

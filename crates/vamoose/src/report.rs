@@ -16,8 +16,6 @@ use serde_json::Value;
 use vamoose_link::{Counters, MethodChoice, PathStatus, Session, millis};
 use vamoose_relay::{AttemptId, CopiedDisks, DowntimeParts, GuestLocation, Moved, chain};
 
-use crate::timeline::{Sample, Timeline};
-
 /// Report of a migration. Times are in milliseconds, as in QEMU.
 #[derive(Clone, Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -75,9 +73,6 @@ pub struct Report {
     /// The session with another Vamoose, if there was one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub link: Option<Link>,
-    /// Samples of the progress, in order of time.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub timeline: Vec<Sample>,
 }
 
 /// Savings by sending differences from earlier versions of pages.
@@ -212,12 +207,6 @@ impl Report {
             reconnects: session.reconnects(),
             paths: session.paths().into_iter().map(PathReport::of).collect(),
         });
-        self
-    }
-
-    /// Adds the samples.
-    pub fn of_timeline(mut self, timeline: Timeline) -> Self {
-        self.timeline = timeline.into_samples();
         self
     }
 

@@ -38,7 +38,6 @@ use vamoose::{
     progress::{Display, Mode, Progress, remaining},
     report::Report,
     terminal::{self, wrap},
-    timeline::Timeline,
     values::{Rate, milliseconds, positive_seconds},
     watchable,
 };
@@ -244,7 +243,6 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let peer = options.host.clone().unwrap_or_else(|| to.address());
     let display = Display::new(options.progress, &*peer);
     let mut last = Progress::default();
-    let mut timeline = Timeline::default();
     let watched = Mutex::new(None);
     let watchable = watchable::bind(&state_dir);
     let storage = options.storage();
@@ -286,7 +284,6 @@ pub(crate) fn run(options: &Options) -> Result<()> {
                 cancel.store(true, Ordering::Relaxed);
             }
             display.show(progress);
-            timeline.add(start.elapsed(), progress);
             *lock(&watched) = Some(Watched::of(progress, name, &to, method.name(), start));
             last = progress.clone();
         })
@@ -315,7 +312,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         }
     };
     let report = report.of_link(last.session.as_ref());
-    let written = options.json.write(&report.of_timeline(timeline));
+    let written = options.json.write(&report);
     // The exit code tells the outcome of the migration, not that of the report.
     if let Err(error) = &written {
         warn!("{error:#}");

@@ -28,47 +28,6 @@ fn destination(binary: &Binary, from: &Binary) -> Result<Qemu> {
         .start()
 }
 
-/// Nothing in it goes back, and it ends at what the report says of the whole migration.
-fn check_timeline(report: &Value) -> Result<()> {
-    let samples = report["timeline"].as_array().context("no timeline")?;
-    let (last, all) = samples.split_last().context("no samples")?;
-    let growing = [
-        "milliseconds",
-        "wire-bytes",
-        "page-bytes",
-        "zero-pages",
-        "reconnects",
-    ];
-    for (sample, next) in all.iter().zip(&samples[1..]) {
-        for key in growing {
-            ensure!(
-                sample[key].as_u64() <= next[key].as_u64(),
-                "{key}: {sample}, {next}"
-            );
-        }
-    }
-    for key in ["wire-bytes", "page-bytes", "zero-pages"] {
-        ensure!(
-            last[key].is_u64() && last[key] == report[key],
-            "{key}: {last}"
-        );
-    }
-    ensure!(last["status"] == report["status"], "{last}");
-    ensure!(
-        last["dirty-sync-count"] == report["ram"]["dirty-sync-count"],
-        "{last}"
-    );
-    // Pages go by the method that was asked for, or as they are where that is smaller.
-    let packets = last["packets"].as_object().context("no packets")?;
-    let method = report["method"].as_str().context("no method")?;
-    ensure!(packets.contains_key(method), "{last}");
-    ensure!(
-        packets.keys().all(|name| name == method || name == "none"),
-        "{last}"
-    );
-    Ok(())
-}
-
 #[test]
 fn a_guest_moves_between_all_versions() -> Result<()> {
     let host = Host::start(&[])?;
@@ -98,7 +57,6 @@ fn a_guest_moves_between_all_versions() -> Result<()> {
             report["ram"]["dirty-sync-count"].as_u64() > Some(0),
             "{report}"
         );
-        check_timeline(&report).with_context(|| report.to_string())?;
     }
     Ok(())
 }

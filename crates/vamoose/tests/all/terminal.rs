@@ -290,6 +290,12 @@ fn programs_read_progress_and_quiet_ones_nothing() -> Result<()> {
             "{line}"
         );
     }
+    // Nothing in it goes back.
+    for pair in values[..values.len() - 1].windows(2) {
+        for key in ["milliseconds", "wire-bytes", "page-bytes", "zero-pages"] {
+            ensure!(pair[0][key].as_u64() <= pair[1][key].as_u64(), "{pair:?}");
+        }
+    }
     ensure!(last["total"].is_u64(), "{last}");
     ensure!(last["status"] == "completed", "{last}");
     ensure!(
