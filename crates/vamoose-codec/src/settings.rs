@@ -2,7 +2,7 @@
 
 use multifd::Method;
 
-use crate::{Framing, SettingsError, encode::COPY, engine::Software, methods};
+use crate::{SettingsError, encode::COPY, engine::Software, methods};
 
 /// A method this crate can encode, and its level. By default method none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,11 +45,6 @@ impl Settings {
     /// The effective level, with defaults filled in. `None` for a method without levels.
     pub fn level(&self) -> Option<i32> {
         self.level
-    }
-
-    /// How the packets of a channel depend on each other.
-    pub fn framing(&self) -> Framing {
-        methods::info(self.method).map_or(Framing::Stream, |info| info.framing)
     }
 
     /// Name of the software engine: a library, or `copy` for method none.

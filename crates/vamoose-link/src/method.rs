@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use multifd::{Layout, Method};
-use vamoose_codec::{EncodeError, Encoded, Encoder, Engines, Framing, Health, Settings};
+use vamoose_codec::{EncodeError, Encoded, Encoder, Engines, Health, Settings};
 
 use crate::adaptive::Adaptive;
 
@@ -67,14 +67,7 @@ impl MethodChoice {
             .is_none_or(|it| methods.contains(&it.settings().method()))
     }
 
-    /// How the packets of a channel depend on each other.
-    pub fn framing(&self) -> Framing {
-        self.fixed()
-            .map_or(Framing::Packet, |it| it.settings().framing())
-    }
-
-    /// An encoder for a new channel, or another one for the same channel if the method's packets are independent. `health` is
-    /// the migration's.
+    /// An encoder for a new channel. `health` is the migration's.
     ///
     /// # Errors
     /// When the method's library cannot be set up (no memory), or the method does not support the page size.
@@ -177,7 +170,6 @@ mod tests {
     fn adaptive_method_has_its_own_name_and_no_level() {
         let adaptive = MethodChoice::default();
         assert_eq!((adaptive.name(), adaptive.level()), ("auto", None));
-        assert_eq!(adaptive.framing(), Framing::Packet);
         // A name must not mean two things in reports, or to `serve`.
         assert!(
             Method::ALL

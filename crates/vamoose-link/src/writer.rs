@@ -2,10 +2,7 @@
 
 use std::{
     io, mem, ptr,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -19,7 +16,7 @@ use crate::{
     ZeroCopyError,
     backlog::Backlog,
     delta::Outgoing,
-    is_stall, lock, memory,
+    is_stall, memory,
     page_store::{MANY_UNDECIDED, StoreWriter},
     pages::{PageSource, copy_from_guest},
     stats::cpu_timed,
@@ -29,11 +26,10 @@ use crate::{
 /// Encodes packets and sends them on one channel, in the order given: whole packets
 /// ([`write`](ChannelWriter::write)), or pages straight from guest memory
 /// ([`write_memory`](ChannelWriter::write_memory)).
-///
-/// If the packets of the method are independent, several writers can share a channel, each with its own encoder: see
-/// [`ChannelWriter::sibling`].
 pub struct ChannelWriter {
     sender: Sender,
+    /// Number of SYNCs written.
+    epoch: u64,
     encoder: PacketEncoder,
     delta: Option<Outgoing>,
     store: Option<StoreWriter>,
@@ -94,36 +90,20 @@ impl ChannelWriter {
         pacer: Option<Arc<Pacer>>,
         stats: Arc<Stats>,
     ) -> Self {
-        let turn = Mutex::new(Turn {
+        let sender = Sender {
+            stream,
             backlog: Backlog::default(),
             zero_copy: None,
-        });
-        let sender = Sender {
-            channel: Arc::new(Channel {
-                stream,
-                turn,
-                epoch: AtomicU64::new(0),
-            }),
             stats,
             pacer,
             layout,
         };
-        Self::on(sender, encoder.into())
-    }
-
-    /// Another writer on the same channel. The packets of both are sent whole, in any order. All packets that belong before a
-    /// SYNC must have been written before the SYNC is.
-    pub fn sibling(&self, encoder: impl Into<PacketEncoder>) -> Self {
-        Self::on(self.sender.clone(), encoder.into())
-    }
-
-    fn on(sender: Sender, encoder: PacketEncoder) -> Self {
-        let layout = sender.layout;
         let mut sync = RamHeader::new(layout);
         sync.sync = true;
         Self {
             sender,
-            encoder,
+            epoch: 0,
+            encoder: encoder.into(),
             delta: None,
             store: None,
             restores: false,
@@ -146,10 +126,10 @@ impl ChannelWriter {
         if method != Method::None {
             return Err(ZeroCopyError::Method { method });
         }
-        let mut turn = lock(&self.sender.channel.turn);
-        if turn.zero_copy.is_none() {
-            let socket = self.sender.channel.stream.socket();
-            turn.zero_copy = Some(zero_copy::enable(socket.ok_or(ZeroCopyError::Session)?)?);
+        if self.sender.zero_copy.is_none() {
+            let socket = self.sender.stream.socket();
+            let zero_copy = zero_copy::enable(socket.ok_or(ZeroCopyError::Session)?)?;
+            self.sender.zero_copy = Some(zero_copy);
         }
         Ok(())
     }
@@ -164,13 +144,10 @@ impl ChannelWriter {
         Ok(())
     }
 
-    /// Sends references to pages that the destination's store has. The writer must be its channel's only one, on a stream of a
-    /// session. Returns what reads the destination's messages on the channel, which must run.
+    /// Sends references to pages that the destination's store has. The writer must be on a stream of a session. Returns what
+    /// reads the destination's messages on the channel, which must run.
     pub fn share_pages(&mut self, sender: Arc<StoreSender>) -> StoreListener {
-        let (stream, page_size) = (
-            self.sender.channel.stream.clone(),
-            self.sender.layout.page_size(),
-        );
+        let (stream, page_size) = (self.sender.stream.clone(), self.sender.layout.page_size());
         let (store, listener) = StoreWriter::new(sender, stream, page_size);
         self.store = Some(store);
         if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
@@ -181,7 +158,7 @@ impl ChannelWriter {
     }
 
     /// Sends pages by the method that the source's QEMU used, if the first packet tells it (over a session), instead of the
-    /// encoder's: zstd as [`send_frames`](Self::send_frames) does. The channel must have no other writer.
+    /// encoder's: zstd as [`send_frames`](Self::send_frames) does.
     pub fn restore(&mut self) {
         self.restores = true;
     }
@@ -199,7 +176,7 @@ impl ChannelWriter {
     /// # Errors
     /// When the encoder refuses.
     pub fn add_checksums(&mut self) -> Result<(), EncodeError> {
-        self.has_checksums = self.sender.channel.stream.checks_pages();
+        self.has_checksums = self.sender.stream.checks_pages();
         match self.has_checksums {
             true => self.encoder.add_checksums(),
             false => Ok(()),
@@ -285,8 +262,7 @@ impl ChannelWriter {
         self.sync.write(self.sender.layout, &mut self.header);
         // Without waiting for the pacer: all channels wait for a SYNC.
         self.sender.send_now(&self.header, Payload::Borrowed(&[]))?;
-        // Before any writer of the channel continues.
-        self.sender.channel.epoch.fetch_add(1, Ordering::Relaxed);
+        self.epoch += 1;
         self.flush()
     }
 
@@ -304,20 +280,16 @@ impl ChannelWriter {
     /// When the connection breaks, is shut down, or acknowledges nothing for the stall timeout. The migration has failed then,
     /// and the kernel may hold pages for as long as it tries to deliver them.
     pub fn flush(&mut self) -> Result<(), WriteError> {
-        let channel = &self.sender.channel;
-        let mut turn = lock(&channel.turn);
-        match (turn.zero_copy.as_mut(), channel.stream.socket()) {
-            (Some(zero_copy), Some(socket)) => zero_copy.flush(socket, &self.sender.stats),
+        let sender = &mut self.sender;
+        match (&mut sender.zero_copy, sender.stream.socket()) {
+            (Some(zero_copy), Some(socket)) => zero_copy.flush(socket, &sender.stats),
             _ => Ok(()),
         }
     }
 
-    /// Ends the channel, if this is its last writer. Does not
-    /// [`flush`](ChannelWriter::flush).
+    /// Ends the channel. Does not [`flush`](ChannelWriter::flush).
     pub fn finish(self) {
-        if let Some(channel) = Arc::into_inner(self.sender.channel) {
-            channel.stream.finish();
-        }
+        self.sender.stream.finish();
     }
 
     fn write_ram(
@@ -335,13 +307,12 @@ impl ChannelWriter {
         let takes_raw = self.store.as_ref().is_some_and(StoreWriter::takes_raw);
         let is_raw =
             page_bytes == 0 || self.frame.is_some() || !takes_raw && self.encoder.next_is_raw();
-        let epoch = self.sender.channel.epoch.load(Ordering::Relaxed);
         let delta = match &mut self.delta {
             Some(delta) if is_raw && (page_bytes == 0 || !self.encoder.prefers_differences()) => {
                 delta.pass_by(header);
                 None
             }
-            Some(delta) => delta.plan(header, epoch).then_some(delta),
+            Some(delta) => delta.plan(header, self.epoch).then_some(delta),
             None => None,
         };
         let is_raw = is_raw && delta.is_none();
@@ -359,7 +330,7 @@ impl ChannelWriter {
                     None => Payload::Buffer(buffer, len, None),
                 },
                 // A session may send the packet again, with the same bytes.
-                PageSource::Guest(slices) if self.sender.channel.stream.socket().is_none() => {
+                PageSource::Guest(slices) if self.sender.stream.socket().is_none() => {
                     let len = copy_from_guest(slices, &mut self.payload).len();
                     Payload::Buffer(&mut self.payload, len, None)
                 }
@@ -367,7 +338,7 @@ impl ChannelWriter {
             }
         } else {
             let checks = Checks {
-                pages: self.sender.channel.stream.checks_pages(),
+                pages: self.sender.stream.checks_pages(),
                 frames: self.has_checksums,
             };
             let buffers = (&mut self.copy, &mut *self.payload);
@@ -413,9 +384,7 @@ impl ChannelWriter {
         self.sender.send(&self.header, payload)?;
         self.sender.count(header);
         if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
-            adaptive.end_send(encoded_bytes, wire_bytes, || {
-                self.sender.channel.stream.peer_wait()
-            });
+            adaptive.end_send(encoded_bytes, wire_bytes, || self.sender.stream.peer_wait());
         }
         Ok(())
     }
@@ -427,7 +396,7 @@ impl ChannelWriter {
         let Some(mut store) = self.store.take_if(|store| store.has_undecided()) else {
             return Ok(());
         };
-        let stream = self.sender.channel.stream.clone();
+        let stream = self.sender.stream.clone();
         let reconnect = stream.session().map(|it| it.config().reconnect_timeout);
         let patience = stream.stall_timeout() + reconnect.unwrap_or_default();
         let deadline = Instant::now() + patience;
@@ -448,7 +417,7 @@ impl ChannelWriter {
     /// method replaces the encoder, if software can encode it.
     fn follow_origin(&mut self, header: &mut RamHeader) -> Result<(), WriteError> {
         let origin = header.origin.take();
-        if self.sender.channel.stream.socket().is_none() {
+        if self.sender.stream.socket().is_none() {
             let came = Some(header.method).filter(|method| method.is_stock());
             header.origin = origin.or(came);
         }
@@ -619,9 +588,11 @@ impl Payload<'_> {
 }
 
 /// Sends a writer's packets on its channel.
-#[derive(Clone)]
 struct Sender {
-    channel: Arc<Channel>,
+    stream: Arc<Stream>,
+    backlog: Backlog,
+    /// Once zero-copy sends are enabled.
+    zero_copy: Option<ZeroCopy>,
     stats: Arc<Stats>,
     pacer: Option<Arc<Pacer>>,
     layout: Layout,
@@ -629,7 +600,7 @@ struct Sender {
 
 impl Sender {
     /// Sends when the pacer allows it.
-    fn send(&self, header: &[u8], payload: Payload<'_>) -> Result<(), WriteError> {
+    fn send(&mut self, header: &[u8], payload: Payload<'_>) -> Result<(), WriteError> {
         if let Some(pacer) = &self.pacer {
             pacer.wait_for(header.len() + payload.len());
         }
@@ -646,16 +617,15 @@ impl Sender {
         }
     }
 
-    fn send_now(&self, header: &[u8], payload: Payload<'_>) -> Result<(), WriteError> {
-        let mut turn = lock(&self.channel.turn);
-        let stream = &*self.channel.stream;
+    fn send_now(&mut self, header: &[u8], payload: Payload<'_>) -> Result<(), WriteError> {
+        let stream = &*self.stream;
         let failed = |error| WriteError::of(error, stream.stall_timeout());
         let bytes = header.len() + payload.len();
         let socket = stream.socket();
         if let Some(socket) = socket {
-            turn.backlog.bound(socket);
+            self.backlog.bound(socket);
         }
-        match (payload, turn.zero_copy.as_mut().zip(socket)) {
+        match (payload, self.zero_copy.as_mut().zip(socket)) {
             (Payload::Guest(pages), Some((zero_copy, socket)))
                 if zero_copy::is_worth_it(memory::total_len(pages)) =>
             {
@@ -679,20 +649,4 @@ impl Sender {
         self.stats.add_sent(bytes);
         Ok(())
     }
-}
-
-/// A channel, shared by its writers.
-struct Channel {
-    stream: Arc<Stream>,
-    /// Held while a packet goes out; uncontended on a channel with one writer.
-    turn: Mutex<Turn>,
-    /// Number of SYNCs written. Relaxed: the channel's other writers have no packets while a SYNC is written.
-    epoch: AtomicU64,
-}
-
-/// State of the connection, held by the writer that sends.
-struct Turn {
-    backlog: Backlog,
-    /// Once zero-copy sends are enabled.
-    zero_copy: Option<ZeroCopy>,
 }

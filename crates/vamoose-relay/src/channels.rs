@@ -3,7 +3,6 @@
 //! ```text
 //!  as many out as in:   [ read, decode, encode, write ]                    one thread per channel
 //!  otherwise:           [ read, decode ] ─> exchange ─> [ encode, write ]  one thread per channel and side
-//!  several encoders:    [ read, decode ] ─> exchange ─> [ encode, write ]  one thread per encoder
 //!  zstd frames for a QEMU that decodes them:  [ read, write ]              one thread per channel
 //! ```
 //!
@@ -107,7 +106,7 @@ pub(crate) fn read(
     }
 }
 
-/// Sends packets from the exchange on one channel, until all readers have ended. Other writers may share the channel.
+/// Sends packets from the exchange on one channel, until all readers have ended.
 pub(crate) fn write(
     writer: &mut ChannelWriter,
     end: &WriterEnd,
@@ -122,13 +121,8 @@ pub(crate) fn write(
                 end.give_back(packet);
             }
             Work::Sync { packet_num } => {
-                let mut sent = Ok(());
-                let synced = end.sync(|| {
-                    sent = send_sync(writer, packet_num, out);
-                    if sent.is_ok() { Ok(()) } else { Err(Closed) }
-                });
-                sent.map_err(failed)?;
-                if synced == Err(Closed) {
+                send_sync(writer, packet_num, out).map_err(failed)?;
+                if end.sync() == Err(Closed) {
                     break;
                 }
             }

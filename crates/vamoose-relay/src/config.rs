@@ -1,11 +1,6 @@
 //! The configuration of a relay, and its connections to the destination.
 
-use std::{
-    collections::VecDeque,
-    num::{NonZeroU64, NonZeroUsize},
-    sync::Mutex,
-    time::Duration,
-};
+use std::{collections::VecDeque, num::NonZeroU64, sync::Mutex, time::Duration};
 
 use multifd::Layout;
 use vamoose_link::{
@@ -37,9 +32,6 @@ pub struct Config {
     pub stall_timeout: Duration,
     /// What happens to zero pages.
     pub zero_pages: ZeroPages,
-    /// Packets encoded in parallel per channel, for engines with a latency. More than 1 has an effect only
-    /// where the method's packets are independent (auto, lz4, zstd-frames, qpl, qatzip).
-    pub encoders: NonZeroUsize,
     /// Whether the destination QEMU is set up for method zstd, and decodes zstd frames itself
     /// ([`ChannelWriter::send_frames`](vamoose_link::ChannelWriter::send_frames)).
     pub(crate) is_decoded_by_qemu: bool,
@@ -64,14 +56,13 @@ impl Config {
             limit: Limit::default(),
             stall_timeout: Duration::from_secs(15),
             zero_pages: ZeroPages::Pass,
-            encoders: NonZeroUsize::MIN,
             is_decoded_by_qemu: false,
         }
     }
 
     /// Whether its packets can have references to a destination's page store: its sessions are to take one then.
     pub fn takes_store(&self) -> bool {
-        self.method.takes_differences() && self.encoders == NonZeroUsize::MIN && !self.restore
+        self.method.takes_differences() && !self.restore
     }
 }
 

@@ -6,15 +6,12 @@
 //!  reader N ─┘                                           └─ writer M   give_back()
 //! ```
 //!
-//! A channel has one or several writers (**encoders**), which encode the channel's packets in parallel, so that an engine with a
-//! latency stays busy. The writers of a channel share its socket.
-//!
 //! Between two SYNCs no page appears twice, so any writer may take any packet: the queue is shared,
 //! and a faster channel sends more packets. **SYNC is a barrier on both sides**: the last reader to reach
-//! it puts one SYNC per writer behind everything read so far, and no reader continues before that. The last of a channel's
-//! writers to take its SYNC sends it, after the other writers' packets. No writer continues before every channel has sent its SYNC.
+//! it puts one SYNC per writer behind everything read so far, and no reader continues before that. No writer continues before every
+//! channel has sent its SYNC.
 //!
-//! **All packets are allocated at the beginning**: two per channel, or one per reader and stream if these are more. More packets
+//! **All packets are allocated at the beginning**: two per channel, or one per reader and writer if these are more. More packets
 //! would falsify the bandwidth that the source measures (it counts bytes in the socket as sent), and its estimate of the
 //! downtime.
 
@@ -24,16 +21,13 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use multifd::Layout;
 use vamoose_link::{Packet, lock};
 
-/// The ends for `readers` readers and for `encoders` writers on each of `channels` channels, in the order of the channels, and
-/// their barriers.
+/// The ends for `readers` readers and for `writers` writers, and their barriers.
 pub(crate) fn exchange(
     readers: usize,
-    channels: usize,
-    encoders: usize,
+    writers: usize,
     layout: Layout,
 ) -> (Vec<ReaderEnd>, Vec<WriterEnd>, Barriers) {
-    let writers = channels * encoders;
-    let packets = (PACKETS_PER_CHANNEL * readers.max(channels)).max(readers + writers);
+    let packets = (PACKETS_PER_CHANNEL * readers.max(writers)).max(readers + writers);
     let (give, take) = bounded(packets);
     for _ in 0..packets {
         // The channel has room for all packets.
@@ -48,20 +42,13 @@ pub(crate) fn exchange(
         sync: read.clone(),
         writers,
     };
-    let mut barriers = vec![read, sent.clone()];
-    let mut writer_ends = Vec::with_capacity(writers);
-    for _ in 0..channels {
-        let taken = Arc::new(Barrier::new(encoders));
-        barriers.push(taken.clone());
-        let end = WriterEnd {
-            work: next.clone(),
-            free: give.clone(),
-            taken,
-            sync: sent.clone(),
-        };
-        writer_ends.extend(vec![end; encoders]);
-    }
-    (vec![end; readers], writer_ends, Barriers(barriers))
+    let writer_end = WriterEnd {
+        work: next,
+        free: give,
+        sync: sent.clone(),
+    };
+    let ends = (vec![end; readers], vec![writer_end; writers]);
+    (ends.0, ends.1, Barriers([read, sent]))
 }
 
 /// See the module's documentation.
@@ -115,8 +102,6 @@ impl ReaderEnd {
 pub(crate) struct WriterEnd {
     work: Receiver<Work>,
     free: Sender<Box<Packet>>,
-    /// The barrier of the channel's writers.
-    taken: Arc<Barrier>,
     /// The barrier of all writers.
     sync: Arc<Barrier>,
 }
@@ -132,16 +117,14 @@ impl WriterEnd {
         let _ = self.free.try_send(packet);
     }
 
-    /// Marks this writer as having taken its SYNC; returns when all channels have sent theirs. The last of the channel's
-    /// writers to arrive runs `send`.
-    pub(crate) fn sync(&self, send: impl FnOnce() -> Result<(), Closed>) -> Result<(), Closed> {
-        self.taken.wait(send)?;
+    /// Marks this writer as having sent its SYNC; returns when all have sent theirs.
+    pub(crate) fn sync(&self) -> Result<(), Closed> {
         self.sync.wait(|| Ok(()))
     }
 }
 
 /// The barriers of an exchange.
-pub(crate) struct Barriers(Vec<Arc<Barrier>>);
+pub(crate) struct Barriers([Arc<Barrier>; 2]);
 
 impl Barriers {
     /// Ends every wait, because a thread will never reach its barrier.
@@ -233,14 +216,9 @@ mod tests {
 
     /// Runs `rounds[round][reader]` packets through and returns what each channel's socket saw. A
     /// packet's number is its round.
-    fn run(
-        rounds: &[Vec<usize>],
-        readers: usize,
-        channels: usize,
-        encoders: usize,
-    ) -> Vec<Vec<Seen>> {
-        let (reader_ends, writer_ends, _barriers) = exchange(readers, channels, encoders, LAYOUT);
-        let sockets: Vec<_> = (0..channels).map(|_| Mutex::new(Vec::new())).collect();
+    fn run(rounds: &[Vec<usize>], readers: usize, writers: usize) -> Vec<Vec<Seen>> {
+        let (reader_ends, writer_ends, _barriers) = exchange(readers, writers, LAYOUT);
+        let sockets: Vec<_> = (0..writers).map(|_| Mutex::new(Vec::new())).collect();
         thread::scope(|scope| {
             for (reader, end) in reader_ends.into_iter().enumerate() {
                 scope.spawn(move || {
@@ -255,7 +233,7 @@ mod tests {
                 });
             }
             for (writer, end) in writer_ends.into_iter().enumerate() {
-                let socket = &sockets[writer / encoders];
+                let socket = &sockets[writer];
                 scope.spawn(move || {
                     while let Ok(work) = end.next() {
                         match work {
@@ -266,12 +244,10 @@ mod tests {
                                 socket.lock().unwrap().push(seen);
                                 end.give_back(packet);
                             }
-                            Work::Sync { .. } => end
-                                .sync(|| {
-                                    socket.lock().unwrap().push(Seen::Sync);
-                                    Ok(())
-                                })
-                                .unwrap(),
+                            Work::Sync { .. } => {
+                                socket.lock().unwrap().push(Seen::Sync);
+                                end.sync().unwrap();
+                            }
                         }
                     }
                 });
@@ -289,11 +265,10 @@ mod tests {
         #[test]
         fn nothing_crosses_a_sync_and_nothing_is_lost(
             readers in 1usize..5,
-            channels in 1usize..5,
-            encoders in 1usize..4,
+            writers in 1usize..9,
             rounds in proptest::collection::vec(proptest::collection::vec(0usize..12, 5), 1..5),
         ) {
-            let seen = run(&rounds, readers, channels, encoders);
+            let seen = run(&rounds, readers, writers);
             for (round, packets) in rounds.iter().enumerate() {
                 let of_round = |seen: &Vec<Seen>| {
                     seen.split(|s| *s == Seen::Sync).nth(round).map_or(0, |round_seen| {
@@ -314,10 +289,8 @@ mod tests {
     /// More packets that wait would falsify the bandwidth that the source measures.
     #[test]
     fn readers_that_are_ahead_wait_for_a_writer() {
-        for (readers, channels, encoders, packets) in
-            [(2, 3, 1, 6), (4, 1, 1, 8), (2, 2, 1, 4), (2, 2, 3, 8)]
-        {
-            let (reader_ends, writer_ends, _) = exchange(readers, channels, encoders, LAYOUT);
+        for (readers, writers, packets) in [(2, 3, 6), (4, 1, 8), (2, 2, 4)] {
+            let (reader_ends, writer_ends, _) = exchange(readers, writers, LAYOUT);
             let (reader, writer) = (reader_ends[0].clone(), &writer_ends[0]);
             let (tell, submitted) = bounded(packets + 1);
             let reads = thread::spawn(move || {
@@ -344,7 +317,7 @@ mod tests {
     /// The writers are stuck: all packets and a SYNC per writer fill the queue, so the next SYNC has to wait for room.
     #[test]
     fn a_reader_at_a_sync_with_a_full_queue_does_not_block_giving_up() {
-        let (reader_ends, writer_ends, barriers) = exchange(1, 2, 1, LAYOUT);
+        let (reader_ends, writer_ends, barriers) = exchange(1, 2, LAYOUT);
         let end = reader_ends[0].clone();
         let (tell, told) = bounded(1);
         let syncing = thread::spawn(move || {
@@ -371,7 +344,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_waits_at_a_barrier_can_be_released() {
-        let (reader_ends, _writer_ends, barriers) = exchange(2, 1, 1, LAYOUT);
+        let (reader_ends, _writer_ends, barriers) = exchange(2, 1, LAYOUT);
         thread::scope(|scope| {
             let waiting = scope.spawn(|| reader_ends[0].sync(0));
             barriers.give_up();

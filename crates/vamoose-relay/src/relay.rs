@@ -23,7 +23,6 @@ use std::{
 
 use multifd::{Initial, MAIN_MAGIC};
 use tracing::{Span, error_span, info, warn};
-use vamoose_codec::Framing;
 use vamoose_link::{
     ChannelReader, ChannelWriter, DeltaReceiver, DeltaSender, Hangup, Pacer, Stats, StoreListener,
     StoreLister, StoreSender, Stream,
@@ -197,18 +196,6 @@ impl Relay<'_> {
         Arc::new(pacer)
     }
 
-    /// Encoders of each outgoing channel.
-    fn encoders(&self) -> usize {
-        // The source QEMU's method may be one whose packets depend on each other.
-        if self.config.restore {
-            return 1;
-        }
-        match self.config.method.framing() {
-            Framing::Packet => self.config.encoders.get(),
-            Framing::Stream => 1,
-        }
-    }
-
     /// The cache of sent pages, if differences to them are sent.
     fn sent_pages(&self) -> Option<Arc<DeltaSender>> {
         if !self.config.delta || !self.config.method.takes_differences() {
@@ -226,19 +213,14 @@ impl Relay<'_> {
     fn writers(
         &self,
         channels: Vec<Arc<Stream>>,
-        encoders: usize,
         pacer: &Arc<Pacer>,
     ) -> Result<Vec<ChannelWriter>, RelayError> {
         let layout = self.config.layout;
-        let encoder = || self.config.method.encoder(layout, self.stats.health());
-        let mut writers = Vec::with_capacity(channels.len() * encoders);
+        let mut writers = Vec::with_capacity(channels.len());
         for stream in channels {
-            let stats = self.stats.clone();
-            let first = ChannelWriter::new(stream, layout, encoder()?, Some(pacer.clone()), stats);
-            for _ in 1..encoders {
-                writers.push(first.sibling(encoder()?));
-            }
-            writers.push(first);
+            let encoder = self.config.method.encoder(layout, self.stats.health())?;
+            let (pacer, stats) = (Some(pacer.clone()), self.stats.clone());
+            writers.push(ChannelWriter::new(stream, layout, encoder, pacer, stats));
         }
         for writer in &mut writers {
             writer.add_checksums()?;
@@ -294,9 +276,8 @@ impl Relay<'_> {
             "relaying a multifd migration"
         );
         let pacer = self.pacer();
-        let encoders = self.encoders();
-        let is_one_to_one = incoming == outgoing && encoders == 1;
-        let mut writers = self.writers(destination.channels, encoders, &pacer)?;
+        let is_one_to_one = incoming == outgoing;
+        let mut writers = self.writers(destination.channels, &pacer)?;
         let listeners = self.share_pages(&mut writers);
         let first = source.channels.first();
         let lister = StoreLister::over(&source.channels, self.config.guest.as_deref());
@@ -335,14 +316,13 @@ impl Relay<'_> {
                     threads.pass_on(channel, reader, writer);
                 }
             } else {
-                let (reader_ends, writer_ends, all) =
-                    exchange(incoming, outgoing, encoders, *layout);
+                let (reader_ends, writer_ends, all) = exchange(incoming, outgoing, *layout);
                 barriers = Some(all);
                 for (channel, (reader, end)) in readers.zip(reader_ends).enumerate() {
                     threads.read(channel, reader, end);
                 }
-                for (index, (writer, end)) in writers.into_iter().zip(writer_ends).enumerate() {
-                    threads.write(index / encoders, writer, end);
+                for (channel, (writer, end)) in writers.into_iter().zip(writer_ends).enumerate() {
+                    threads.write(channel, writer, end);
                 }
             }
             let (near, far) = (&source.main, &destination.main);
@@ -359,7 +339,7 @@ impl Relay<'_> {
             if let Some(lister) = &lister {
                 scope.spawn(|| lister.run());
             }
-            let ends = incoming + outgoing * encoders;
+            let ends = incoming + outgoing;
             let supervisor = Supervisor::new(&main_state, &syncs, *stall_timeout, ends, &on_loaded);
             let outcome = supervisor.run(&reports, self.hangup);
             self.hangup.hang_up();

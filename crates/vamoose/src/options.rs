@@ -3,7 +3,6 @@
 use std::{
     env, fmt,
     fs::File,
-    num::NonZeroUsize,
     path::PathBuf,
     str::FromStr,
     sync::{Arc, LazyLock},
@@ -18,7 +17,7 @@ use clap::{
 use idxd::{Kind, offload::Options};
 use multifd::{Layout, Method};
 use serde::{Deserialize, Serialize};
-use vamoose_codec::{Accel, DecodedBy, Engines, Framing, Registry, Settings, Verify, info};
+use vamoose_codec::{Accel, DecodedBy, Engines, Registry, Settings, Verify, info};
 use vamoose_link::{Address, MethodChoice, Peers};
 use vamoose_relay::Config;
 
@@ -51,8 +50,6 @@ pub struct Encoding {
     /// Needs a session, and method auto, lz4 or zstd-frames. See --page-cache.
     #[arg(help_heading = ENCODING, long, value_enum, hide_short_help = true)]
     pub delta: Option<Switch>,
-    #[arg(help_heading = ENCODING, long, default_value = "1", value_name = "N", help = encoders_help(), hide_short_help = true)]
-    encoders: NonZeroUsize,
     /// Page size of the guest
     #[arg(help_heading = ENCODING,
         long,
@@ -86,20 +83,6 @@ impl Encoding {
             tracing::info!("method {}, as no --method is given", method.name());
         }
         let page_size = u32::try_from(self.page_size.0).unwrap_or(u32::MAX);
-        if self.encoders > NonZeroUsize::MIN && method.framing() == Framing::Stream {
-            bail!(
-                "--encoders {}: the packets of a {} channel depend on each other; those of methods {} do not",
-                self.encoders,
-                method.name(),
-                independent_methods()
-            );
-        }
-        if self.encoders.get() > MAX_ENCODERS {
-            bail!(
-                "--encoders {}: the maximum is {MAX_ENCODERS}",
-                self.encoders
-            );
-        }
         if self.delta == Some(Switch::On) && !method.takes_differences() {
             bail!(
                 "--delta on: packets of method {} cannot hold differences; those of {}, {} and {} can",
@@ -113,7 +96,6 @@ impl Encoding {
         if let Some(delta) = self.delta {
             config.delta = delta == Switch::On;
         }
-        config.encoders = self.encoders;
         config.layout = Layout::new(page_size).context("--page-size")?;
         config.max_bandwidth = self.max_bandwidth.map(|rate| rate.0);
         config.stall_timeout = self.stall_timeout.duration();
@@ -137,26 +119,6 @@ fn level_help() -> String {
     let levels: Vec<_> = methods.collect();
     format!("Level of the method: {} [default: 1]", levels.join(", "))
 }
-
-fn encoders_help() -> String {
-    format!(
-        "Encoders per channel, 1 to {MAX_ENCODERS}, for methods whose packets are independent ({})",
-        independent_methods()
-    )
-}
-
-/// Methods that let a channel encode several packets at once.
-fn independent_methods() -> String {
-    let methods = MethodName::fixed().filter(|method| {
-        let framing = info(*method).map(|info| info.framing);
-        *method != Method::None && framing == Some(Framing::Packet)
-    });
-    let names = std::iter::once(MethodChoice::ADAPTIVE).chain(methods.map(Method::name));
-    names.collect::<Vec<_>>().join(", ")
-}
-
-/// Each encoder has a thread, and buffers of 1.5 MiB.
-const MAX_ENCODERS: usize = 64;
 
 /// Time without progress after which a migration fails.
 #[derive(Args, Clone, Copy, Debug)]

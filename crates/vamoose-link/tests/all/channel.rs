@@ -122,55 +122,6 @@ proptest! {
     }
 }
 
-/// Packets of independent methods may come from several writers at once: each arrives whole.
-#[test]
-fn several_streams_share_a_channel() {
-    const EACH: u64 = 40;
-    for method in [Method::Lz4, Method::ZstdFrames, Method::Qpl, Method::Qatzip] {
-        let (near, far) = pair();
-        let stats = Arc::new(Stats::default());
-        let first = writer(near, method, &stats);
-        let settings = Settings::new(method, None).unwrap();
-        let mut writers: Vec<_> = (0..3)
-            .map(|_| first.sibling(encoder(&settings, LAYOUT).unwrap()))
-            .collect();
-        writers.push(first);
-        let streams = writers.len() as u64;
-        thread::scope(|scope| {
-            for (stream, mut writer) in (0..).zip(writers) {
-                scope.spawn(move || {
-                    let mut packet = Packet::new(LAYOUT);
-                    for number in 0..EACH {
-                        let kind = u8::try_from(number % 5).unwrap();
-                        let sent = Sent {
-                            pages: vec![kind; 1 + usize::from(kind) * 7],
-                            zero: 0,
-                            sync: false,
-                        };
-                        build(&sent, &mut packet);
-                        packet.ram_mut().packet_num = number * streams + stream;
-                        writer.write(&mut packet).unwrap();
-                    }
-                    writer.finish();
-                });
-            }
-            let stats = Arc::new(Stats::default());
-            let mut reader = ChannelReader::new(far, LAYOUT, Decoder::new(LAYOUT), stats);
-            let mut packet = Packet::new(LAYOUT);
-            let mut seen = Vec::new();
-            while reader.read(&mut packet).unwrap() == Received::Packet {
-                let number = packet.ram().packet_num;
-                let kind = u8::try_from(number / streams % 5).unwrap();
-                let expected = page(kind).repeat(1 + usize::from(kind) * 7);
-                assert!(packet.pages() == expected, "{method}: packet {number}");
-                seen.push(number);
-            }
-            seen.sort_unstable();
-            assert!(seen.into_iter().eq(0..EACH * streams), "{method}");
-        });
-    }
-}
-
 #[test]
 fn a_reader_that_stops_is_noticed() {
     let (near, far) = pair();

@@ -194,9 +194,8 @@ impl Migration<'_> {
 
     /// Threads that encode at once.
     fn encoders(&self) -> f64 {
-        let threads = usize::from(self.channels) * self.config.encoders.get();
         let cores = thread::available_parallelism().map_or(1, usize::from);
-        threads.min(cores) as f64
+        usize::from(self.channels).min(cores) as f64
     }
 }
 

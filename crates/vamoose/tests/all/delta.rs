@@ -119,13 +119,13 @@ fn a_guest_that_writes_more_than_the_link_carries() -> Result<()> {
     for options in [
         &["--method", "lz4", "--delta", "on"][..],
         &["--method", "auto"],
-        // Another number of channels, and several writers of each.
+        // Another number of channels.
         &[
             "--method",
             "zstd-frames",
             "--delta",
             "on",
-            "--encoders",
+            "--channels",
             "3",
         ],
     ] {

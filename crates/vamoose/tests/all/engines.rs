@@ -279,11 +279,6 @@ fn an_absent_engine_is_an_early_error_when_it_is_named_and_nothing_otherwise() -
         "invalid value 'dsa'",
     )?;
     refused(
-        &["--method", "zstd", "--encoders", "2"],
-        &[],
-        "the packets of a zstd channel depend on each other",
-    )?;
-    refused(
         &["--method", "lz4", "--level", "0"],
         &[],
         "lz4 has no level 0",
