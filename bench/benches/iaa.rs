@@ -89,7 +89,7 @@ fn by_device(corpus: &Corpus, level: i32, rounds: usize) {
         ..Tuning::default()
     };
     let queue = Queue::new(playback.clone(), shape, tuning).expect("a queue");
-    let devices = Arc::new(Devices::new([(queue, None)], None));
+    let devices = Arc::new(Devices::new([queue], None));
     let opened = devices.clone();
     let registry = Arc::new(Registry::with_iaa(move || Ok(opened.clone())));
     let engines = registry
