@@ -42,7 +42,7 @@ const MAX_SETTLE_TIME: Duration = Duration::from_secs(3600);
 /// Timeout for reporting a failure to the source.
 const FAILURE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long to wait for the reason when the source's channels break. Its guest may be paused.
+/// How long to wait for the reason when the source's connections break. Its guest may be paused.
 const REASON_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub(super) struct Coordinator<'scope, 'env> {
@@ -379,12 +379,16 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
 
     /// Replaces an error of a connection by the source's reason, if the source sends one.
     fn explain(&mut self, attempt: &Attempt<'_>, error: DestinationError) -> DestinationError {
+        // A source that gives up within a state says so on another control connection.
         let cut_short = matches!(
             &error,
-            DestinationError::Channel {
-                source: ChannelError::Ended | ChannelError::PagesAfterSync | ChannelError::Read(_),
-                ..
-            }
+            DestinationError::Control(_)
+                | DestinationError::Channel {
+                    source: ChannelError::Ended
+                        | ChannelError::PagesAfterSync
+                        | ChannelError::Read(_),
+                    ..
+                }
         );
         let deadline = Instant::now() + REASON_TIMEOUT;
         while cut_short && let Some(event) = self.inbox.next(attempt.id, Some(deadline)) {

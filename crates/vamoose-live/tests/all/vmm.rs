@@ -9,8 +9,8 @@ use std::{
 
 use multifd::Method;
 use vamoose_live::{
-    Arrival, Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError, Ram,
-    RamBlock, RamError, Source, SourceError, SourceGuest, Status, Switchover,
+    Arrival, Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError,
+    Handle, Ram, RamBlock, RamError, Source, SourceError, SourceGuest, Status, Switchover,
     dirty::SharedBitmap,
     snapshot::{Snapshot, SnapshotError, SnapshotOptions},
 };
@@ -172,6 +172,49 @@ fn a_destination_builds_memory_as_the_source_describes_it() {
             }
         }
     }
+}
+
+/// Cancels while a part of its state is being sent.
+struct Cancelling(Handle);
+
+impl SourceGuest for Cancelling {
+    fn save_part(&mut self) -> Result<Option<Vec<u8>>, GuestError> {
+        assert!(self.0.cancel());
+        Ok(Some(b"a part".to_vec()))
+    }
+
+    fn pause(&mut self) -> Result<(), GuestError> {
+        Err("it is cancelled before".into())
+    }
+
+    fn resume(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<Vec<u8>, GuestError> {
+        Ok(Vec::new())
+    }
+}
+
+/// The destination is told on another connection: on that of the state it would be taken for a part.
+#[test]
+fn a_destination_learns_why_a_state_ends_too_early() {
+    let _watchdog = Watchdog::new("cancelled within a state".into());
+    let (here, there) = (ram_of(&[4]), ram_of(&[4]));
+    let mut destination = destination(Some(&there));
+    let to = plain(&address_of(&destination));
+    let log = Arc::new(SharedBitmap::new(&here));
+    let source = Source::with_config(here.clone(), log, source_config(Method::None)).unwrap();
+    let mut guest = Cancelling(source.handle());
+    let (source, destination) = thread::scope(|scope| {
+        let arriving = scope.spawn(|| destination.run(&mut Vm::default()));
+        (source.run(to, &mut guest), arriving.join().unwrap())
+    });
+    assert!(matches!(source, Err(SourceError::Cancelled)), "{source:?}");
+    assert!(
+        matches!(&destination, Err(DestinationError::Aborted { cause }) if cause == "cancelled"),
+        "{destination:?}"
+    );
 }
 
 #[test]
