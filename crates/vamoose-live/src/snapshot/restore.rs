@@ -240,9 +240,12 @@ impl Touched<'_> {
     /// The guest may run from here on.
     fn own(&self) -> Result<(), SnapshotError> {
         let mut state = lock(&self.state);
+        if let Some(failure) = state.failure.take() {
+            return Err(failure);
+        }
         state.owned = true;
         self.missing.keep_until_filled(true);
-        state.failure.take().map_or(Ok(()), Err)
+        Ok(())
     }
 }
 
