@@ -10,6 +10,7 @@ static FIRST: OnceLock<Box<dyn Fn() + Send + Sync>> = OnceLock::new();
 
 /// Has `first` called on every thread that this crate and those above it start from here on, before anything else, on that thread: to
 /// install a seccomp filter, or to choose processors. False if there is one already: it stays.
+#[must_use]
 pub fn on_every_thread(first: impl Fn() + Send + Sync + 'static) -> bool {
     FIRST.set(Box::new(first)).is_ok()
 }
