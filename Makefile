@@ -4,8 +4,8 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips load databases faults bench paths predict siblings libvirt package package-rpm package-image \
-	package-compare package-test first-migration release book
+.PHONY: help setup build demo test postcopy model flips load databases faults soak bench paths predict siblings libvirt package \
+	package-rpm package-image package-compare package-test first-migration release book
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z-]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -28,6 +28,10 @@ demo: setup    # Move a running guest between two QEMUs, pull the cable meanwhil
 test: setup    # Run all tests
 	RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$(($$(nproc) * 2))} cargo test --workspace --no-fail-fast
 	cargo test -p vamoose-live --examples   # which the line above only builds
+
+# POSTCOPY_RUNS sets how often each.
+postcopy: setup # Cut links and kill processes behind the switch to post-copy with each QEMU, and measure a page's way (two hours)
+	cargo test -p vamoose --test all post_copy:: -- --ignored --nocapture --test-threads 1
 
 # What a test run explores in a minute, with more of everything: MODEL_FAULTS, MODEL_COMMANDS, MODEL_ATTEMPTS, MODEL_HOSTS,
 # MODEL_TRACES and MODEL_SEED set how much.

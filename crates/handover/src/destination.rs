@@ -10,6 +10,9 @@
 //!                                    │ Died: its VMM has ended, which is proven
 //!                                    └────────> Aborted
 //! ```
+//!
+//! Under post-copy, `Switched` takes the place of `Loaded`: what the guest needs to run is here, and its source cannot continue it. From
+//! then on, only the source's `abort` gives the guest up.
 
 use serde::{Deserialize, Serialize};
 
@@ -37,12 +40,19 @@ pub struct Destination {
 pub enum DestinationState {
     /// The guest is being received.
     Receiving,
-    /// All of the guest is here, and it does not run.
-    Loaded,
+    /// All of the guest is here, or all that it needs to run under post-copy, and it does not run.
+    Loaded {
+        /// The rest of its memory comes by post-copy.
+        #[serde(default)]
+        post_copy: bool,
+    },
     /// The guest belongs to the destination, and is being started.
     Starting {
         /// Whether it shall run. Otherwise it stays paused.
         resume: bool,
+        /// The rest of its memory comes by post-copy.
+        #[serde(default)]
+        post_copy: bool,
     },
     /// The guest has been observed here: continued, or paused if it was paused at the source.
     Running,
@@ -79,6 +89,8 @@ pub enum DestinationEvent {
     Message(SourceMessage),
     /// All of the guest has been loaded. It does not run.
     Loaded,
+    /// The source has switched to post-copy, and all that the guest needs to run has been loaded. It does not run.
+    Switched,
     /// A `commit` has waited long enough for [`DestinationEvent::Loaded`] and is to be answered.
     StillReceiving,
     /// The guest can no longer arrive, or is not wanted: the connections broke, loading failed, the migration was cancelled,
@@ -162,7 +174,7 @@ impl Destination {
             DestinationState::Receiving => self.abort("the destination's process was ended".into()),
             DestinationState::Aborting { .. } => vec![DestinationAction::End],
             // A guest that was to be started is started now. Others are looked at when the source asks.
-            DestinationState::Starting { resume } => {
+            DestinationState::Starting { resume, .. } => {
                 let resume = *resume;
                 self.looking = true;
                 vec![DestinationAction::Run { resume }]
@@ -196,7 +208,8 @@ impl Destination {
                 vec![DestinationAction::Forget]
             }
             DestinationEvent::Message(_) => Vec::new(),
-            DestinationEvent::Loaded => self.loaded(),
+            DestinationEvent::Loaded => self.loaded(false),
+            DestinationEvent::Switched => self.loaded(true),
             DestinationEvent::StillReceiving => match &self.state {
                 DestinationState::Receiving if self.commit.is_some() => {
                     vec![DestinationAction::Send(DestinationMessage::Receiving)]
@@ -204,7 +217,9 @@ impl Destination {
                 _ => Vec::new(),
             },
             DestinationEvent::Failed { cause } => match &self.state {
-                DestinationState::Receiving | DestinationState::Loaded => self.abort(cause),
+                DestinationState::Receiving | DestinationState::Loaded { post_copy: false } => {
+                    self.abort(cause)
+                }
                 _ => Vec::new(),
             },
             DestinationEvent::Started { state } => {
@@ -233,9 +248,9 @@ impl Destination {
                 self.commit = Some(resume);
                 Vec::new()
             }
-            DestinationState::Loaded => self.start(resume),
+            DestinationState::Loaded { post_copy } => self.start(resume, *post_copy),
             // The guest belongs here. The present observation is the answer.
-            DestinationState::Starting { resume } if !self.looking => {
+            DestinationState::Starting { resume, .. } if !self.looking => {
                 let resume = *resume;
                 self.looking = true;
                 self.told = true;
@@ -245,8 +260,8 @@ impl Destination {
         }
     }
 
-    fn start(&mut self, resume: bool) -> Vec<DestinationAction> {
-        self.state = DestinationState::Starting { resume };
+    fn start(&mut self, resume: bool, post_copy: bool) -> Vec<DestinationAction> {
+        self.state = DestinationState::Starting { resume, post_copy };
         self.commit = None;
         self.looking = true;
         vec![
@@ -258,7 +273,7 @@ impl Destination {
 
     fn aborted(&mut self, cause: String) -> Vec<DestinationAction> {
         match &self.state {
-            DestinationState::Receiving | DestinationState::Loaded => self.abort(cause),
+            DestinationState::Receiving | DestinationState::Loaded { .. } => self.abort(cause),
             _ => self.asked(),
         }
     }
@@ -285,17 +300,17 @@ impl Destination {
         vec![DestinationAction::Persist, DestinationAction::End]
     }
 
-    fn loaded(&mut self) -> Vec<DestinationAction> {
+    fn loaded(&mut self, post_copy: bool) -> Vec<DestinationAction> {
         if self.state != DestinationState::Receiving {
             return Vec::new();
         }
-        self.state = DestinationState::Loaded;
+        self.state = DestinationState::Loaded { post_copy };
         let mut actions = vec![
             DestinationAction::Persist,
             DestinationAction::Send(DestinationMessage::Loaded),
         ];
         if let Some(resume) = self.commit.take() {
-            actions.extend(self.start(resume));
+            actions.extend(self.start(resume, post_copy));
         }
         actions
     }
@@ -316,7 +331,17 @@ impl Destination {
     fn not_started(&mut self, cause: String) -> Vec<DestinationAction> {
         self.looking = false;
         match &self.state {
-            DestinationState::Starting { .. } if !self.told => self.abort(cause),
+            DestinationState::Starting {
+                post_copy: false, ..
+            } if !self.told => self.abort(cause),
+            // The source may not be able to continue the guest. The next `commit` tries again.
+            DestinationState::Starting { post_copy, .. } if !self.told => {
+                let post_copy = *post_copy;
+                self.state = DestinationState::Loaded { post_copy };
+                let mut actions = vec![DestinationAction::Persist];
+                actions.extend(unclear(cause));
+                actions
+            }
             _ => unclear(cause),
         }
     }
@@ -324,7 +349,7 @@ impl Destination {
     fn died(&mut self, cause: String) -> Vec<DestinationAction> {
         self.looking = false;
         self.state = match std::mem::replace(&mut self.state, DestinationState::Receiving) {
-            DestinationState::Receiving | DestinationState::Loaded => {
+            DestinationState::Receiving | DestinationState::Loaded { .. } => {
                 DestinationState::Aborted { cause }
             }
             DestinationState::Aborting { cause } => DestinationState::Aborted { cause },
@@ -346,14 +371,17 @@ impl Destination {
     ) -> Vec<DestinationAction> {
         match &self.state {
             // The guest has not been told to run. The journal's state remains true.
-            DestinationState::Starting { .. } if !self.told => {
-                self.state = DestinationState::Loaded;
+            DestinationState::Starting { post_copy, .. } if !self.told => {
+                let post_copy = *post_copy;
+                self.state = DestinationState::Loaded { post_copy };
                 self.looking = false;
                 unclear(format!("the journal cannot be written: {reason}"))
             }
             DestinationState::Aborting { .. } => vec![DestinationAction::End],
             // A restarted process finds these out again from the journal's state.
-            DestinationState::Loaded => vec![DestinationAction::Send(DestinationMessage::Loaded)],
+            DestinationState::Loaded { .. } => {
+                vec![DestinationAction::Send(DestinationMessage::Loaded)]
+            }
             DestinationState::Running => seen.map(DestinationAction::Send).into_iter().collect(),
             DestinationState::Ended { .. } | DestinationState::Aborted { .. } => {
                 vec![self.final_answer()]
@@ -385,6 +413,7 @@ fn unclear(reason: String) -> Vec<DestinationAction> {
 mod tests {
     use super::*;
 
+    const LOADED: DestinationState = DestinationState::Loaded { post_copy: false };
     const HERE: Incarnation = Incarnation([1; 16]);
 
     #[test]
@@ -415,7 +444,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_is_not_to_come_is_ended_before_that_is_answered() {
-        for state in [DestinationState::Receiving, DestinationState::Loaded] {
+        for state in [DestinationState::Receiving, LOADED] {
             for event in [failed(), abort()] {
                 let told = [
                     (event, "persist, end"),
@@ -465,9 +494,32 @@ mod tests {
         ];
         follow(&mut starting(), told);
         let resume = true;
-        let mut again = restored(DestinationState::Starting { resume });
+        let mut again = restored(DestinationState::Starting {
+            resume,
+            post_copy: false,
+        });
         assert_eq!(told_of(&again.go_on()), "run");
         follow(&mut again, [(not_started(), "send unclear")]);
+    }
+
+    /// Behind post-copy's switch the source cannot continue the guest.
+    #[test]
+    fn only_the_source_gives_up_a_guest_under_post_copy() {
+        let told = [
+            (DestinationEvent::Switched, "persist, send loaded"),
+            (failed(), ""),
+            (commit(), "persist, send starting, run"),
+            (not_started(), "persist, send unclear"),
+            (commit(), "persist, send starting, run"),
+            (started(), "persist, send running"),
+        ];
+        follow(&mut receiving(), told);
+        let told = [
+            (DestinationEvent::Switched, "persist, send loaded"),
+            (abort(), "persist, end"),
+            (died(), "persist, send aborted"),
+        ];
+        follow(&mut receiving(), told);
     }
 
     #[test]
@@ -499,8 +551,14 @@ mod tests {
         let (resume, cause) = (true, String::new);
         for (state, actions) in [
             (DestinationState::Receiving, "persist, end"),
-            (DestinationState::Loaded, ""),
-            (DestinationState::Starting { resume }, "run"),
+            (LOADED, ""),
+            (
+                DestinationState::Starting {
+                    resume,
+                    post_copy: false,
+                },
+                "run",
+            ),
             (DestinationState::Running, ""),
             (DestinationState::Aborting { cause: cause() }, "end"),
             (DestinationState::Aborted { cause: cause() }, ""),
@@ -520,7 +578,7 @@ mod tests {
     #[test]
     fn a_paused_guest_stays_paused() {
         let resume = false;
-        let mut destination = restored(DestinationState::Loaded);
+        let mut destination = restored(LOADED);
         let commit = DestinationEvent::Message(SourceMessage::Commit { resume });
         let run = DestinationAction::Run { resume };
         assert!(destination.handle(commit).contains(&run));
@@ -535,7 +593,7 @@ mod tests {
     }
 
     fn starting() -> Destination {
-        let mut destination = restored(DestinationState::Loaded);
+        let mut destination = restored(LOADED);
         follow(
             &mut destination,
             [(commit(), "persist, send starting, run")],

@@ -272,14 +272,21 @@ impl FoundGuest {
             }),
             (
                 Self::Sent { confirmed: false },
-                SourceState::Moving { .. } | SourceState::Returning { .. },
+                SourceState::Moving { .. }
+                | SourceState::Switching { .. }
+                | SourceState::Returning { .. },
             ) => Some(SourceEvent::FoundSent),
-            (Self::Sent { .. }, SourceState::Moving { .. }) => Some(SourceEvent::Stopped),
-            (Self::Here, SourceState::Moving { .. }) => Some(SourceEvent::Failed {
-                cause: "the process that drove the migration was ended".to_owned(),
-            }),
+            (Self::Sent { .. }, SourceState::Moving { .. } | SourceState::Switching { .. }) => {
+                Some(SourceEvent::Stopped)
+            }
+            (Self::Here, SourceState::Moving { .. } | SourceState::Switching { .. }) => {
+                Some(SourceEvent::Failed {
+                    cause: "the process that drove the migration was ended".to_owned(),
+                })
+            }
             (Self::Here, SourceState::Committing { .. }) => Some(SourceEvent::Resumed),
-            (Self::Sent { .. }, _) | (Self::Here, SourceState::Returning { .. }) => None,
+            (Self::Sent { .. }, _)
+            | (Self::Here, SourceState::Returning { .. } | SourceState::Supplying) => None,
         }
     }
 }

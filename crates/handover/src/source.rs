@@ -14,6 +14,13 @@
 //! The main transitions: events begin with a capital letter, messages do not. If the guest's VMM has ended, what would lead to Returning
 //! leads to Over(Lost).
 //!
+//! ```text
+//!  post-copy:  Moving ── SwitchAsked ──> Switching ── Stopped ──> Committing ── running ──> Supplying ── Supplied ──> Over(Destination)
+//! ```
+//!
+//! Behind post-copy's switch the VMM cannot continue the guest here. Switching is written down before the VMM is asked to switch. A VMM
+//! that fails before the switch leads from Switching to Returning, as from Moving.
+//!
 //! In this attempt, only a `commit` can let the guest run at the destination: see [`SourceState::guest`]. So only Committing is in doubt.
 
 use serde::{Deserialize, Serialize};
@@ -50,7 +57,17 @@ pub enum SourceState {
         incarnation: Option<Incarnation>,
         /// The source's VMM has ended: the guest cannot resume here.
         guest_died: bool,
+        /// The rest of the guest's memory goes by post-copy.
+        #[serde(default)]
+        post_copy: bool,
     },
+    /// The VMM has been asked, or is about to be asked, to switch to post-copy.
+    Switching {
+        /// Of the destination that has accepted the attempt.
+        incarnation: Option<Incarnation>,
+    },
+    /// The guest runs at the destination, and fetches the rest of its memory from here by post-copy.
+    Supplying,
     /// The destination has never run the guest. The guest resumes here.
     Returning { cause: String },
     /// Nothing is left to do.
@@ -81,18 +98,21 @@ impl SourceState {
     pub fn accepts_abort_of(&self, from: Incarnation) -> bool {
         match self {
             Self::Moving { incarnation: None } | Self::Returning { .. } => true,
-            Self::Moving { incarnation } | Self::Committing { incarnation, .. } => {
-                *incarnation == Some(from)
-            }
-            Self::Over { .. } => false,
+            Self::Moving { incarnation }
+            | Self::Switching { incarnation }
+            | Self::Committing { incarnation, .. } => *incarnation == Some(from),
+            Self::Supplying | Self::Over { .. } => false,
         }
     }
 
     /// Where the guest is, as far as this is known: until a `commit` may have been sent, at the source.
     pub fn guest(&self) -> GuestLocation {
         match self {
-            Self::Moving { .. } | Self::Returning { .. } => GuestLocation::Source,
+            Self::Moving { .. } | Self::Switching { .. } | Self::Returning { .. } => {
+                GuestLocation::Source
+            }
             Self::Committing { .. } => GuestLocation::InDoubt,
+            Self::Supplying => GuestLocation::Destination,
             Self::Over { guest, .. } => *guest,
         }
     }
@@ -136,7 +156,11 @@ pub enum SourceEvent {
         /// Whether it runs.
         running: bool,
     },
-    /// The guest has stopped for good and the destination has received all of it, in the migration of this attempt: a process
+    /// The VMM is to switch to post-copy. It is asked to only once that is written down.
+    SwitchAsked,
+    /// The destination has received all memory that post-copy had left here.
+    Supplied,
+    /// The guest has stopped for good and the destination has received all of it, or all that it needs to run under post-copy, in the migration of this attempt: a process
     /// has followed the migration to its end, or a person vouches for it.
     Stopped,
     /// The VMM reports that the guest has stopped for good and has been sent, but no process of this attempt has seen that. The
@@ -227,7 +251,9 @@ impl Source {
     /// What to do after [`Source::restore`].
     pub fn go_on(&self) -> Vec<SourceAction> {
         match &self.state {
-            SourceState::Moving { .. } => Vec::new(),
+            SourceState::Moving { .. } | SourceState::Switching { .. } | SourceState::Supplying => {
+                Vec::new()
+            }
             SourceState::Committing { .. } => vec![SourceAction::Dial],
             SourceState::Returning { .. } => vec![SourceAction::Resume],
             SourceState::Over { .. } => self.decided(),
@@ -238,10 +264,13 @@ impl Source {
     pub fn handle(&mut self, event: SourceEvent) -> Vec<SourceAction> {
         match self.state.clone() {
             SourceState::Moving { incarnation } => self.moving(event, incarnation),
+            SourceState::Switching { incarnation } => self.switching(event, incarnation),
             SourceState::Committing {
                 incarnation,
                 guest_died,
-            } => self.committing(event, incarnation, guest_died),
+                post_copy,
+            } => self.committing(event, incarnation, guest_died, post_copy),
+            SourceState::Supplying => self.supplying(event),
             SourceState::Returning { cause } => self.returning(event, cause),
             SourceState::Over { .. } => match event {
                 // The decision stands. Without a journal entry, `settled` must not be sent: the destination keeps its own.
@@ -278,7 +307,11 @@ impl Source {
                 let cause = "the source's VMM has sent the guest in another migration; this attempt had not begun to send";
                 self.over(GuestLocation::Gone, Some(cause.to_owned()), [])
             }
-            SourceEvent::Stopped => self.commit(incarnation, false),
+            SourceEvent::SwitchAsked => {
+                self.state = SourceState::Switching { incarnation };
+                vec![SourceAction::Persist]
+            }
+            SourceEvent::Stopped => self.commit(incarnation, false, false),
             SourceEvent::FoundSent => unconfirmed(),
             SourceEvent::GuestDied { last } => self.died(last, incarnation),
             SourceEvent::Failed { cause }
@@ -288,11 +321,50 @@ impl Source {
         }
     }
 
+    /// The VMM switches, completes or fails. Whatever else happens, only what it has done decides.
+    fn switching(
+        &mut self,
+        event: SourceEvent,
+        incarnation: Option<Incarnation>,
+    ) -> Vec<SourceAction> {
+        match event {
+            SourceEvent::Stopped => self.commit(incarnation, false, true),
+            SourceEvent::GuestDied {
+                last: LastSeen::Stopped,
+            } => self.commit(incarnation, true, true),
+            SourceEvent::Failed { .. }
+            | SourceEvent::FoundSent
+            | SourceEvent::GuestDied { .. }
+            | SourceEvent::Wanted { .. } => self.moving(event, incarnation),
+            _ => Vec::new(),
+        }
+    }
+
+    /// The guest is the destination's, and part of its memory is here.
+    fn supplying(&mut self, event: SourceEvent) -> Vec<SourceAction> {
+        match event {
+            SourceEvent::Supplied => self.over(GuestLocation::Destination, None, [SETTLED]),
+            // The destination may have had all memory just before, and only a look there can tell.
+            SourceEvent::GuestDied { .. } => {
+                self.over(GuestLocation::Destination, Some(incomplete()), [])
+            }
+            SourceEvent::Message(DestinationMessage::Ended { cause }) => {
+                self.over(GuestLocation::Lost, Some(cause), [SETTLED])
+            }
+            SourceEvent::Message(DestinationMessage::MovedOn) => self.moved_on(),
+            SourceEvent::Connected | SourceEvent::AskAgain => vec![self.commit_or_abort()],
+            SourceEvent::Closed { .. } | SourceEvent::ConnectionRefused => {
+                vec![SourceAction::Dial]
+            }
+            _ => Vec::new(),
+        }
+    }
+
     /// The guest runs nowhere, and will not by itself: no `commit` has been sent.
     fn died(&mut self, last: LastSeen, incarnation: Option<Incarnation>) -> Vec<SourceAction> {
         let cause = "the source's VMM has ended".to_owned();
         match last {
-            LastSeen::Stopped if incarnation.is_some() => self.commit(incarnation, true),
+            LastSeen::Stopped if incarnation.is_some() => self.commit(incarnation, true, false),
             LastSeen::Unknown if incarnation.is_some() => {
                 self.end_without_message(GuestLocation::Gone, cause)
             }
@@ -316,10 +388,16 @@ impl Source {
         self.over(guest, Some(cause), [])
     }
 
-    fn commit(&mut self, incarnation: Option<Incarnation>, guest_died: bool) -> Vec<SourceAction> {
+    fn commit(
+        &mut self,
+        incarnation: Option<Incarnation>,
+        guest_died: bool,
+        post_copy: bool,
+    ) -> Vec<SourceAction> {
         self.state = SourceState::Committing {
             incarnation,
             guest_died,
+            post_copy,
         };
         vec![SourceAction::Persist, self.commit_or_abort()]
     }
@@ -346,9 +424,10 @@ impl Source {
         event: SourceEvent,
         accepted_by: Option<Incarnation>,
         guest_died: bool,
+        post_copy: bool,
     ) -> Vec<SourceAction> {
         match event {
-            SourceEvent::Message(message) => self.answered(message, guest_died),
+            SourceEvent::Message(message) => self.answered(message, guest_died, post_copy),
             SourceEvent::Connected | SourceEvent::AskAgain => vec![self.commit_or_abort()],
             SourceEvent::Closed { complete } => {
                 self.message_lost |= !complete;
@@ -374,12 +453,20 @@ impl Source {
             SourceEvent::NotPersisted { reason } if guest_died => {
                 self.end_without_message(GuestLocation::Lost, reason)
             }
+            // The VMM cannot continue the guest. The journal's entry remains true, and another run tries again.
+            SourceEvent::NotPersisted { reason } if post_copy => {
+                self.state = SourceState::Switching {
+                    incarnation: accepted_by,
+                };
+                undecided(GuestLocation::Unconfirmed, reason)
+            }
             SourceEvent::NotPersisted { reason } => self.fail(reason),
             SourceEvent::GuestDied { .. } => {
                 // Not persisted here: a restored source finds out again that its VMM has ended.
                 self.state = SourceState::Committing {
                     incarnation: accepted_by,
                     guest_died: true,
+                    post_copy,
                 };
                 Vec::new()
             }
@@ -388,6 +475,8 @@ impl Source {
                 vec![SourceAction::Dial]
             }
             SourceEvent::Wanted { .. }
+            | SourceEvent::SwitchAsked
+            | SourceEvent::Supplied
             | SourceEvent::Stopped
             | SourceEvent::FoundSent
             | SourceEvent::Failed { .. }
@@ -395,7 +484,12 @@ impl Source {
         }
     }
 
-    fn answered(&mut self, message: DestinationMessage, guest_died: bool) -> Vec<SourceAction> {
+    fn answered(
+        &mut self,
+        message: DestinationMessage,
+        guest_died: bool,
+        post_copy: bool,
+    ) -> Vec<SourceAction> {
         match message {
             DestinationMessage::Starting => {
                 self.started = true;
@@ -408,8 +502,13 @@ impl Source {
             {
                 in_doubt("the guest runs at the source, and has run at the destination".into())
             }
+            DestinationMessage::Running { .. } if post_copy && !guest_died => {
+                self.state = SourceState::Supplying;
+                vec![SourceAction::Persist]
+            }
             DestinationMessage::Running { .. } => {
-                self.over(GuestLocation::Destination, None, [SETTLED])
+                let cause = post_copy.then(incomplete);
+                self.over(GuestLocation::Destination, cause, [SETTLED])
             }
             DestinationMessage::Aborted { incarnation, cause }
                 if self.state.accepts_abort_of(incarnation) =>
@@ -423,14 +522,16 @@ impl Source {
             DestinationMessage::Ended { cause } => {
                 self.over(GuestLocation::Lost, Some(cause), [SETTLED])
             }
-            DestinationMessage::MovedOn => {
-                let cause = "the destination has sent the guest on".to_owned();
-                self.over(GuestLocation::MovedOn, Some(cause), [SETTLED])
-            }
+            DestinationMessage::MovedOn => self.moved_on(),
             DestinationMessage::Unknown { reason, .. } => in_doubt(reason),
             // Does not answer the question, which is asked again in a while.
             _ => Vec::new(),
         }
+    }
+
+    fn moved_on(&mut self) -> Vec<SourceAction> {
+        let cause = "the destination has sent the guest on".to_owned();
+        self.over(GuestLocation::MovedOn, Some(cause), [SETTLED])
     }
 
     /// The destination will never run the guest.
@@ -501,6 +602,11 @@ fn abort(cause: &str) -> SourceAction {
     SourceAction::Send(SourceMessage::Abort { cause })
 }
 
+fn incomplete() -> String {
+    "the source's VMM has ended, and the destination may not have had all of the guest's memory; without it, the guest stands still"
+        .to_owned()
+}
+
 fn unconfirmed() -> Vec<SourceAction> {
     let cause = "the source's VMM has sent the guest, and it is not recorded that it did so for this attempt";
     undecided(GuestLocation::Unconfirmed, cause.to_owned())
@@ -527,6 +633,7 @@ mod tests {
     const COMMITTING: SourceState = SourceState::Committing {
         incarnation: Some(ACCEPTED),
         guest_died: false,
+        post_copy: false,
     };
 
     #[test]
@@ -570,6 +677,83 @@ mod tests {
         // These decide nothing.
         let told = [running(), unknown(), SourceEvent::ConnectionRefused].map(|event| (event, ""));
         follow(&mut Source::new(true).direct(), told);
+    }
+
+    fn died_when(last: LastSeen) -> SourceEvent {
+        SourceEvent::GuestDied { last }
+    }
+
+    #[test]
+    fn post_copy_is_over_when_the_destination_has_all_memory() {
+        let told = [
+            (prepared(), "persist"),
+            (SourceEvent::SwitchAsked, "persist"),
+            (SourceEvent::Stopped, "persist, send commit"),
+            (running(), "persist"),
+            (not_persisted(), ""),
+            (SourceEvent::AskAgain, "send commit"),
+            (running(), ""),
+            (
+                SourceEvent::Supplied,
+                "persist, send settled, decide destination",
+            ),
+        ];
+        follow(&mut Source::new(true), told);
+        for (event, actions) in [
+            (ended(), "persist, send settled, decide lost"),
+            (died_when(LastSeen::Stopped), "persist, decide destination"),
+            (died_when(LastSeen::Unknown), "persist, decide destination"),
+        ] {
+            let mut source = Source::restore(SourceState::Supplying, true);
+            assert_eq!(source.state().guest(), GuestLocation::Destination);
+            follow(&mut source, [(event, actions)]);
+        }
+    }
+
+    /// What the VMM has done decides, and nothing else.
+    #[test]
+    fn a_switch_that_fails_leaves_the_guest_at_the_source() {
+        let switching = || {
+            Source::restore(
+                SourceState::Switching {
+                    incarnation: Some(ACCEPTED),
+                },
+                true,
+            )
+        };
+        for event in [gave_up(), aborted(ACCEPTED), closed(true), not_persisted()] {
+            follow(&mut switching(), [(event, "")]);
+        }
+        let failed = SourceEvent::Failed {
+            cause: String::new(),
+        };
+        let told = [
+            (failed, "persist, resume"),
+            (
+                SourceEvent::Resumed,
+                "persist, send abort, send settled, decide source",
+            ),
+        ];
+        follow(&mut switching(), told);
+        let told = [
+            (SourceEvent::Stopped, "persist, send commit"),
+            (not_persisted(), "decide unconfirmed"),
+            (SourceEvent::Stopped, "persist, send commit"),
+        ];
+        follow(&mut switching(), told);
+        // It may have sent all memory before.
+        let told = [
+            (died_when(LastSeen::Stopped), "persist, send commit"),
+            (running(), "persist, send settled, decide destination"),
+        ];
+        follow(&mut switching(), told);
+        // The destination has given up before it had what it needs, and the VMM cannot continue the guest here.
+        let told = [
+            (SourceEvent::Stopped, "persist, send commit"),
+            (aborted(ACCEPTED), "persist, resume"),
+            (died_when(LastSeen::Stopped), "persist, decide lost"),
+        ];
+        follow(&mut switching(), told);
     }
 
     #[test]

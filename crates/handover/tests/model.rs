@@ -21,6 +21,7 @@
 //! - I6: a guest that its owner has paused is requested to run, or one that shall run is left paused.
 //! - I7: two VMMs have the guest's disks, or one is reported to have the guest that does not have its disks.
 //! - I8: the guest runs with disks that lack something it has written, where each host has disks of its own.
+//! - I9: an attempt is over while the destination still lacks memory that post-copy has left at the source.
 //!
 //! # What the model takes for granted, and every driver has to see to
 //! - A new attempt begins only when the journal has no other of this VMM that is not over.
@@ -29,6 +30,9 @@
 //! - A VMM that is asked to pause a guest that it has sent, or to migrate it, refuses: only whoever continues it can.
 //! - A server makes a VMM run only if that has loaded the guest and not sent it on. One that is found dead before it
 //!   was requested to is `NotStarted`; its death is reported besides, but not during a request or a look.
+//! - A VMM is asked to switch to post-copy only while its driver's machine is Switching. A driver reports `Failed` then only of a VMM
+//!   that has come back, and `GuestDied` of one that is to resume behind the switch, which no VMM can.
+//! - A server looks whether its VMM is behind the switch before it reports that a guest cannot arrive, and reports `Switched` then.
 //! - A server writes down that it receives before it sends *prepared*.
 //! - `NotPersisted` means that the journal has what it had before.
 //! - A message for which there is no connection is reported as `Closed`, incomplete.
@@ -66,8 +70,15 @@ const QEMU: Scene = Scene {
     attempts: 1,
     resume: true,
     copies: false,
+    post_copy: false,
     bounds: Bounds::any(2, 3),
     mutant: None,
+};
+
+const POST_COPY: Scene = Scene {
+    name: "QEMUs, post-copy",
+    post_copy: true,
+    ..QEMU
 };
 
 const LIVE: Scene = Scene {
@@ -162,6 +173,38 @@ fn a_guest_that_is_continued_by_hand() {
 }
 
 #[test]
+fn post_copy() {
+    let happened = never_goes_wrong(Scene {
+        bounds: Bounds::any(2, 3),
+        ..POST_COPY
+    });
+    assert!(happened.contains(&explore::PARTIAL));
+}
+
+#[test]
+fn post_copy_of_a_guest_that_is_paused_and_continued() {
+    for resume in [true, false] {
+        never_goes_wrong(Scene {
+            resume,
+            bounds: Bounds::any(2, 2)
+                .with(Fault::Owner, 2)
+                .with(Fault::Repeat, 0),
+            ..POST_COPY
+        });
+    }
+}
+
+#[test]
+fn post_copy_to_two_destinations() {
+    never_goes_wrong(Scene {
+        hosts: 2,
+        attempts: 2,
+        bounds: Bounds::any(3, 2),
+        ..POST_COPY
+    });
+}
+
+#[test]
 fn two_destinations() {
     never_goes_wrong(Scene {
         name: "QEMUs, two destinations",
@@ -217,7 +260,7 @@ fn a_vmm_that_migrates_itself_through_proxies() {
 
 #[test]
 fn long_random_traces() {
-    for scene in [QEMU, LIVE, PROXIES] {
+    for scene in [QEMU, POST_COPY, LIVE, PROXIES] {
         never_goes_wrong_at_random(scene, 1, 10_000);
     }
 }
@@ -248,7 +291,7 @@ fn more_of_everything() {
 
 /// A fix taken out, and the model finds what it was for.
 mod mutants {
-    use super::{Bounds, Fault, LIVE, Mutant, PROXIES, QEMU, Scene, exhaust, expect};
+    use super::{Bounds, Fault, LIVE, Mutant, POST_COPY, PROXIES, QEMU, Scene, exhaust, expect};
 
     #[test]
     fn a1_a_commit_is_answered_by_name() {
@@ -433,6 +476,36 @@ mod mutants {
             ..QEMU
         };
         caught(scene, Mutant::AsksWithoutALook, "I1 never two that run");
+    }
+
+    #[test]
+    fn a_switch_to_post_copy_without_a_record() {
+        let scene = Scene {
+            bounds: Bounds::these(1, []),
+            ..POST_COPY
+        };
+        let over = "I8 over: the destination has all memory";
+        caught(scene, Mutant::SwitchesWithoutRecord, over);
+    }
+
+    #[test]
+    fn a_vmm_is_ended_behind_the_switch_to_post_copy() {
+        let scene = Scene {
+            bounds: Bounds::these(1, [(Fault::Kill, 1)]),
+            ..POST_COPY
+        };
+        let ended = "I5 the only copy is not ended";
+        caught(scene, Mutant::EndsTheSwitched, ended);
+    }
+
+    #[test]
+    fn post_copy_is_over_before_all_memory_has_come() {
+        let scene = Scene {
+            bounds: Bounds::these(1, []),
+            ..POST_COPY
+        };
+        let over = "I8 over: the destination has all memory";
+        caught(scene, Mutant::LeavesTheSwitched, over);
     }
 
     #[test]

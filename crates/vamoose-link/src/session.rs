@@ -51,7 +51,7 @@ pub use self::{
 use crate::{
     Address, AddressError, Cipher, End, Limit, PageCaches, PageStore, Security, Stream, TlsError,
     delta::Share,
-    lock,
+    lock, millis,
     pace::Member,
     threads,
     timeouts::{self, LOOK},
@@ -246,6 +246,8 @@ pub(crate) struct Shared {
     reported_share: AtomicU32,
     /// What is received.
     arrivals: Member,
+    /// How long a stream may be without a connection.
+    reconnect_millis: AtomicU64,
     role: Role,
 }
 
@@ -380,7 +382,21 @@ impl Session {
 
     /// Time that a stream may be without a connection.
     pub fn reconnect_timeout(&self) -> Duration {
-        self.0.config.reconnect_timeout
+        self.0.reconnect_timeout()
+    }
+
+    /// Lets all streams be without a connection for at least `timeout`, from now on.
+    pub fn keep_trying(&self, timeout: Duration) {
+        // No stream is created meanwhile with the old timeout.
+        let streams = lock(&self.0.streams);
+        let timeout = timeout.max(self.0.reconnect_timeout());
+        let millis = millis(timeout);
+        self.0.reconnect_millis.store(millis, Ordering::Release);
+        let all: Vec<_> = streams.values().cloned().collect();
+        drop(streams);
+        for stream in all {
+            stream.set_reconnect_timeout(timeout);
+        }
     }
 
     /// Whether both are ends of one session on this host.
@@ -468,6 +484,7 @@ impl Shared {
         let arrivals = config.limit.join();
         let shared = Arc::new(Self {
             secret,
+            reconnect_millis: AtomicU64::new(millis(config.reconnect_timeout)),
             config,
             peer,
             identity,
@@ -518,6 +535,10 @@ impl Shared {
     fn on_report(&self, report: Report) -> bool {
         self.reported_share.store(report.share, Ordering::Relaxed);
         self.arrivals.set_urgency(report.urgency)
+    }
+
+    fn reconnect_timeout(&self) -> Duration {
+        Duration::from_millis(self.reconnect_millis.load(Ordering::Acquire))
     }
 
     fn id(&self) -> SessionId {

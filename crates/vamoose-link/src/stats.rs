@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -23,6 +23,7 @@ macro_rules! counters {
             decode_nanos: Counter,
             method_packets: [Counter; Method::ALL.len()],
             health: Arc<Health>,
+            post_copy: AtomicBool,
         }
 
         /// The counters at one moment.
@@ -107,6 +108,16 @@ impl Stats {
     /// Counts sent bytes.
     pub fn add_sent(&self, bytes: usize) {
         self.wire_bytes.add(bytes);
+    }
+
+    /// Records that the destination has asked for pages: the guest runs there under post-copy.
+    pub fn note_post_copy(&self) {
+        self.post_copy.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the guest runs at the destination under post-copy.
+    pub fn is_under_post_copy(&self) -> bool {
+        self.post_copy.load(Ordering::Relaxed)
     }
 
     /// Counts a SYNC sent on all channels.

@@ -98,7 +98,10 @@ impl Attempt {
 fn at_source(record: &Record<AtSource>, is_driven: bool) -> Standing {
     match &record.state {
         _ if is_driven => Standing::Running,
-        SourceState::Moving { .. } | SourceState::Returning { .. } => Standing::Unfinished,
+        SourceState::Moving { .. }
+        | SourceState::Switching { .. }
+        | SourceState::Supplying
+        | SourceState::Returning { .. } => Standing::Unfinished,
         SourceState::Committing { .. } => Standing::InDoubt,
         SourceState::Over { guest, .. } => Standing::after(*guest),
     }
@@ -108,7 +111,7 @@ fn at_destination(record: &Record<AtDestination>, is_driven: bool) -> Standing {
     match (record.outcome(), &record.state) {
         (Some(guest), _) => Standing::after(guest),
         (None, _) if is_driven && !record.side.orphaned => Standing::Running,
-        (None, DestinationState::Loaded) => Standing::Orphaned,
+        (None, DestinationState::Loaded { .. }) => Standing::Orphaned,
         (None, _) => Standing::Unfinished,
     }
 }

@@ -33,6 +33,17 @@ pub(crate) struct Request {
     /// Names of the disks that are to be copied.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) disks: Vec<String>,
+    /// Post-copy is to be prepared, with what the source QEMU has for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) post_copy: Option<PostCopyAbilities>,
+}
+
+/// What a QEMU has for post-copy, or both.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct PostCopyAbilities {
+    /// A connection of its own for pages that the guest waits for.
+    pub(crate) preempt: bool,
 }
 
 /// The QEMU that `serve` has for it: fields of `inspected`.
@@ -44,6 +55,9 @@ pub(crate) struct Offer {
     pub(crate) knows_zero_pages: bool,
     /// A suspended guest arrives suspended, and can be woken.
     pub(crate) keeps_suspended: bool,
+    /// What both QEMUs have for post-copy, if that was requested. A server that does not know post-copy has no such field.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) post_copy: Option<PostCopyAbilities>,
     pub(crate) machine: Machine,
     /// Its writable disks, if some are to be copied. `None` from a server that cannot take copies.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -163,6 +177,7 @@ mod tests {
             knows_zero_pages: true,
             keeps_suspended: true,
             machine: Machine::default(),
+            post_copy: None,
             disks: None,
             measures: true,
         };

@@ -246,8 +246,19 @@ impl Gateway {
     /// Whether the gateway is stopped, or has drained.
     fn has_ended(&self) -> bool {
         let is_idle = || lock(&self.outgoing).is_empty() && lock(&self.incoming).is_empty();
+        // A guest under post-copy stands still without its relay.
+        let must_end = || {
+            let mut outgoing = lock(&self.outgoing)
+                .values()
+                .cloned()
+                .collect::<Vec<_>>()
+                .into_iter();
+            let mut incoming = lock(&self.incoming).clone().into_iter();
+            outgoing.any(|it| it.stats().is_under_post_copy())
+                || incoming.any(|it| it.stats().is_under_post_copy())
+        };
         self.draining
-            .has_ended(|| self.stop.is_hung_up() || is_idle())
+            .has_ended(|| self.stop.is_hung_up() || is_idle(), must_end)
     }
 
     /// Begins a migration at an endpoint that has connections. The ones in `held` have been accepted already.

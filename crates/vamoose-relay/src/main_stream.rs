@@ -7,10 +7,10 @@ use std::{
         atomic::{AtomicBool, AtomicU8, Ordering},
     },
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
-use tracing::Span;
+use tracing::{Span, info};
 use vamoose_link::{ByteReader, ByteWriter, MethodChoice, Pacer, Stats, Stream, is_stall, lock};
 
 use crate::{Direction, Outcome, RelayError, return_path::ReturnPath};
@@ -87,15 +87,37 @@ pub(crate) trait Witness {
 pub(crate) struct ReturnWitness<'a, F> {
     path: ReturnPath,
     state: &'a MainState,
+    ends: [&'a Stream; 2],
+    stats: &'a Stats,
     on_shut: F,
 }
 
+/// How long the streams of a guest under post-copy may be without a connection. A migration that is given up leaves the guest without
+/// its memory.
+pub(crate) const KEEP_TRYING: Duration = Duration::from_secs(3600);
+
 impl<'a, F: FnMut(u32)> ReturnWitness<'a, F> {
-    pub(crate) fn new(state: &'a MainState, on_shut: F) -> Self {
+    pub(crate) fn new(
+        state: &'a MainState,
+        ends: [&'a Stream; 2],
+        stats: &'a Stats,
+        on_shut: F,
+    ) -> Self {
         Self {
             path: ReturnPath::default(),
             state,
+            ends,
+            stats,
             on_shut,
+        }
+    }
+
+    /// Behind the switch there is nothing to fall back to.
+    fn keep_trying(&self) {
+        info!("the guest runs at the destination, and fetches its memory (post-copy)");
+        self.stats.note_post_copy();
+        for session in self.ends.iter().filter_map(|end| end.session()) {
+            session.keep_trying(KEEP_TRYING);
         }
     }
 }
@@ -103,6 +125,9 @@ impl<'a, F: FnMut(u32)> ReturnWitness<'a, F> {
 impl<F: FnMut(u32)> Witness for ReturnWitness<'_, F> {
     fn pass(&mut self, piece: &[u8], write: Write<'_>) -> Result<(), RelayError> {
         let code = self.path.feed(piece);
+        if self.path.asks_for_pages() && !self.stats.is_under_post_copy() {
+            self.keep_trying();
+        }
         let (state, spoke) = (self.state, self.path.spoke());
         state.return_path.store(spoke, Ordering::Release);
         state

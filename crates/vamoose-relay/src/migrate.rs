@@ -14,6 +14,7 @@ mod earlier;
 mod error;
 mod hand_over;
 mod policy;
+mod post_copy;
 mod predict;
 mod preflight;
 mod remainder;
@@ -25,7 +26,10 @@ mod watch;
 use std::{
     mem,
     path::Path,
-    sync::{Arc, Mutex, atomic::AtomicBool},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
     thread::{self, ScopedJoinHandle},
     time::{Duration, Instant},
 };
@@ -43,7 +47,7 @@ use vamoose_link::{
 
 use crate::{
     Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Switchover, chain,
-    control::{ControlError, answer, preamble},
+    control::{ControlError, PostCopyAbilities, answer, preamble},
     journal::{AtSource, Record, now},
     qemu::Image,
 };
@@ -52,8 +56,8 @@ pub use error::{Cause, Failure};
 use hand_over::{Attempt, HandOver};
 pub use predict::{Forecast, Inputs, LinkSpeed, Prediction, Remedies, Writes};
 use preflight::Inspected;
-use socket::listen_beside;
-pub(crate) use source::SourceQemu;
+use socket::{Route, listen_beside};
+pub(crate) use source::{SourceQemu, capabilities};
 pub use storage::{CopiedDisks, Storage};
 use storage::{Copies, clean_up};
 use watch::SourceRelay;
@@ -82,6 +86,8 @@ pub struct Migration<'a> {
     pub downtime_max: Duration,
     /// What to do about a guest that has not been paused after this time.
     pub timeout: Option<(Duration, OnTimeout)>,
+    /// Switches to post-copy at this time, if the guest has not been paused by then; after the first round if that is zero.
+    pub post_copy: Option<Duration>,
     /// Whether and how far QEMU's auto-converge slows the guest down; with [`OnTimeout::Throttle`] only from then on.
     pub auto_converge: Option<AutoConverge>,
     /// Bytes per second that each CPU of the guest may write, by QEMU's dirty-limit, which needs KVM with a dirty ring.
@@ -95,7 +101,7 @@ pub struct Migration<'a> {
     pub confirm: Option<AttemptId>,
     /// Ends the source's QEMU when the guest has certainly moved.
     pub quit_source: bool,
-    /// Set to cancel.
+    /// Set to cancel. Behind the switch to post-copy it is reset once, and has an effect when it is set again.
     pub cancel: &'a AtomicBool,
 }
 
@@ -167,7 +173,7 @@ impl Migration<'_> {
             }
         };
         observe(News::WaitsFor("the end of an earlier attempt"));
-        let moved = match self.finish_earlier(&journal, &mut source)? {
+        let moved = match self.finish_earlier(&journal, &mut source, observe)? {
             Some(moved) => moved,
             None => {
                 let moved = self.begin(&journal, &mut source, start, observe);
@@ -194,7 +200,7 @@ impl Migration<'_> {
         // The copies of disks may take hours, so the streams are opened behind them.
         let streams = match self.storage {
             Some(_) => 0,
-            None => usize::from(self.channels) + 1,
+            None => usize::from(self.channels_of(source).unwrap_or(0)) + 1,
         };
         let address = self.to.address();
         observe(News::WaitsFor(&format!("a connection to {address}")));
@@ -248,7 +254,7 @@ impl Migration<'_> {
             hand_over.finish(ended.event(), Some(source))
         });
         let session = hand_over.attempt.session();
-        let concluded = self.conclude(hand_over, decision, Some(source), ended, start);
+        let concluded = self.conclude(hand_over, decision, Some(source), ended, start, observe);
         concluded.inspect(|moved| {
             observe(News::Progress(&Progress {
                 status: "completed".to_owned(),
@@ -300,8 +306,8 @@ impl Migration<'_> {
         let begin = move |_| Ok((begun.clone(), mem::take(&mut *lock(&data))));
         let dialer = Dialer::session(begin, &preamble);
         let mut config = self.config.clone();
-        config.incoming_channels = Some(self.channels.into());
-        config.outgoing_channels = Some(self.channels.into());
+        config.incoming_channels = self.channels_of(source).map(usize::from);
+        config.outgoing_channels = config.incoming_channels;
         let stats = Arc::new(Stats::default());
         let relay = Relay {
             accept: &listener,
@@ -316,38 +322,46 @@ impl Migration<'_> {
             Err(cause) => return (None, Ended::failed(cause)),
         };
         let disks_stats = copies.stats.clone();
+        let relay_has_ended = hand_over.attempt.relay_has_ended.clone();
         let span = Span::current();
         thread::scope(|scope| {
             let disks = route.as_ref().map(|route| {
-                let relay = route.relay(&relay, &disks_stats);
+                let relay = route.relay(&config, &hangup, &disks_stats);
                 let span = span.clone();
                 scope.spawn(move || span.in_scope(|| relay.pass_bytes()))
             });
             let copied = route.as_ref().map_or(Ok(()), |route| {
                 self.copy_disks(hand_over, source, &mut copies, (route, &session), observe)
             });
-            let relay = copied
-                .is_ok()
-                .then(|| scope.spawn(|| span.in_scope(|| relay.relay())));
-            let moved = copied.and_then(|()| {
-                let source_relay = SourceRelay {
-                    address: listener.address(),
-                    stats: &stats,
-                    session: &session,
-                    hangup: &hangup,
-                    has_ended: &|| relay.as_ref().is_none_or(ScopedJoinHandle::is_finished),
-                };
-                self.watch(hand_over, source, &source_relay, &mut copies, observe)
+            let relay = copied.is_ok().then(|| {
+                scope.spawn(|| {
+                    let relayed = span.in_scope(|| relay.relay());
+                    relay_has_ended.store(true, Ordering::Release);
+                    relayed
+                })
             });
+            let source_relay = SourceRelay {
+                address: listener.address(),
+                stats: &stats,
+                session: &session,
+                hangup: &hangup,
+                has_ended: &|| relay.as_ref().is_none_or(ScopedJoinHandle::is_finished),
+            };
+            let moved = copied
+                .and_then(|()| self.watch(hand_over, source, &source_relay, &mut copies, observe));
             let (decision, mut ended) = match moved {
                 // The guest is paused, so the commit comes first, even before the end of the relay.
                 Ok(account) => {
                     observe(News::WaitsFor("the server to continue the guest"));
                     let decision = hand_over.finish(SourceEvent::Stopped, Some(source));
-                    let ended = Ended {
+                    let mut ended = Ended {
                         account,
                         ..Ended::default()
                     };
+                    if hand_over.is_supplying() {
+                        let supplied = self.supply(source, &source_relay, &mut ended, observe);
+                        ended.cause = supplied.err();
+                    }
                     (Some(decision), ended)
                 }
                 Err(cause) if source.has_ended_by(&cause) => {
@@ -355,9 +369,14 @@ impl Migration<'_> {
                     let decision = hand_over.finish(SourceEvent::GuestDied { last }, None);
                     (Some(decision), Ended::failed(Cause::SourceEnded))
                 }
+                // The journal says that it may have switched, and the next run finds out.
+                Err(cause) if source.may_have_switched() => {
+                    (Some(hand_over.drive(None)), Ended::failed(cause))
+                }
                 Err(cause) => (None, Ended::failed(cause)),
             };
-            if ended.cause.is_some() {
+            // A QEMU behind the switch ends no connection by itself.
+            if ended.cause.is_some() || source.may_be_switched {
                 hangup.hang_up();
             }
             ended.switchover = ended.join(relay).and_then(|summary| summary.switchover);
@@ -374,7 +393,7 @@ impl Migration<'_> {
         source: &mut SourceQemu,
         copies: &Copies,
     ) -> Result<(Listener, Hangup), Cause> {
-        let (policy, mut capabilities) = (self.policy(source), self.capabilities());
+        let (policy, mut capabilities) = (self.policy(source), self.capabilities(source.post_copy));
         // QEMU waits for `migrate-continue` when it has paused the guest.
         capabilities.extend(copies.are_due().then_some("pause-before-switchover"));
         source.set_up(self.channels, &policy, self.dirty_limit, &capabilities)?;
@@ -394,23 +413,35 @@ impl Migration<'_> {
     }
 
     /// The capabilities without which there is no such migration.
-    fn capabilities(&self) -> Vec<&'static str> {
+    fn capabilities(&self, post_copy: Option<PostCopyAbilities>) -> Vec<&'static str> {
         let throttles = matches!(self.timeout, Some((_, OnTimeout::Throttle)));
         let throttles = throttles || self.auto_converge.is_some();
-        let mut all = vec!["multifd", "return-path"];
+        let mut all = capabilities(post_copy);
         all.extend(throttles.then_some("auto-converge"));
         all.extend(self.dirty_limit.map(|_| "dirty-limit"));
         all
     }
 
+    /// Number of multifd channels, unless post-copy takes their place.
+    fn channels_of(&self, source: &SourceQemu) -> Option<u8> {
+        source.post_copy.is_none().then_some(self.channels)
+    }
+
     fn conclude(
         &self,
-        hand_over: HandOver<'_>,
-        decision: Decision,
-        source: Option<&mut SourceQemu>,
-        ended: Ended,
+        mut hand_over: HandOver<'_>,
+        mut decision: Decision,
+        mut source: Option<&mut SourceQemu>,
+        mut ended: Ended,
         start: Instant,
+        observe: &mut dyn FnMut(News<'_>),
     ) -> Result<Moved, Failure> {
+        if let (true, Some(source)) = (hand_over.is_under_post_copy(), &mut source)
+            && !matches!(ended.cause, Some(Cause::Cancelled))
+        {
+            ended.cause = None;
+            decision = self.recover(&mut hand_over, source, &mut ended, observe);
+        }
         let attempt = &hand_over.attempt;
         let record = &attempt.entry.record;
         let failure = |cause| Failure {
@@ -421,8 +452,17 @@ impl Migration<'_> {
         if let Some(source) = source {
             let running = attempt.running_at.filter(|_| record.side.resume);
             downtime = source.stopped.map(|stopped| stopped.at).zip(running);
-            clean_up(&mut source.qemu);
-            source.qemu.put_back();
+            if !hand_over.is_under_post_copy() {
+                clean_up(&mut source.qemu);
+                source.qemu.put_back();
+            }
+        }
+        if hand_over.is_supplying() {
+            let cause = ended.cause.as_ref().map(|cause| chain(cause));
+            return Err(failure(Cause::Unsupplied(cause.unwrap_or_default())));
+        }
+        if let (GuestLocation::Destination, Some(cause)) = (decision.guest, &decision.cause) {
+            return Err(failure(Cause::broken(cause)));
         }
         if decision.guest == GuestLocation::Destination {
             if !self.is_asked_for(record) {

@@ -302,7 +302,9 @@ impl Connection<'_> {
 
     fn pass(&self, far: &ByteEnd) -> Result<(), RelayError> {
         let (config, stats) = (self.relay.config, self.relay.stats);
-        let settings = (&config.method, stats, Some(&self.pacer));
+        // Pages that a guest waits for under post-copy do not wait for the bandwidth limit.
+        let is_urgent = self.follows_main() && !self.is_main;
+        let settings = (&config.method, stats, (!is_urgent).then_some(&self.pacer));
         // Otherwise the connection was opened with these.
         let first = match far.in_blocks {
             true => self.first_bytes(),
@@ -320,7 +322,8 @@ impl Connection<'_> {
             kind: self.kind,
             at_start: !self.is_main && self.first_bytes().is_empty(),
         };
-        let back = ReturnWitness::new(&main, |code| match code {
+        let ends = [&*self.near.stream, &*far.stream];
+        let back = ReturnWitness::new(&main, ends, stats, |code| match code {
             _ if !self.is_main => {}
             0 => self.report(Report::Loaded),
             code => self.report(Report::Failed(RelayError::Refused(code))),

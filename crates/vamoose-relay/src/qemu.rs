@@ -17,9 +17,11 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use thiserror::Error;
 use tracing::debug;
+use vamoose_link::Address;
 
 use crate::{
     chain,
+    control::PostCopyAbilities,
     process::{ProcessError, ProcessId, QemuProcess},
     qmp::{ANSWER_WITHIN, Event, Qmp, QmpError},
 };
@@ -145,6 +147,8 @@ pub(crate) enum EndError {
 pub(crate) enum MigrationStatus {
     /// A migration is under way, is ending, or is in an unknown state.
     Busy,
+    /// Behind post-copy's switch: a source cannot continue its guest, and a destination has what the guest needs to run.
+    Switched,
     /// Everything was sent, or loaded.
     Completed,
     /// No migration, or one that failed or was cancelled: the guest has not moved.
@@ -157,8 +161,14 @@ impl MigrationStatus {
         match account["status"].as_str() {
             None | Some("none" | "failed" | "cancelled") => Self::Idle,
             Some("completed") => Self::Completed,
-            // setup, active, device, pre-switchover, wait-unplug, cancelling, failing, colo and all of
-            // postcopy; a newer QEMU may have more.
+            Some(
+                "postcopy-active"
+                | "postcopy-paused"
+                | "postcopy-recover-setup"
+                | "postcopy-recover",
+            ) => Self::Switched,
+            // setup, active, device, pre-switchover, wait-unplug, cancelling, failing, colo and postcopy-device, in which a
+            // source can still continue its guest; a newer QEMU may have more.
             Some(_) => Self::Busy,
         }
     }
@@ -323,6 +333,39 @@ impl Qemu {
             return Err(QemuError::Blocked(reasons.collect::<Vec<_>>().join("; ")));
         }
         self.found.check()
+    }
+
+    /// What this QEMU has for post-copy. Known once it has been checked.
+    pub(crate) fn post_copy_abilities(&self) -> PostCopyAbilities {
+        let has = self.found.capabilities.contains_key("postcopy-preempt");
+        PostCopyAbilities {
+            // In 7.2 it was new, and in another order of connections.
+            preempt: has && self.version >= Version(8, 0, 0),
+        }
+    }
+
+    /// The migration's status, for the decision whether the guest is behind post-copy's switch.
+    pub(crate) fn migration_status(&mut self) -> Result<MigrationStatus, QemuError> {
+        Ok(MigrationStatus::of(&self.query_migrate()?))
+    }
+
+    /// Lets a destination whose connections have broken under post-copy wait for its source at `address`. QEMU may be waiting for a page
+    /// of the guest.
+    pub(crate) fn recover(&mut self, address: &Address) -> Result<(), QemuError> {
+        let arguments = json!({ "uri": address.to_string() });
+        self.ask_until("post-copy that is paused", ENDING, |qemu| {
+            let told = qemu
+                .qmp
+                .execute_urgently("migrate-recover", arguments.clone());
+            match told {
+                Ok(()) => Ok(ControlFlow::Break(())),
+                // It has not noticed yet that its connections are gone.
+                Err(error @ QmpError::Refused { .. }) => {
+                    Ok(ControlFlow::Continue(error.to_string()))
+                }
+                Err(error) => Err(error.into()),
+            }
+        })
     }
 
     /// Runs a command and drops its answer.
@@ -577,7 +620,7 @@ mod tests {
 
     #[test]
     fn every_word_for_a_migrations_state_is_classified() {
-        use MigrationStatus::{Busy, Completed, Idle};
+        use MigrationStatus::{Busy, Completed, Idle, Switched};
         for (word, status) in [
             ("none", Idle),
             ("setup", Busy),
@@ -585,10 +628,10 @@ mod tests {
             ("cancelled", Idle),
             ("active", Busy),
             ("postcopy-device", Busy),
-            ("postcopy-active", Busy),
-            ("postcopy-paused", Busy),
-            ("postcopy-recover-setup", Busy),
-            ("postcopy-recover", Busy),
+            ("postcopy-active", Switched),
+            ("postcopy-paused", Switched),
+            ("postcopy-recover-setup", Switched),
+            ("postcopy-recover", Switched),
             ("completed", Completed),
             ("failing", Busy),
             ("failed", Idle),

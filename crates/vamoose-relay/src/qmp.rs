@@ -39,6 +39,8 @@ pub(crate) struct Qmp {
     next_id: u64,
     /// Commands whose answers have not come. They may come late.
     unanswered: BTreeSet<u64>,
+    /// QEMU takes commands that overtake others.
+    has_oob: bool,
     timeout: Duration,
 }
 
@@ -157,6 +159,7 @@ impl Qmp {
             events: VecDeque::new(),
             next_id: 0,
             unanswered: BTreeSet::new(),
+            has_oob: false,
             timeout: ANSWER_WITHIN,
         };
         let mut greeting = qmp.read_message(start + soon)?;
@@ -164,13 +167,33 @@ impl Qmp {
             warn();
             greeting = qmp.read_message(start + timeout)?;
         }
-        match greeting {
-            Some(greeting) if greeting.get("QMP").is_some() => {}
+        let greeting = match greeting {
+            Some(mut greeting) if greeting.get("QMP").is_some() => greeting["QMP"].take(),
             Some(_) => return Err(qmp.garbage("no greeting")),
             None => return Err(held()),
-        }
-        qmp.execute("qmp_capabilities", json!({}))?;
+        };
+        let known = greeting["capabilities"].as_array();
+        qmp.has_oob = known.is_some_and(|known| known.iter().any(|name| name == "oob"));
+        let arguments = match qmp.has_oob {
+            true => json!({ "enable": ["oob"] }),
+            false => json!({}),
+        };
+        qmp.execute("qmp_capabilities", arguments)?;
         Ok(qmp)
+    }
+
+    /// Runs a command of those that QEMU carries out even while it is busy, such as while it waits for a page of the guest.
+    pub(crate) fn execute_urgently(
+        &mut self,
+        command: &str,
+        arguments: Value,
+    ) -> Result<(), QmpError> {
+        let how = match self.has_oob {
+            true => "exec-oob",
+            false => "execute",
+        };
+        let id = self.send_as(how, command, arguments)?;
+        self.wait_for_answer(id, command).map(drop)
     }
 
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
@@ -243,9 +266,13 @@ impl Qmp {
 
     /// Sends a command and returns its id. The answer is dropped unless it is waited for.
     pub(crate) fn send(&mut self, command: &str, arguments: Value) -> Result<u64, QmpError> {
+        self.send_as("execute", command, arguments)
+    }
+
+    fn send_as(&mut self, how: &str, command: &str, arguments: Value) -> Result<u64, QmpError> {
         self.next_id += 1;
         let id = self.next_id;
-        let line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
+        let line = json!({ how: command, "arguments": arguments, "id": id }).to_string();
         let written = self.stream.write_both(line.as_bytes(), b"\n");
         written.map_err(|source| {
             // Part of the line may have been sent, so nothing may follow it.

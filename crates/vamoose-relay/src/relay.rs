@@ -108,6 +108,12 @@ impl Relay<'_> {
         }
     }
 
+    /// Forwards the connections of post-copy that is being resumed, until they have ended. They begin in the midst of a migration.
+    pub(crate) fn resume_post_copy(&self) -> Result<Summary, RelayError> {
+        self.stats.note_post_copy();
+        opaque::pass_bytes(self, &mut || self.stats.snapshot().wire_bytes > 0)
+    }
+
     /// [`run`](Self::run) within the span of a larger migration.
     pub(crate) fn relay(&self) -> Result<Summary, RelayError> {
         let arrival = gather(

@@ -1,4 +1,5 @@
-//! Reads the return path for the one message that decides: whether the destination has loaded the guest.
+//! Reads the return path for the message that decides, whether the destination has loaded the guest, and for requests of pages, which
+//! come only under post-copy.
 //!
 //! ```text
 //! type u16 BE, length u16 BE, then `length` bytes;  type 1 = SHUT: u32 BE, 0 = loaded, else failed
@@ -12,11 +13,14 @@ pub(crate) struct ReturnPath {
     /// Bytes left of another message.
     skip: u16,
     spoke: bool,
+    asks_for_pages: bool,
     /// This is no known return path: the rest is not interpreted.
     is_lost: bool,
 }
 
 const SHUT: u16 = 1;
+/// Of pages, with or without the name of their RAM block.
+const REQUESTS: [u16; 2] = [3, 4];
 /// Above the highest known type (7 in QEMU 10), with room for more.
 const HIGHEST_TYPE: u16 = 32;
 
@@ -40,7 +44,10 @@ impl ReturnPath {
                         // Its code follows.
                         (SHUT, 4) => continue,
                         (SHUT | 0 | HIGHEST_TYPE.., _) => self.is_lost = true,
-                        (_, length) => self.skip = length,
+                        (kind, length) => {
+                            self.asks_for_pages |= REQUESTS.contains(&kind);
+                            self.skip = length;
+                        }
                     }
                 }
                 [_, _, _, _, a, b, c, d] => shut = Some(u32::from_be_bytes([a, b, c, d])),
@@ -49,6 +56,11 @@ impl ReturnPath {
             self.message.clear();
         }
         shut
+    }
+
+    /// Whether the destination has asked for pages: the guest runs there under post-copy.
+    pub(crate) fn asks_for_pages(&self) -> bool {
+        self.asks_for_pages
     }
 
     /// Whether the destination has sent a message: then the return path is on, and a SHUT must come.
@@ -93,6 +105,19 @@ mod tests {
         let inner = [&[0, 5, 0, 8][..], &SHUT_OK].concat();
         assert_eq!(path.feed(&inner), None);
         assert_eq!(path.feed(&SHUT_OK), Some(0));
+    }
+
+    #[test]
+    fn requests_of_pages_are_seen() {
+        let by_name = [&[0, 4, 0, 16][..], &[0; 16]].concat();
+        let of_the_same_block = [&[0, 3, 0, 12][..], &[0; 12]].concat();
+        for request in [by_name, of_the_same_block] {
+            let mut path = ReturnPath::default();
+            assert_eq!(path.feed(&PONG), None);
+            assert!(!path.asks_for_pages());
+            assert_eq!(path.feed(&[&request[..], &SHUT_OK].concat()), Some(0));
+            assert!(path.asks_for_pages());
+        }
     }
 
     #[test]

@@ -23,15 +23,20 @@ impl Draining {
         self.0.get().is_some()
     }
 
-    /// Whether draining has begun, and either nothing is under way any more or the deadline has passed.
-    pub(crate) fn has_ended(&self, is_idle: impl FnOnce() -> bool) -> bool {
+    /// Whether draining has begun, and either nothing is under way any more or the deadline has passed. A migration that `must_end` is
+    /// waited for.
+    pub(crate) fn has_ended(
+        &self,
+        is_idle: impl FnOnce() -> bool,
+        must_end: impl FnOnce() -> bool,
+    ) -> bool {
         let Some(&until) = self.0.get() else {
             return false;
         };
         if is_idle() {
             return true;
         }
-        let is_late = Instant::now() >= until;
+        let is_late = Instant::now() >= until && !must_end();
         if is_late {
             warn!("migrations under way have not ended in time: they are ended now");
         }
@@ -66,13 +71,14 @@ mod tests {
     #[test]
     fn draining_ends_when_idle_or_late() {
         let draining = Draining::default();
-        assert!(!draining.has_begun() && !draining.has_ended(|| true));
+        assert!(!draining.has_begun() && !draining.has_ended(|| true, || false));
         draining.begin(Duration::from_secs(60));
-        assert!(draining.has_begun() && !draining.has_ended(|| false));
-        assert!(draining.has_ended(|| true));
+        assert!(draining.has_begun() && !draining.has_ended(|| false, || false));
+        assert!(draining.has_ended(|| true, || false));
         let late = Draining::default();
         late.begin(Duration::ZERO);
-        assert!(late.has_ended(|| false));
+        assert!(late.has_ended(|| false, || false));
+        assert!(!late.has_ended(|| false, || true));
     }
 
     #[test]

@@ -283,6 +283,11 @@ impl StreamState {
         self.timeouts.stall = timeout;
     }
 
+    /// Sets how long the stream may be without a connection.
+    pub fn set_reconnect_timeout(&mut self, timeout: Duration) {
+        self.timeouts.reconnect = timeout;
+    }
+
     /// Time that a writer waits for its peer.
     pub fn stall_timeout(&self) -> Duration {
         self.timeouts.stall

@@ -53,8 +53,14 @@ fn of_failure(failure: &Failure) -> Option<String> {
         return Some(of_state(state));
     }
     if let Cause::TimedOut { .. } = &failure.cause {
-        let remedy = "slow the guest down (--auto-converge), or let it be paused for longer (--downtime-limit, --on-timeout force|pause)";
+        let remedy = "slow the guest down (--auto-converge), or let it be paused for longer (--downtime-limit, --on-timeout force|pause|postcopy)";
         return Some(remedy.to_owned());
+    }
+    if let Cause::Unsupplied(_) = &failure.cause {
+        return Some(
+            "run the same command again: it sends the rest. Until then, do not end or continue the guest's QEMU on either host"
+                .to_owned(),
+        );
     }
     let attempt = failure.attempt?;
     match failure.guest {

@@ -8,7 +8,7 @@ use stateright::{Checker, Expectation, HasDiscoveries, Model, Property};
 use crate::{
     repair::Repairs,
     step::{Side, Step},
-    world::{Attempt, Bounds, FAULTS, Now, Scene, SourceVmm, World, Wrong},
+    world::{Attempt, Bounds, FAULTS, Now, Scene, SourceVmm, Vmm, World, Wrong},
 };
 
 /// A scene, for the checker.
@@ -20,6 +20,9 @@ pub(crate) struct Stage {
 pub(crate) const NEVER_NONE: &str = "I3 the guest comes to run when nothing fails any more";
 
 /// What happens in a scene with enough faults: otherwise the model is about nothing.
+/// Under post-copy.
+pub(crate) const PARTIAL: &str = "runs without all of its memory";
+
 pub(crate) const STORIES: [&str; 5] = [
     "ends at the destination",
     "goes on at the source after the commit",
@@ -72,7 +75,12 @@ impl Model for Stage {
             never!("I7 never two that have the disks", TwoDisks),
             never!("I7 who has the guest has its disks", NoDisks),
             never!("I8 never with disks that lack a write", OldDisks),
+            never!("I9 over: the destination has all memory", NotSupplied),
             // That the model is about something.
+            Property::sometimes(PARTIAL, |_, world: &World| {
+                let mut attempts = world.now.attempts.iter();
+                attempts.any(|a| a.vmm == Vmm::RunsPartial)
+            }),
             Property::sometimes(STORIES[3], |_, world: &World| {
                 world.now.driver.is_none() && world.has_record(GuestLocation::Destination)
             }),

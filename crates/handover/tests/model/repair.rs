@@ -97,7 +97,7 @@ impl Now {
             return Some(Step::StartServer { host, forget });
         }
         self.deliver()
-            .or_else(|| self.at_the_destination())
+            .or_else(|| self.at_the_destination(scene))
             .or_else(|| self.at_the_source(scene))
             .or_else(|| {
                 let again = self.driver.is_none() && !self.is_settled();
@@ -116,7 +116,7 @@ impl Now {
         hears.then_some(Step::Hear)
     }
 
-    fn at_the_destination(&self) -> Option<Step> {
+    fn at_the_destination(&self, scene: &Scene) -> Option<Step> {
         self.attempts
             .iter()
             .enumerate()
@@ -131,8 +131,12 @@ impl Now {
                 if *job.machine.state() != DestinationState::Receiving {
                     return None;
                 }
-                if attempt.vmm == Vmm::Loaded {
-                    return Some(Step::SeesLoaded(index));
+                match attempt.vmm {
+                    Vmm::Loaded => return Some(Step::SeesLoaded(index)),
+                    Vmm::Partial | Vmm::Frozen if scene.mutant.is_none() => {
+                        return Some(Step::SeesSwitched(index));
+                    }
+                    _ => {}
                 }
                 let (attempt, by_itself) = (index, false);
                 (!self.may_still_come(index)).then_some(Step::Fails { attempt, by_itself })
@@ -144,6 +148,18 @@ impl Now {
             return Some(Step::Look);
         }
         match self.source {
+            SourceVmm::Migrating(_) if self.may_ask_to_switch(scene) => {
+                return Some(Step::AskToSwitch);
+            }
+            SourceVmm::Migrating(attempt) if self.may_switch(scene, attempt.into()) => {
+                return Some(Step::Switch(attempt.into()));
+            }
+            SourceVmm::Supplying(attempt) if self.may_arrive(attempt.into()) => {
+                return Some(Step::Arrives(attempt.into()));
+            }
+            SourceVmm::Supplying(attempt) if self.may_supply(attempt.into()) => {
+                return Some(Step::Supplies(attempt.into()));
+            }
             SourceVmm::Migrating(attempt) | SourceVmm::Held(attempt)
                 if self.has_data_path(attempt.into()) =>
             {
@@ -162,9 +178,12 @@ impl Now {
             Doing::Resuming => return Some(Step::Resume(Outcome::Works)),
             Doing::Nothing => {}
         }
-        let committing = matches!(driver.machine.state(), SourceState::Committing { .. });
+        let asks = matches!(
+            driver.machine.state(),
+            SourceState::Committing { .. } | SourceState::Supplying
+        );
         let early = false;
-        committing.then_some(Step::AskAgain { early })
+        asks.then_some(Step::AskAgain { early })
     }
 
     /// Every attempt is over, as the source's journal has it.

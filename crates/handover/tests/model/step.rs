@@ -68,12 +68,22 @@ pub(crate) enum Step {
     /// These are complete.
     Copied(usize),
     AllSent(usize),
+    /// The driver writes down that it asks its VMM to switch to post-copy.
+    AskToSwitch,
+    /// The VMM does.
+    Switch(usize),
+    /// What the guest needs to run arrives.
+    Arrives(usize),
+    /// The rest of the memory arrives.
+    Supplies(usize),
     Stop,
     MigrationFails {
         by_itself: bool,
     },
     /// A server sees that all has been loaded.
     SeesLoaded(usize),
+    /// A server sees that the source has switched to post-copy.
+    SeesSwitched(usize),
     SeesDeath(usize),
     Fails {
         attempt: usize,
@@ -256,7 +266,11 @@ impl Now {
     pub(crate) fn takes_commands(&self, scene: &Scene) -> bool {
         let is_quiet = matches!(
             self.source,
-            SourceVmm::Runs | SourceVmm::Held(_) | SourceVmm::Stopped(_) | SourceVmm::Dead { .. }
+            SourceVmm::Runs
+                | SourceVmm::Held(_)
+                | SourceVmm::Supplying(_)
+                | SourceVmm::Stopped(_)
+                | SourceVmm::Dead { .. }
         );
         let is_alive = !matches!(self.source, SourceVmm::Dead { .. });
         match scene.engine {
@@ -269,7 +283,59 @@ impl Now {
     /// What the source's VMM has sent was sent for the attempt that is not over.
     pub(crate) fn may_be_confirmed(&self) -> bool {
         let unfinished = self.unfinished().map(index);
-        unfinished.is_some_and(|attempt| self.source == SourceVmm::Stopped(attempt))
+        unfinished.is_some_and(|attempt| {
+            [SourceVmm::Stopped(attempt), SourceVmm::Supplying(attempt)].contains(&self.source)
+        })
+    }
+
+    fn drives(&self, attempt: usize, is_so: impl Fn(&SourceState) -> bool) -> bool {
+        self.driver.as_ref().is_some_and(|driver| {
+            usize::from(driver.attempt) == attempt && is_so(driver.machine.state())
+        })
+    }
+
+    pub(crate) fn may_ask_to_switch(&self, scene: &Scene) -> bool {
+        let SourceVmm::Migrating(attempt) = self.source else {
+            return false;
+        };
+        let is_moving = |state: &SourceState| matches!(state, SourceState::Moving { .. });
+        scene.post_copy
+            && scene.mutant != Some(Mutant::SwitchesWithoutRecord)
+            && self.has_data_path(attempt.into())
+            && self.drives(attempt.into(), is_moving)
+            && !self.has_news_of_owner(scene)
+    }
+
+    pub(crate) fn may_switch(&self, scene: &Scene, attempt: usize) -> bool {
+        let record = &self.attempts[attempt].record;
+        let is_asked = matches!(record, Some(SourceState::Switching { .. }))
+            || scene.mutant == Some(Mutant::SwitchesWithoutRecord);
+        scene.post_copy && is_asked && self.has_data_path(attempt) && !self.has_news_of_owner(scene)
+    }
+
+    /// What was sent behind the switch is under way, and both relays are there.
+    pub(crate) fn may_arrive(&self, attempt: usize) -> bool {
+        let job = self.attempts[attempt].job.as_ref();
+        self.source == SourceVmm::Supplying(index(attempt))
+            && self.attempts[attempt].vmm == Vmm::Receiving
+            && job.is_some_and(|job| *job.machine.state() == DestinationState::Receiving)
+            && self.drives(attempt, |_| true)
+    }
+
+    /// Both sides have relays, which may be new ones.
+    pub(crate) fn may_supply(&self, attempt: usize) -> bool {
+        let there = &self.attempts[attempt];
+        self.source == SourceVmm::Supplying(index(attempt))
+            && matches!(there.vmm, Vmm::Partial | Vmm::RunsPartial)
+            && self.servers[usize::from(there.host)].is_some()
+            && self.drives(attempt, |state| {
+                matches!(
+                    state,
+                    SourceState::Supplying
+                        | SourceState::Committing { .. }
+                        | SourceState::Switching { .. }
+                )
+            })
     }
 
     fn may_begin(&self, scene: &Scene) -> bool {
@@ -307,8 +373,11 @@ impl Now {
         if !connection.down.is_empty() || connection.gone.is_some() {
             steps.push(Step::Hear);
         }
-        let committing = matches!(driver.machine.state(), SourceState::Committing { .. });
-        if committing && driver.doing == Doing::Nothing && connection.gone.is_none() {
+        let asks = matches!(
+            driver.machine.state(),
+            SourceState::Committing { .. } | SourceState::Supplying
+        );
+        if asks && driver.doing == Doing::Nothing && connection.gone.is_none() {
             let job = self.attempts[usize::from(driver.attempt)].job.as_ref();
             let early = !connection.up.is_empty()
                 || !connection.down.is_empty()
@@ -322,18 +391,37 @@ impl Now {
         let driver = self.driver.as_ref()?;
         let cause = String::new();
         match (driver.machine.state(), self.source) {
-            (SourceState::Moving { .. }, SourceVmm::Dead { last }) => {
-                Some(SourceEvent::GuestDied { last })
+            (
+                SourceState::Moving { .. } | SourceState::Switching { .. } | SourceState::Supplying,
+                SourceVmm::Dead { last },
+            ) => Some(SourceEvent::GuestDied { last }),
+            (SourceState::Supplying, SourceVmm::Supplying(_))
+                if scene.mutant == Some(Mutant::LeavesTheSwitched) =>
+            {
+                Some(SourceEvent::Supplied)
             }
+            (SourceState::Supplying, SourceVmm::Stopped(_)) => Some(SourceEvent::Supplied),
+            (SourceState::Switching { .. }, SourceVmm::Supplying(_) | SourceVmm::Stopped(_)) => {
+                Some(SourceEvent::Stopped)
+            }
+            (SourceState::Switching { .. }, SourceVmm::Runs) => Some(SourceEvent::Failed { cause }),
+            // Without a record, the driver does not wait for it.
+            (
+                SourceState::Moving {
+                    incarnation: Some(_),
+                },
+                SourceVmm::Supplying(_),
+            ) => Some(SourceEvent::Stopped),
             (
                 SourceState::Committing {
                     guest_died: false, ..
                 },
                 SourceVmm::Dead { last },
             ) => Some(SourceEvent::GuestDied { last }),
-            (SourceState::Moving { .. }, SourceVmm::Runs | SourceVmm::Migrating(_))
-                if self.has_news_of_owner(scene) =>
-            {
+            (
+                SourceState::Moving { .. } | SourceState::Switching { .. },
+                SourceVmm::Runs | SourceVmm::Migrating(_),
+            ) if self.has_news_of_owner(scene) => {
                 let running = self.wanted;
                 Some(match scene.mutant {
                     Some(Mutant::WaitsForRunning) => SourceEvent::Failed { cause },
@@ -369,6 +457,12 @@ impl Now {
         match self.source {
             SourceVmm::Migrating(attempt) => {
                 let attempt = usize::from(attempt);
+                if self.may_ask_to_switch(scene) {
+                    steps.push(Step::AskToSwitch);
+                }
+                if self.may_switch(scene, attempt) {
+                    steps.push(Step::Switch(attempt));
+                }
                 if self.has_data_path(attempt) {
                     if !self.has_news_of_owner(scene) {
                         steps.push(self.sends_all(attempt));
@@ -391,6 +485,12 @@ impl Now {
                 if self.driver.is_some() {
                     steps.push(Step::MigrationFails { by_itself });
                 }
+            }
+            SourceVmm::Supplying(attempt) if self.may_arrive(attempt.into()) => {
+                steps.push(Step::Arrives(attempt.into()));
+            }
+            SourceVmm::Supplying(attempt) if self.may_supply(attempt.into()) => {
+                steps.push(Step::Supplies(attempt.into()));
             }
             SourceVmm::Switching(_) => {
                 steps.push(Step::Stop);
@@ -440,7 +540,7 @@ impl Now {
             let job = a.job.as_ref().map(|job| job.machine.state());
             matches!(
                 job,
-                Some(DestinationState::Loaded | DestinationState::Aborted { .. })
+                Some(DestinationState::Loaded { .. } | DestinationState::Aborted { .. })
             ) && !a.ran
         };
         let is_committing = self.unfinished().is_some();
@@ -459,7 +559,10 @@ impl Now {
             .contains(&self.source)
             && self.driver.as_ref().is_some_and(|driver| {
                 usize::from(driver.attempt) == attempt
-                    && matches!(driver.machine.state(), SourceState::Moving { .. })
+                    && matches!(
+                        driver.machine.state(),
+                        SourceState::Moving { .. } | SourceState::Switching { .. }
+                    )
             });
         let attempt = &self.attempts[attempt];
         let receiving = Some(&DestinationState::Receiving);
@@ -504,7 +607,8 @@ impl Now {
     fn destination(&self, scene: &Scene, index: usize, steps: &mut Vec<Step>) {
         let attempt = &self.attempts[index];
         if scene.engine == Engine::Qemu
-            && (matches!(attempt.vmm, Vmm::Receiving | Vmm::Loaded) || attempt.vmm.has_guest())
+            && (matches!(attempt.vmm, Vmm::Receiving | Vmm::Loaded | Vmm::Partial)
+                || attempt.vmm.has_guest())
         {
             steps.push(Step::CopyDies(index));
         }
@@ -541,11 +645,18 @@ impl Now {
                     steps.push(Step::SeesLoaded(index));
                 }
                 steps.push(Step::StillReceiving(index));
-                let attempt = index;
-                let by_itself = self.may_still_come(attempt);
-                steps.push(Step::Fails { attempt, by_itself });
+                let is_switched = matches!(attempt.vmm, Vmm::Partial | Vmm::Frozen);
+                if is_switched {
+                    steps.push(Step::SeesSwitched(index));
+                }
+                // A server looks whether the source has switched.
+                if !is_switched || scene.mutant == Some(Mutant::EndsTheSwitched) {
+                    let attempt = index;
+                    let by_itself = self.may_still_come(attempt);
+                    steps.push(Step::Fails { attempt, by_itself });
+                }
             }
-            DestinationState::Loaded => {
+            DestinationState::Loaded { .. } => {
                 let (attempt, by_itself) = (index, true);
                 steps.push(Step::Fails { attempt, by_itself });
             }
@@ -562,7 +673,10 @@ impl Now {
             usize::from(driver.attempt) == attempt
                 && *driver.machine.state() == SourceState::Moving { incarnation: None }
         });
-        prepares || self.attempts[attempt].vmm == Vmm::Loaded || self.has_data_path(attempt)
+        prepares
+            || matches!(self.attempts[attempt].vmm, Vmm::Loaded | Vmm::Partial)
+            || self.has_data_path(attempt)
+            || self.may_arrive(attempt)
     }
 }
 
@@ -642,6 +756,27 @@ impl Now {
                     self.takes_disks(Some(attempt));
                 }
             }
+            Step::AskToSwitch => self.happens(SourceEvent::SwitchAsked),
+            Step::Switch(attempt) => {
+                self.source = SourceVmm::Supplying(index(attempt));
+                self.source_disks = false;
+                let wanted = self.wanted;
+                if let Some(driver) = self.driver.as_mut().filter(|_| wanted) {
+                    driver.continued = false;
+                }
+            }
+            Step::Arrives(attempt) => {
+                self.attempts[attempt].vmm = Vmm::Partial;
+                self.attempts[attempt].stale = false;
+            }
+            Step::Supplies(attempt) => {
+                self.source = SourceVmm::Stopped(index(attempt));
+                let vmm = &mut self.attempts[attempt].vmm;
+                *vmm = match vmm {
+                    Vmm::Partial => Vmm::Loaded,
+                    _ => Vmm::Runs,
+                };
+            }
             Step::Stop => {
                 if let SourceVmm::Switching(attempt) = self.source {
                     self.source = SourceVmm::Stopped(attempt);
@@ -652,6 +787,9 @@ impl Now {
                 self.takes_disks(None);
             }
             Step::SeesLoaded(attempt) => self.happens_there(attempt, DestinationEvent::Loaded),
+            Step::SeesSwitched(attempt) => {
+                self.happens_there(attempt, DestinationEvent::Switched);
+            }
             Step::SeesDeath(attempt) => self.ended(attempt),
             Step::Fails { attempt, .. } => {
                 let cause = String::new();
@@ -725,7 +863,7 @@ impl Now {
         let is_committing = matches!(state, SourceState::Committing { .. });
         let found = match self.source {
             SourceVmm::Dead { .. } => FoundGuest::Ended,
-            SourceVmm::Stopped(_) => FoundGuest::Sent { confirmed },
+            SourceVmm::Stopped(_) | SourceVmm::Supplying(_) => FoundGuest::Sent { confirmed },
             _ if is_committing && blind => FoundGuest::Sent { confirmed },
             _ => FoundGuest::Here,
         };
@@ -901,6 +1039,12 @@ impl Now {
             Some(driver) if !driver.continued => LastSeen::Stopped,
             _ => LastSeen::Unknown,
         };
+        if let SourceVmm::Supplying(attempt) = self.source {
+            let there = &mut self.attempts[usize::from(attempt)];
+            if matches!(there.vmm, Vmm::Partial | Vmm::RunsPartial) {
+                there.vmm = Vmm::Frozen;
+            }
+        }
         self.source = SourceVmm::Dead { last };
         self.source_disks = false;
         if scene.engine != Engine::Qemu {
@@ -1019,6 +1163,11 @@ impl Now {
         self.take_driver_doing();
         if let SourceVmm::Dead { last } = self.source {
             self.unknowable |= !self.really_lost();
+            self.happens(SourceEvent::GuestDied { last });
+            return;
+        }
+        if let SourceVmm::Supplying(_) = self.source {
+            let last = LastSeen::Stopped;
             self.happens(SourceEvent::GuestDied { last });
             return;
         }
@@ -1264,10 +1413,15 @@ impl Now {
             let forgets = scene.mutant == Some(Mutant::ForgetsThatItTold);
             let mut machine: DestinationDriver =
                 Driven::new(Destination::restore(incarnation, state.clone()));
-            if let DestinationState::Starting { resume } = state
+            let is_switched = state == DestinationState::Receiving
+                && matches!(attempt.vmm, Vmm::Partial | Vmm::Frozen);
+            if is_switched && scene.mutant != Some(Mutant::EndsTheSwitched) {
+                machine.handle(DestinationEvent::Switched);
+            } else if let DestinationState::Starting { resume, post_copy } = state
                 && forgets
             {
-                let loaded = Destination::restore(incarnation, DestinationState::Loaded);
+                let loaded =
+                    Destination::restore(incarnation, DestinationState::Loaded { post_copy });
                 machine = Driven::new(loaded);
                 let commit = SourceMessage::Commit { resume };
                 machine.handle(DestinationEvent::Message(commit));
@@ -1292,9 +1446,13 @@ impl Now {
         };
         let text = String::new;
         let event = match (doing, vmm, outcome) {
-            (Operation::Run { resume }, Vmm::Loaded | Vmm::Runs | Vmm::Halted, Outcome::Works) => {
+            (
+                Operation::Run { resume },
+                Vmm::Loaded | Vmm::Partial | Vmm::Runs | Vmm::RunsPartial | Vmm::Halted,
+                Outcome::Works,
+            ) => {
                 job.doing = Some(Operation::Watch);
-                if vmm == Vmm::Loaded {
+                if matches!(vmm, Vmm::Loaded | Vmm::Partial) {
                     self.runs_there(index);
                     if resume || scene.mutant != Some(Mutant::PausedWithoutDisks) {
                         self.takes_disks(Some(index));
@@ -1315,7 +1473,7 @@ impl Now {
                 Vmm::SentOn,
                 Outcome::Works,
             ) => DestinationEvent::MovedOn,
-            (Operation::Run { .. }, Vmm::Loaded, Outcome::Mute { effect }) => {
+            (Operation::Run { .. }, Vmm::Loaded | Vmm::Partial, Outcome::Mute { effect }) => {
                 job.unsure = true;
                 if effect {
                     self.runs_there(index);
@@ -1325,7 +1483,7 @@ impl Now {
             }
             // It ended before this request.
             (Operation::Run { .. }, Vmm::Dead, _) => DestinationEvent::NotStarted { cause: text() },
-            (Operation::Run { .. }, Vmm::Loaded, Outcome::Refused) => {
+            (Operation::Run { .. }, Vmm::Loaded | Vmm::Partial, Outcome::Refused) => {
                 DestinationEvent::NotStarted { cause: text() }
             }
             (Operation::Watch | Operation::Check, Vmm::Halted, Outcome::Works)
@@ -1333,7 +1491,11 @@ impl Now {
             {
                 DestinationEvent::Unclear { reason: text() }
             }
-            (Operation::Watch | Operation::Check, Vmm::Runs | Vmm::Halted, Outcome::Works) => {
+            (
+                Operation::Watch | Operation::Check,
+                Vmm::Runs | Vmm::RunsPartial | Vmm::Halted,
+                Outcome::Works,
+            ) => {
                 attempt.seen = true;
                 attempt.fresh = true;
                 DestinationEvent::Started { state: text() }
@@ -1345,6 +1507,9 @@ impl Now {
             (Operation::End, _, Outcome::Works) => {
                 if vmm.has_guest() || vmm == Vmm::SentOn {
                     self.fail(Wrong::EndedRunning);
+                }
+                if vmm == Vmm::Partial {
+                    self.fail(Wrong::OnlyCopyEnded);
                 }
                 self.dies(index);
                 let attempt = &mut self.attempts[index];

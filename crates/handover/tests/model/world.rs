@@ -20,6 +20,8 @@ pub(crate) struct Scene {
     pub(crate) resume: bool,
     /// Whether each host has disks of its own, to which the guest's are copied.
     pub(crate) copies: bool,
+    /// Whether the driver asks for post-copy.
+    pub(crate) post_copy: bool,
     /// What may happen, how often.
     pub(crate) bounds: Bounds,
     pub(crate) mutant: Option<Mutant>,
@@ -91,6 +93,12 @@ pub(crate) enum Mutant {
     GoesOnWhenReady,
     /// The guest at the source goes over to the copies when these are complete.
     GoesOverToTheCopies,
+    /// A VMM is asked to switch to post-copy without a record of it.
+    SwitchesWithoutRecord,
+    /// A server ends a VMM that was being received, although the source has switched to post-copy.
+    EndsTheSwitched,
+    /// The attempt is over when the guest runs at the destination, whose memory has not come yet.
+    LeavesTheSwitched,
 }
 
 /// What is never to happen.
@@ -120,6 +128,8 @@ pub(crate) enum Wrong {
     OnlyCopyEnded,
     /// I6: a paused guest is requested to run, or a running one to stay paused.
     RunsUnasked,
+    /// I8: an attempt is over, and the destination lacks memory that is at the source.
+    NotSupplied,
     /// I7: two VMMs have the disks.
     TwoDisks,
     /// I7: who is reported to have the guest does not have its disks.
@@ -277,6 +287,8 @@ pub(crate) enum SourceVmm {
     Held(u8),
     /// All has been sent; may still go back by itself.
     Switching(u8),
+    /// Behind post-copy's switch: cannot go back, and has memory that the destination lacks.
+    Supplying(u8),
     /// Paused for good.
     Stopped(u8),
     Dead {
@@ -351,6 +363,12 @@ pub(crate) enum Vmm {
     Waiting,
     Receiving,
     Loaded,
+    /// All that the guest needs to run under post-copy.
+    Partial,
+    /// Has the guest, whose memory is at the source in part.
+    RunsPartial,
+    /// The rest of the memory is lost.
+    Frozen,
     /// Has the guest, as it was at the source: running, or paused.
     Runs,
     /// Has the guest, which was continued and has been stopped by something.
@@ -361,7 +379,7 @@ pub(crate) enum Vmm {
 
 impl Vmm {
     pub(crate) fn has_guest(self) -> bool {
-        matches!(self, Self::Runs | Self::Halted)
+        matches!(self, Self::Runs | Self::RunsPartial | Self::Halted)
     }
 }
 
@@ -443,11 +461,14 @@ impl Now {
 
     /// No VMM that lives has a complete copy of the guest.
     pub(crate) fn really_lost(&self) -> bool {
-        let here = !matches!(self.source, SourceVmm::Dead { .. }) && !self.source_stale;
-        let there = self
-            .attempts
-            .iter()
-            .any(|a| (a.vmm == Vmm::Loaded || a.vmm.has_guest()) && !a.stale);
+        let gone = matches!(
+            self.source,
+            SourceVmm::Dead { .. } | SourceVmm::Supplying(_)
+        );
+        let here = !gone && !self.source_stale;
+        let there = self.attempts.iter().any(|a| {
+            (matches!(a.vmm, Vmm::Loaded | Vmm::Partial) || a.vmm.has_guest()) && !a.stale
+        });
         !here && !there && !self.elsewhere
     }
 
@@ -458,7 +479,10 @@ impl Now {
     /// The guest begins to run in the VMM of an attempt.
     pub(crate) fn runs_there(&mut self, attempt: usize) {
         let was_stale = self.attempts[attempt].stale;
-        self.attempts[attempt].vmm = Vmm::Runs;
+        self.attempts[attempt].vmm = match self.attempts[attempt].vmm {
+            Vmm::Partial => Vmm::RunsPartial,
+            _ => Vmm::Runs,
+        };
         self.attempts[attempt].ran = true;
         self.source_stale = true;
         for (index, other) in self.attempts.iter_mut().enumerate() {
@@ -542,6 +566,9 @@ impl Now {
                 }
                 if no_disks {
                     self.fail(Wrong::NoDisks);
+                }
+                if over && matches!(self.source, SourceVmm::Supplying(_)) {
+                    self.fail(Wrong::NotSupplied);
                 }
             }
             GuestLocation::Source => {
@@ -682,7 +709,10 @@ pub(crate) mod plain {
         match &mut state {
             SourceState::Returning { cause } => cause.clear(),
             SourceState::Over { cause, .. } => *cause = None,
-            SourceState::Moving { .. } | SourceState::Committing { .. } => {}
+            SourceState::Moving { .. }
+            | SourceState::Switching { .. }
+            | SourceState::Supplying
+            | SourceState::Committing { .. } => {}
         }
         state
     }
@@ -693,7 +723,7 @@ pub(crate) mod plain {
             | DestinationState::Aborting { cause }
             | DestinationState::Aborted { cause } => cause.clear(),
             DestinationState::Receiving
-            | DestinationState::Loaded
+            | DestinationState::Loaded { .. }
             | DestinationState::Starting { .. }
             | DestinationState::Running => {}
         }

@@ -445,7 +445,7 @@ pub(crate) fn resume(stream: &Arc<ResumableStream>) {
         Err(DialError::Ended) => give_up(stream),
         Err(error) => {
             debug!("stream {}: {}", stream.number, chain(&error));
-            let seconds = stream.session().config.reconnect_timeout.as_secs();
+            let seconds = stream.session().reconnect_timeout().as_secs();
             stream.close(match (error.refusal(), error) {
                 (Some(refusal), _) => StreamError::Refused { cause, refusal },
                 (_, DialError::Acknowledge { source, .. }) => StreamError::Acknowledge(source),
@@ -519,7 +519,6 @@ fn connect(stream: &Arc<ResumableStream>, intent: Intent) -> Result<(), DialErro
     let Role::Client(paths) = &session.role else {
         return Err(DialError::NoPath);
     };
-    let limit = session.config.reconnect_timeout;
     let began = stream
         .trouble()
         .map_or_else(Instant::now, |(_, since)| since);
@@ -554,6 +553,7 @@ fn connect(stream: &Arc<ResumableStream>, intent: Intent) -> Result<(), DialErro
                 }
             }
         }
+        let limit = session.reconnect_timeout();
         if began.elapsed() + pause > limit {
             return Err(DialError::TimedOut {
                 seconds: limit.as_secs(),

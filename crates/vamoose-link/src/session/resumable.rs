@@ -116,7 +116,7 @@ impl ResumableStream {
     /// A stream that waits for its first connection.
     pub(crate) fn new(number: u32, session: Arc<Session>, stall_timeout: Duration) -> Self {
         let timeouts = Timeouts {
-            reconnect: session.config.reconnect_timeout,
+            reconnect: session.reconnect_timeout(),
             stall: stall_timeout,
         };
         Self {
@@ -612,6 +612,11 @@ impl ResumableStream {
     // What becomes of the stream.
 
     /// Applies an event to the state and carries out the effects.
+    /// Sets how long the stream may be without a connection.
+    pub(crate) fn set_reconnect_timeout(self: &Arc<Self>, timeout: Duration) {
+        self.update(|state| state.set_reconnect_timeout(timeout));
+    }
+
     fn update<T>(self: &Arc<Self>, event: impl FnOnce(&mut StreamState) -> T) -> T {
         let mut core = lock(&self.core);
         let result = event(&mut core.state);

@@ -70,6 +70,10 @@ impl IncomingMigration {
         })
     }
 
+    pub(super) fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
     pub(super) fn under_way(&self) -> Option<UnderWay> {
         lock(&self.account).as_ref().map(Account::under_way)
     }

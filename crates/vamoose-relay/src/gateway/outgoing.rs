@@ -110,6 +110,10 @@ impl OutgoingMigration {
         self.hangup.hang_up();
     }
 
+    pub(super) fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
     pub(super) fn under_way(&self) -> UnderWay {
         let peer = self.peer.name.clone();
         let moved = self.stats.snapshot();

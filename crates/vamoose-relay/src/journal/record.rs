@@ -79,6 +79,9 @@ pub(crate) struct AtDestination {
     /// The authenticated identity of the source, which alone decides about its guest. `None` without authentication.
     #[serde(default)]
     pub(crate) source: Option<String>,
+    /// The QEMU is prepared for post-copy.
+    #[serde(default)]
+    pub(crate) post_copy: bool,
 }
 
 impl Side for AtDestination {

@@ -6,7 +6,7 @@ use handover::{DestinationMessage, FoundGuest, GuestLocation, SourceMessage, Sou
 use tracing::info;
 
 use super::{
-    Cause, Ended, Failure, Migration, Moved, SourceQemu, at_source,
+    Cause, Ended, Failure, Migration, Moved, News, SourceQemu, at_source,
     hand_over::{Attempt, HandOver, stands_still},
     span,
 };
@@ -24,12 +24,13 @@ impl Migration<'_> {
         &self,
         journal: &Journal,
         source: &mut SourceQemu,
+        observe: &mut dyn FnMut(News<'_>),
     ) -> Result<Option<Moved>, Failure> {
         let known = journal.records::<AtSource>().map_err(at_source)?;
         let of_this = |record: &&Record<AtSource>| record.qemu.is_same(&source.instance);
         let known: Vec<_> = known.iter().filter(of_this).collect();
         if let Some(unfinished) = known.iter().find(|record| !record.is_over()) {
-            match self.go_on(journal, unfinished, Some(source)) {
+            match self.go_on(journal, unfinished, Some(source), observe) {
                 Err(failure) if failure.guest == GuestLocation::Source && !self.is_cancelled() => {
                     let now = journal.find::<AtSource>(unfinished.attempt);
                     if !now.map_err(at_source)?.is_some_and(|now| now.is_over()) {
@@ -70,6 +71,7 @@ impl Migration<'_> {
         journal: &Journal,
         record: &Record<AtSource>,
         mut source: Option<&mut SourceQemu>,
+        observe: &mut dyn FnMut(News<'_>),
     ) -> Result<Moved, Failure> {
         let start = Instant::now();
         let _span = span(record.attempt).entered();
@@ -89,7 +91,9 @@ impl Migration<'_> {
             None => FoundGuest::Ended,
             Some(source) => {
                 let is_here = match entry.record.state {
-                    SourceState::Committing { .. } => source.has_come_back(),
+                    SourceState::Committing { .. } | SourceState::Supplying => {
+                        source.has_come_back()
+                    }
                     _ => source.wait_until_ended().map(|completed| !completed),
                 };
                 match is_here.map_err(|error| unfinished(error.into(), guest))? {
@@ -100,8 +104,12 @@ impl Migration<'_> {
         };
         let attempt = Attempt::new(entry, &to, self.downtime_max, self.cancel);
         let mut attempt = HandOver::take_up(attempt, found);
-        let decision = attempt.drive(source.as_deref_mut());
-        self.conclude(attempt, decision, source, Ended::default(), start)
+        let decision = match attempt.is_under_post_copy() && source.is_some() {
+            // The memory first: the destination's QEMU may not answer without it.
+            true => attempt.decision(),
+            false => attempt.drive(source.as_deref_mut()),
+        };
+        self.conclude(attempt, decision, source, Ended::default(), start, observe)
     }
 
     /// What became of a guest that has left this QEMU.
@@ -176,7 +184,7 @@ impl Migration<'_> {
         };
         let ended = last(Instance::has_ended);
         match ended.filter(|record| monitor_is_closed || record.qemu.has_its_place()) {
-            Some(record) if !record.is_over() => self.go_on(journal, record, None),
+            Some(record) if !record.is_over() => self.go_on(journal, record, None, &mut |_| ()),
             Some(record) if record.state.guest() != GuestLocation::Source => {
                 self.after(journal, record)
             }
@@ -237,6 +245,7 @@ mod tests {
         let committing = SourceState::Committing {
             incarnation: None,
             guest_died: false,
+            post_copy: false,
         };
         let moving = SourceState::Moving { incarnation: None };
         for (state, guest) in [

@@ -93,6 +93,9 @@ pub enum Cause {
     /// The guest was continued at the destination, and something has stopped it since.
     #[error("it was continued there, and something has stopped it since: it is `{0}`")]
     StandsStill(String),
+    /// The guest runs at the destination under post-copy.
+    #[error("memory of the guest is still here, and the guest stands still when it needs it: {0}")]
+    Unsupplied(String),
     /// The guest was continued at the source although it may have been handed over.
     #[error("{0}")]
     RunsHere(String),
@@ -115,6 +118,7 @@ fn what(cause: &Cause) -> &'static str {
         Cause::Cancelled => "the guest was not migrated",
         Cause::MovedBefore { .. } => "nothing was migrated",
         Cause::StandsStill(_) => "the guest has moved, and does not run",
+        Cause::Unsupplied(_) => "post-copy has been interrupted",
         _ => "the migration failed",
     }
 }

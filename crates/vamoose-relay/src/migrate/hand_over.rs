@@ -1,14 +1,17 @@
 //! One attempt from the source's side. Carries out the decisions of crate `handover`.
 
 use std::{
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
 
 use handover::{
     AttemptId, Decision, DestinationMessage, FoundGuest, GuestLocation, LastSeen, Source,
-    SourceDriver, SourceEvent, SourceHost, SourceMessage,
+    SourceDriver, SourceEvent, SourceHost, SourceMessage, SourceState,
 };
 use tracing::{debug, warn};
 use vamoose_link::{Conversation, ConversationError, Remote, Session, left};
@@ -16,7 +19,7 @@ use vamoose_link::{Conversation, ConversationError, Remote, Session, left};
 use super::{Cause, source::SourceQemu};
 use crate::{
     JournalError, chain,
-    control::{ControlError, QEMU_FAILED, connect},
+    control::{ControlError, QEMU_FAILED, ask, connect},
     journal::{AtSource, Entry},
 };
 
@@ -29,7 +32,7 @@ pub(super) struct HandOver<'a> {
 /// The journal entry of an attempt, its connection to the server, and what the server has answered.
 pub(super) struct Attempt<'a> {
     pub(super) entry: Entry<AtSource>,
-    to: &'a Remote,
+    pub(super) to: &'a Remote,
     pub(super) control: Option<Conversation>,
     cancel: &'a AtomicBool,
     /// The server may be unable for this long to determine whether the guest runs.
@@ -48,6 +51,8 @@ pub(super) struct Attempt<'a> {
     pub(super) their_cause: Option<String>,
     /// The destination has been told to abort.
     has_aborted: bool,
+    /// The guest's memory comes no further.
+    pub(super) relay_has_ended: Arc<AtomicBool>,
 }
 
 /// How long to wait for an answer to `commit`. The guest is paused, so a dead connection must not be waited for. Asking a slow
@@ -105,6 +110,39 @@ impl<'a> HandOver<'a> {
         self.record(SourceEvent::Message(message))
     }
 
+    /// Records that the source QEMU is to be told to switch to post-copy.
+    pub(super) fn ask_to_switch(&mut self) -> Result<(), Cause> {
+        self.record(SourceEvent::SwitchAsked)
+    }
+
+    /// Whether the guest runs at the destination, and lacks memory that is at the source.
+    pub(super) fn is_supplying(&self) -> bool {
+        *self.driver.state() == SourceState::Supplying
+    }
+
+    /// Whether the source QEMU is behind the switch to post-copy, and the guest may need memory that is here.
+    pub(super) fn is_under_post_copy(&self) -> bool {
+        self.is_supplying() || commits_post_copy(self.driver.state())
+    }
+
+    /// What is known of the guest.
+    pub(super) fn decision(&self) -> Decision {
+        Decision {
+            guest: self.driver.state().guest(),
+            cause: None,
+        }
+    }
+
+    /// Asks the destination what has become of its guest.
+    pub(super) fn ask_again(&mut self) -> Result<(), ControlError> {
+        let resume = self.driver.resume();
+        let commit = SourceMessage::Commit { resume };
+        let (answer, control) = ask(self.attempt.to, self.attempt.id(), &commit, ANSWER_WITHIN)?;
+        self.attempt.control = Some(control);
+        self.driver.handle(SourceEvent::Message(answer));
+        Ok(())
+    }
+
     /// Records whether the guest is to run, when that has changed.
     pub(super) fn note_wish(&mut self, running: bool) -> Result<(), Cause> {
         match self.driver.resume() == running {
@@ -158,6 +196,7 @@ impl<'a> Attempt<'a> {
             their_state: None,
             their_cause: None,
             has_aborted: false,
+            relay_has_ended: Arc::default(),
         }
     }
 
@@ -228,8 +267,14 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// Whether the user has cancelled the wait for an answer. Counts only after the warning that the server is being asked again.
-    fn given_up(&self) -> Option<SourceEvent> {
+    /// Whether to ask no longer for the answer. A cancel of the user counts only after the warning that the server is being asked
+    /// again.
+    fn given_up(&self, source: &Source) -> Option<SourceEvent> {
+        // The destination's QEMU may answer nothing while its guest waits for a page.
+        if commits_post_copy(source.state()) && self.relay_has_ended.load(Ordering::Acquire) {
+            let cause = "the connection was lost behind the switch to post-copy".to_owned();
+            return Some(SourceEvent::GaveUp { cause });
+        }
         (self.warned && self.cancel.load(Ordering::Relaxed)).then(|| SourceEvent::GaveUp {
             cause: format!("cancelled; before that: {}", self.last_problem),
         })
@@ -344,7 +389,7 @@ impl SourceHost for Host<'_, '_> {
             if attempt.warned {
                 thread::sleep(ASK_AGAIN);
             }
-            if let Some(event) = attempt.given_up() {
+            if let Some(event) = attempt.given_up(source) {
                 return Some(event);
             }
             attempt.warn(source);
@@ -378,7 +423,7 @@ impl Host<'_, '_> {
     /// Waits for the server's answer.
     fn next_event(&mut self, source: &Source) -> SourceEvent {
         let attempt = &mut self.attempt;
-        if let Some(event) = attempt.given_up() {
+        if let Some(event) = attempt.given_up(source) {
             return event;
         }
         let Some(control) = &mut attempt.control else {
@@ -393,6 +438,17 @@ impl Host<'_, '_> {
             }
         }
     }
+}
+
+fn commits_post_copy(state: &SourceState) -> bool {
+    matches!(
+        state,
+        SourceState::Committing {
+            post_copy: true,
+            guest_died: false,
+            ..
+        }
+    )
 }
 
 /// Whether a guest in this state, as QEMU names it, has stopped although it was continued: its disk is full, it has panicked, it

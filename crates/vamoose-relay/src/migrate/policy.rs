@@ -37,6 +37,11 @@ impl Guide {
         }
     }
 
+    /// Time since the migration's beginning.
+    pub(super) fn elapsed(&self) -> Duration {
+        self.began.elapsed()
+    }
+
     /// Longest pause of the guest before the hand-over.
     pub(super) fn downtime_max(&self) -> Duration {
         match self.remainder.convergence.limit() {
@@ -57,7 +62,7 @@ impl Guide {
         let ram = |key: &str| account["ram"][key].as_u64().unwrap_or(0);
         let seen = Seen {
             now: Instant::now(),
-            elapsed: self.began.elapsed(),
+            elapsed: self.elapsed(),
             moved,
             round_trip,
             round: ram("dirty-sync-count"),
@@ -74,7 +79,9 @@ impl Guide {
             give_up = self.act(action, source, &seen)?;
         }
         match self.remainder.after(&seen) {
-            Some(allowed) if give_up.is_none() => source.allow(allowed)?,
+            Some(allowed) if give_up.is_none() && source.post_copy.is_none() => {
+                source.allow(allowed)?;
+            }
             _ => {}
         }
         Ok(give_up)

@@ -9,7 +9,7 @@ use vamoose_link::{Conversation, Opening, random_id};
 use super::{Cause, Failure, Migration, SourceQemu, at_source};
 use crate::{
     Fact, Fit, Forecast, Journal,
-    control::{ControlError, Offer, Request, answer, connect_first},
+    control::{ControlError, Offer, PostCopyAbilities, Request, answer, connect_first},
     journal::{AtSource, Record},
     qemu::{Image, compare, compare_disks},
 };
@@ -51,7 +51,10 @@ impl Migration<'_> {
 
     /// Refuses a source that cannot migrate its guest in this way.
     pub(super) fn check_source(&self, source: &mut SourceQemu) -> Result<(), Cause> {
-        Ok(source.check(self.zero_page_detection, &self.capabilities())?)
+        let post_copy = self.post_copy.map(|_| PostCopyAbilities { preempt: false });
+        source.check(self.zero_page_detection, &self.capabilities(post_copy))?;
+        source.post_copy = post_copy.map(|_| source.qemu.post_copy_abilities());
+        Ok(())
     }
 
     fn check_there(
@@ -138,14 +141,8 @@ impl Migration<'_> {
             None => Vec::new(),
         };
         let disks: Vec<_> = images.iter().map(|image| image.disk.clone()).collect();
-        let request = Request {
-            name: self.name.to_owned(),
-            channels: self.channels,
-            page_size: u32::try_from(self.config.layout.page_size()).unwrap_or(u32::MAX),
-            method: self.config.method.name().to_owned(),
-            disks: disks.iter().map(|disk| disk.name.clone()).collect(),
-        };
-        let prepare = Prepare::new(to_details(&request).map_err(ControlError::from)?);
+        let names = disks.iter().map(|disk| disk.name.clone()).collect();
+        let prepare = self.prepare_for(self.name, names, source.post_copy)?;
         let sent = control.send(&SourceMessage::Inspect(prepare.clone()));
         let session = control.stream().session();
         let streams = session.map_or_else(Vec::new, |session| session.open_ahead(streams));
@@ -158,6 +155,12 @@ impl Migration<'_> {
             DestinationMessage::Refused { reason } => return Err(Cause::Refused(reason)),
             other => return Err(Cause::unexpected(&other)),
         };
+        if source.post_copy.is_some() && offer.post_copy.is_none() {
+            return Err(Cause::Refused(
+                "it is of an older release, which does not know post-copy".to_owned(),
+            ));
+        }
+        source.post_copy = offer.post_copy;
         source.zero_pages = self.zero_pages(source, &offer)?;
         source.check_suspended(&offer)?;
         let mut facts = compare(&here, &offer.machine, self.host, self.name);
@@ -177,6 +180,25 @@ impl Migration<'_> {
             measures: offer.measures,
             facts,
         })
+    }
+
+    /// What is sent with `inspect` and `prepare`.
+    pub(super) fn prepare_for(
+        &self,
+        name: &str,
+        disks: Vec<String>,
+        post_copy: Option<PostCopyAbilities>,
+    ) -> Result<Prepare, Cause> {
+        let request = Request {
+            name: name.to_owned(),
+            channels: self.channels,
+            page_size: u32::try_from(self.config.layout.page_size()).unwrap_or(u32::MAX),
+            method: self.config.method.name().to_owned(),
+            disks,
+            post_copy,
+        };
+        let details = to_details(&request).map_err(ControlError::from)?;
+        Ok(Prepare::new(details))
     }
 
     /// How the source is to find zero pages, where it can be set.

@@ -1,16 +1,55 @@
-//! The Unix sockets between the source QEMU and its relays.
+//! The Unix sockets between the source QEMU and its relays, and the ways from there to the server.
 
 use std::{
     ffi::{OsStr, OsString},
     fs,
     os::unix::{ffi::OsStrExt as _, fs::MetadataExt as _},
     path::{Path, PathBuf},
+    sync::Arc,
     time::Duration,
 };
 
-use vamoose_link::{Address, Listener, Peers};
+use vamoose_link::{Address, Hangup, Listener, Peers, Session, Stats};
 
 use super::Cause;
+use crate::{Config, Dialer, Relay};
+
+/// The way of connections that are forwarded as bytes, each over a stream of its own.
+pub(super) struct Route {
+    listener: Listener,
+    dialer: Dialer,
+}
+
+impl Route {
+    pub(super) fn new(listener: Listener, session: &Session, preamble: &[u8]) -> Self {
+        let session = session.clone();
+        let begin = move |_| Ok((session.clone(), Vec::new()));
+        Self {
+            listener,
+            dialer: Dialer::session(begin, preamble),
+        }
+    }
+
+    pub(super) fn address(&self) -> &Address {
+        self.listener.address()
+    }
+
+    pub(super) fn relay<'a>(
+        &'a self,
+        config: &'a Config,
+        hangup: &'a Hangup,
+        stats: &'a Arc<Stats>,
+    ) -> Relay<'a> {
+        Relay {
+            accept: &self.listener,
+            dialer: &self.dialer,
+            config,
+            hangup,
+            stats,
+            on_loaded: &|| (),
+        }
+    }
+}
 
 /// Listens where the source QEMU can reach it: beside its monitor, at `NAME.WHAT`.
 pub(super) fn listen_beside(

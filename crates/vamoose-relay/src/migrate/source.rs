@@ -10,7 +10,7 @@ use convergence::{AutoConverge, OnTimeout, Policy};
 use handover::{GuestLocation, LastSeen, SourceEvent};
 use serde_json::{Value, json};
 use tracing::{debug, info, warn};
-use vamoose_link::millis;
+use vamoose_link::{Address, millis};
 
 use super::{
     Cause, Failure,
@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     Instance, chain,
-    control::Offer,
+    control::{Offer, PostCopyAbilities},
     qemu::{ENDING, MigrationStatus, Qemu, QemuError, is_switchover},
     qmp::{QmpError, Timestamp},
 };
@@ -42,6 +42,12 @@ pub(crate) struct SourceQemu {
     is_suspended: bool,
     /// Version of a QEMU of this migration that does not transfer the state `suspended`.
     loses_suspended: Option<String>,
+    /// What both QEMUs have for post-copy, if it is to be prepared.
+    pub(super) post_copy: Option<PostCopyAbilities>,
+    /// It has been told, or is about to be told, to switch to post-copy.
+    pub(super) may_be_switched: bool,
+    /// The user has been told that it is too late to cancel.
+    pub(super) was_cancelled_late: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -75,6 +81,9 @@ impl SourceQemu {
             zero_pages: None,
             is_suspended: false,
             loses_suspended: None,
+            post_copy: None,
+            may_be_switched: false,
+            was_cancelled_late: false,
             qemu,
         })
     }
@@ -140,7 +149,10 @@ impl SourceQemu {
     ) -> Result<(), QemuError> {
         let state = self.qemu.state()?;
         let account = self.qemu.query_migrate()?;
-        if state == "inmigrate" || MigrationStatus::of(&account) == MigrationStatus::Busy {
+        let status = MigrationStatus::of(&account);
+        if state == "inmigrate"
+            || [MigrationStatus::Busy, MigrationStatus::Switched].contains(&status)
+        {
             return Err(QemuError::State {
                 state: format!("{state}, migration {}", account["status"]),
                 expected: "a guest that is not being migrated",
@@ -159,8 +171,8 @@ impl SourceQemu {
         }
     }
 
-    /// Waits for the end of a migration whose driving process is gone. Returns whether it completed. One that is held for copies
-    /// of disks, which that process alone could finish, is cancelled.
+    /// Waits for the end of a migration whose driving process is gone. Returns whether it completed, or is behind the switch to
+    /// post-copy. One that is held for copies of disks, which that process alone could finish, is cancelled.
     pub(super) fn wait_until_ended(&mut self) -> Result<bool, QemuError> {
         let expected = "a migration that has ended";
         let completed = self.qemu.ask_until(expected, SETTLING, |qemu| {
@@ -172,7 +184,9 @@ impl SourceQemu {
                     }
                     ControlFlow::Continue(format!("migration {}", account["status"]))
                 }
-                MigrationStatus::Completed => ControlFlow::Break(is_switchover(&qemu.state()?)),
+                MigrationStatus::Completed | MigrationStatus::Switched => {
+                    ControlFlow::Break(is_switchover(&qemu.state()?))
+                }
                 MigrationStatus::Idle => ControlFlow::Break(false),
             })
         })?;
@@ -186,6 +200,41 @@ impl SourceQemu {
         self.take_events(Duration::ZERO)?;
         let state = self.qemu.state_within(LOOKING)?;
         Ok(state.is_some_and(|state| !is_switchover(&state)))
+    }
+
+    /// Whether post-copy's switch may have been made, and QEMU does not answer that it has not.
+    pub(super) fn may_have_switched(&mut self) -> bool {
+        if !self.may_be_switched {
+            return false;
+        }
+        let status = self.qemu.migration_status().or_else(|_| {
+            self.qemu.reconnect()?;
+            self.qemu.migration_status()
+        });
+        !matches!(status, Ok(MigrationStatus::Idle))
+    }
+
+    /// Goes on with post-copy over a connection to `address`.
+    pub(super) fn resume_migration(&mut self, address: &Address) -> Result<(), QemuError> {
+        let expected = "post-copy that is paused";
+        self.qemu.ask_until(expected, SETTLING, |qemu| {
+            let account = qemu.query_migrate()?;
+            Ok(match account["status"].as_str() {
+                Some("postcopy-paused" | "completed") => ControlFlow::Break(()),
+                status => ControlFlow::Continue(status.unwrap_or("none").to_owned()),
+            })
+        })?;
+        let arguments = json!({ "uri": address.to_string(), "resume": true });
+        self.qemu.execute("migrate", arguments)?;
+        // Before it has connected, it is still paused.
+        self.qemu
+            .ask_until("a migration that goes on", SETTLING, |qemu| {
+                let account = qemu.query_migrate()?;
+                Ok(match account["status"].as_str() {
+                    Some(status @ "postcopy-paused") => ControlFlow::Continue(status.to_owned()),
+                    _ => ControlFlow::Break(()),
+                })
+            })
     }
 
     /// Waits for an event and takes all there are. Returns whether one is about the migration.
@@ -290,6 +339,15 @@ impl SourceQemu {
                 SourceEvent::Resumed
             }
             Ok(ControlFlow::Break(())) => SourceEvent::FoundSent,
+            // The destination has ended its QEMU, and this one cannot continue the guest: the guest is lost.
+            Err(_) if !self.is_here && self.is_behind_the_switch() => {
+                info!(
+                    "the source QEMU is behind the switch to post-copy, and cannot continue the guest"
+                );
+                SourceEvent::GuestDied {
+                    last: LastSeen::Stopped,
+                }
+            }
             Err(_) if self.qemu.is_dead(ENDING) => SourceEvent::GuestDied {
                 last: self.last_seen(),
             },
@@ -297,6 +355,11 @@ impl SourceQemu {
                 reason: chain(&error),
             },
         }
+    }
+
+    fn is_behind_the_switch(&mut self) -> bool {
+        let status = self.qemu.migration_status();
+        status.is_ok_and(|status| status == MigrationStatus::Switched)
     }
 
     /// After a failed migration QEMU itself continues the guest, or leaves it as its owner had paused it; this is waited for. A
@@ -386,8 +449,15 @@ impl SourceQemu {
         if self.qemu.has_parameter(BANDWIDTH) {
             parameters[DOWNTIME_LIMIT] = millis(policy.downtime_limit).into();
         }
-        let (name, value) = self.parameter_for(Remainder::at_first(policy.downtime_limit));
-        parameters[name] = value.into();
+        match self.post_copy {
+            None => {
+                let (name, value) = self.parameter_for(Remainder::at_first(policy.downtime_limit));
+                parameters[name] = value.into();
+            }
+            // Without channels, QEMU's own estimate is right.
+            Some(_) if self.qemu.has_parameter(BANDWIDTH) => parameters[BANDWIDTH] = 0.into(),
+            Some(_) => {}
+        }
         if let Some(zero_pages) = &self.zero_pages {
             parameters["zero-page-detection"] = zero_pages.as_str().into();
         }
@@ -435,6 +505,20 @@ impl SourceQemu {
             result => result,
         }
     }
+}
+
+/// What a QEMU has to have, and is set up with, for a migration through a relay.
+pub(crate) fn capabilities(post_copy: Option<PostCopyAbilities>) -> Vec<&'static str> {
+    let mut all = vec!["return-path"];
+    match post_copy {
+        None => all.push("multifd"),
+        // QEMU before 10.1 does not take both.
+        Some(PostCopyAbilities { preempt }) => {
+            all.push("postcopy-ram");
+            all.extend(preempt.then_some("postcopy-preempt"));
+        }
+    }
+    all
 }
 
 fn throttle(parameters: &mut Value, steps: AutoConverge) {

@@ -18,14 +18,16 @@ use handover::{AttemptId, ConnectionKind};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tracing::{debug, info, warn};
-use vamoose_link::{Address, Listener, Session, Stats};
+use vamoose_link::{Address, Session, Stats};
 
 use super::{
-    Cause, Migration, News, Progress, hand_over::HandOver, socket::listen_beside,
+    Cause, Migration, News, Progress,
+    hand_over::HandOver,
+    socket::{Route, listen_beside},
     source::SourceQemu,
 };
 use crate::{
-    Dialer, Relay, chain,
+    chain,
     control::preamble,
     qemu::{COPY, Disk, Image, Qemu, QemuError, copy_id},
 };
@@ -64,31 +66,6 @@ impl Storage {
         let is_wanted = |disk: &Disk| self.only.is_empty() || self.only.contains(&disk.name);
         let images = images.into_iter();
         Ok(images.filter(|image| is_wanted(&image.disk)).collect())
-    }
-}
-
-/// The way of the copies from the source QEMU to the server: a stream for each disk, forwarded as bytes.
-pub(super) struct Route {
-    listener: Listener,
-    dialer: Dialer,
-}
-
-impl Route {
-    fn socket(&self) -> &Path {
-        match self.listener.address() {
-            Address::Unix(path) => path,
-            Address::Tcp { .. } => Path::new(""),
-        }
-    }
-
-    /// What forwards the copies, beside the relay of the memory.
-    pub(super) fn relay<'a>(&'a self, memory: &Relay<'a>, stats: &'a Arc<Stats>) -> Relay<'a> {
-        Relay {
-            accept: &self.listener,
-            dialer: &self.dialer,
-            stats,
-            ..*memory
-        }
     }
 }
 
@@ -139,12 +116,10 @@ impl Migration<'_> {
         if !copies.are_due() {
             return Ok(None);
         }
-        let session = session.clone();
-        let begin = move |_| Ok((session.clone(), Vec::new()));
-        Ok(Some(Route {
-            listener: listen_beside(self.qmp, "disks", self.config.stall_timeout)?,
-            dialer: Dialer::session(begin, &preamble(ConnectionKind::Disk, attempt)),
-        }))
+        let stall_timeout = self.config.stall_timeout;
+        let listener = listen_beside(self.qmp, "disks", stall_timeout)?;
+        let preamble = preamble(ConnectionKind::Disk, attempt);
+        Ok(Some(Route::new(listener, session, &preamble)))
     }
 
     /// Copies the disks until all jobs have caught up with the guest.
@@ -160,7 +135,7 @@ impl Migration<'_> {
         observe(News::WaitsFor(
             "the source QEMU to begin the copies of the disks",
         ));
-        copies.begin(&mut source.qemu, route.socket(), increments)?;
+        copies.begin(&mut source.qemu, route.address(), increments)?;
         let (mut least_left, mut since) = (u64::MAX, 0);
         loop {
             if self.is_cancelled() {
@@ -219,8 +194,12 @@ impl Copies {
     }
 
     /// Starts the jobs.
-    fn begin(&self, qemu: &mut Qemu, socket: &Path, increments: bool) -> Result<(), Cause> {
+    fn begin(&self, qemu: &mut Qemu, address: &Address, increments: bool) -> Result<(), Cause> {
         remove_copies(qemu)?;
+        let socket = match address {
+            Address::Unix(path) => path.as_path(),
+            Address::Tcp { .. } => Path::new(""),
+        };
         for (number, image) in self.images.iter().enumerate() {
             let id = copy_id(number);
             let node = json!({

@@ -17,10 +17,13 @@ use super::{
     source::{EVENT_WAIT, SourceQemu},
     storage::Copies,
 };
-use crate::{chain, qemu::QemuError};
+use crate::{
+    chain,
+    qemu::{MigrationStatus, QemuError},
+};
 
 /// How often to ask for QEMU's account.
-const ASK_EVERY: Duration = Duration::from_millis(200);
+pub(super) const ASK_EVERY: Duration = Duration::from_millis(200);
 /// How long a QEMU may take to cancel before its connections are closed.
 const CANCELLING: Duration = Duration::from_secs(5);
 
@@ -43,7 +46,8 @@ struct Stop {
 }
 
 impl Migration<'_> {
-    /// Makes the source migrate to its relay, and waits for the end. Returns QEMU's answer to `query-migrate` if it completed.
+    /// Makes the source migrate to its relay, and waits for the end. Returns QEMU's answer to `query-migrate` if it completed, or has
+    /// switched to post-copy.
     pub(super) fn watch(
         &self,
         hand_over: &mut HandOver<'_>,
@@ -64,7 +68,9 @@ impl Migration<'_> {
         let mut without_relay = None;
         let mut guide = Guide::new(self.policy(source), self.channels, self.config.layout);
         loop {
-            if let Some(stop) = &mut stopping {
+            if source.may_be_switched {
+                // QEMU cannot be stopped any more, whatever happens.
+            } else if let Some(stop) = &mut stopping {
                 stop.urge(source, relay.hangup)?;
             } else if let Some(cause) =
                 self.reason_to_stop(source, guide.downtime_max(), without_relay)
@@ -76,7 +82,11 @@ impl Migration<'_> {
                 return Err(cause);
             }
             let is_news = source.take_events(EVENT_WAIT)?;
-            hand_over.note_wish(source.is_wanted)?;
+            let noted = hand_over.note_wish(source.is_wanted);
+            // What QEMU does decides then.
+            if !source.may_be_switched {
+                noted?;
+            }
             relay.session.set_paused(source.stopped.is_some());
             if !is_news && asked.is_some_and(|asked: Instant| asked.elapsed() < ASK_EVERY) {
                 continue;
@@ -102,8 +112,11 @@ impl Migration<'_> {
             {
                 stopping = Some(Stop::begin(cause, source, copies, relay.hangup)?);
             }
+            if status == "active" && stopping.is_none() {
+                self.switch(hand_over, source, &account, guide.elapsed())?;
+            }
             guide.complete(&mut account, round_trip);
-            if status == "completed" {
+            if status == "completed" && !source.may_be_switched {
                 check_sent(hand_over, source)?;
             }
             observe(News::Progress(&Progress {
@@ -114,6 +127,9 @@ impl Migration<'_> {
                 disks: copies.progress(),
                 stopped_for: source.stopped_for(),
             }));
+            if MigrationStatus::of(&account) == MigrationStatus::Switched {
+                return Ok(account);
+            }
             match status.as_str() {
                 "completed" => {
                     if stopping.is_some() {

@@ -44,7 +44,8 @@ const CAPABILITIES: [(&str, Meaning); 24] = [
     ("events", Harmless),
     ("late-block-activate", Harmless),
     ("mapped-ram", InTheWay),
-    ("multifd", Harmless),
+    // Together with post-copy.
+    ("multifd", InTheWay),
     ("pause-before-switchover", InTheWay),
     ("postcopy-blocktime", Harmless),
     // Only together with the next one, in the same command.
@@ -121,7 +122,7 @@ fn meaning(capability: &str) -> Meaning {
 }
 
 impl Qemu {
-    /// Sets this QEMU up for multifd through a relay with `parameters`, and remembers its settings.
+    /// Sets this QEMU up for a migration through a relay with `parameters`, and remembers its settings.
     /// Optional capabilities are switched on if QEMU has them.
     pub(crate) fn set_up(
         &mut self,
@@ -150,6 +151,24 @@ impl Qemu {
             self.put_back();
         }
         applied
+    }
+
+    /// Refuses a waiting QEMU that could not receive pages by post-copy: its kernel or its user may not allow that. Only QEMU itself
+    /// can tell, when it is told to be ready for it. The setting is put back.
+    pub(crate) fn try_post_copy(&mut self) -> Result<(), QemuError> {
+        let now = self.settings()?;
+        if now.capabilities.get("postcopy-ram") == Some(&true) {
+            return Ok(());
+        }
+        let mut wanted = Settings::default();
+        // Older QEMUs refuse both.
+        for (name, on) in [("multifd", false), ("postcopy-ram", true)] {
+            wanted.capabilities.insert(name.to_owned(), on);
+        }
+        let tried = self.apply(wanted.differing_from(&now));
+        let then = self.settings()?;
+        self.apply(now.differing_from(&then))?;
+        tried
     }
 
     /// Restores the capabilities and parameters from before [`Qemu::set_up`]. Best effort: QEMU may be exiting.

@@ -213,7 +213,9 @@ impl<'a> Supervisor<'a> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc::channel;
+    use std::{os::unix::net::UnixStream, sync::mpsc::channel};
+
+    use vamoose_link::{Socket, Stats, Stream};
 
     use super::*;
     use crate::main_stream::{ReturnWitness, Witness as _};
@@ -236,7 +238,9 @@ mod tests {
         let state = MainState::default();
         state.received(forward);
         if !back.is_empty() {
-            let mut witness = ReturnWitness::new(&state, |_| ());
+            let (end, _) = UnixStream::pair().unwrap();
+            let (stream, stats) = (Stream::Socket(Socket::Unix(end)), Stats::default());
+            let mut witness = ReturnWitness::new(&state, [&stream, &stream], &stats, |_| ());
             witness.pass(back, &mut |_| Ok(())).unwrap();
         }
         state

@@ -81,8 +81,10 @@ impl<'scope, 'env> Threads<'scope, 'env> {
 
     pub(super) fn return_main(&self, from: &Arc<Stream>, to: &Arc<Stream>, state: &'env MainState) {
         let pump = Pump::new(Direction::Back, from, to, self.stats, None);
+        let (near, far, stats) = (to.clone(), from.clone(), self.stats);
         self.spawn(move |report| {
-            let mut witness = ReturnWitness::new(state, |code| report(Report::Shut { code }));
+            let shut = |code| report(Report::Shut { code });
+            let mut witness = ReturnWitness::new(state, [&*near, &*far], stats, shut);
             report(main_ended(pump, &mut witness));
         });
     }

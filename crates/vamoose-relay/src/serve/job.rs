@@ -14,7 +14,7 @@ use handover::{
     DestinationMessage, DestinationState, SourceMessage,
 };
 use tracing::{Span, debug, info, warn};
-use vamoose_link::{Hangup, PollQueue, Session, Stats, Stream, lock, send_message};
+use vamoose_link::{Address, Hangup, PollQueue, Session, Stats, Stream, lock, send_message};
 
 use super::{
     qemu::{DestinationQemu, LOADING},
@@ -24,10 +24,13 @@ use crate::{
     Config, Dialer, EndKind, Observer, Outcome, Relay, RelayError, Role, UnderWay, chain,
     journal::{AtDestination, Entry},
     observer::Observation,
+    qemu::{ENDING, QemuError},
 };
 
 /// How long a QEMU may take to fail after its relay has.
 const FAILING: Duration = Duration::from_secs(1);
+/// How often to ask a QEMU that may be behind the switch to post-copy.
+const LOOKING: Duration = Duration::from_millis(5);
 
 pub(crate) struct Job {
     pub(super) attempt: AttemptId,
@@ -51,6 +54,8 @@ pub(crate) struct Transfer {
     /// The disks that are copied.
     pub(super) exports: Option<Exports>,
     observer: Arc<dyn Observer>,
+    /// It begins in the midst of post-copy.
+    pub(super) resumes: bool,
 }
 
 struct Inner {
@@ -86,6 +91,7 @@ impl Transfer {
             config,
             exports: None,
             observer,
+            resumes: false,
         })
     }
 }
@@ -125,8 +131,37 @@ impl Job {
 
     /// Continues an attempt from the journal.
     pub(super) fn go_on(&self) {
-        lock(&self.inner).drive(DestinationDriver::go_on);
+        let mut inner = lock(&self.inner);
+        if inner.is_before_switch() {
+            inner.drive(DestinationDriver::go_on);
+        }
         self.changed.notify_all();
+    }
+
+    /// Whether the guest is here, and may lack memory that is at the source.
+    pub(super) fn is_under_post_copy(&self) -> bool {
+        let inner = lock(&self.inner);
+        let is_here = !matches!(
+            inner.driver.state(),
+            DestinationState::Receiving
+                | DestinationState::Aborting { .. }
+                | DestinationState::Aborted { .. }
+                | DestinationState::Ended { .. }
+        );
+        inner.host.entry.record.side.post_copy && is_here
+    }
+
+    /// Makes the QEMU wait for its source at `incoming`, and `transfer` the relay to it.
+    pub(super) fn recover(&self, transfer: Transfer, incoming: &Address) -> Result<(), QemuError> {
+        // The relay before ends first, and its connections with it.
+        self.hang_up();
+        let ended = Instant::now() + ENDING;
+        while self.transfer().is_some() && Instant::now() < ended {
+            thread::sleep(Duration::from_millis(5));
+        }
+        lock(&self.inner).host.qemu.recover(incoming)?;
+        *lock(&self.transfer) = Some(Arc::new(transfer));
+        Ok(())
     }
 
     /// Runs the relay to the waiting QEMU until it ends.
@@ -152,14 +187,17 @@ impl Job {
                 let disks = exports.relay(&relay);
                 scope.spawn(move || span.in_scope(|| disks.pass_bytes()));
             }
-            let result = relay.relay();
+            let result = match transfer.resumes {
+                true => relay.resume_post_copy(),
+                false => relay.relay(),
+            };
             transfer.hangup.hang_up();
             result
         });
         let switchover = result.as_ref().ok().and_then(|summary| summary.switchover);
         observation.end(EndKind::of(&result), switchover, session.faults());
         let cause = match result {
-            Ok(summary) if summary.outcome == Outcome::Loaded => None,
+            Ok(summary) if transfer.resumes || summary.outcome == Outcome::Loaded => None,
             Ok(_) => Some("the source has no return path".to_owned()),
             Err(RelayError::Cancelled) => Some("the migration was cancelled".to_owned()),
             Err(error) => {
@@ -172,7 +210,10 @@ impl Job {
         };
         match cause {
             Some(cause) => self.fail(cause),
-            None => drop(lock(&self.transfer).take()),
+            None => {
+                lock(&self.transfer).take();
+                lock(&self.inner).host.qemu.all_has_come();
+            }
         }
     }
 
@@ -180,10 +221,10 @@ impl Job {
     pub(super) fn fail(&self, cause: String) {
         lock(&self.transfer).take();
         let mut inner = lock(&self.inner);
-        if *inner.driver.state() == DestinationState::Receiving {
+        if *inner.driver.state() == DestinationState::Receiving && inner.is_before_switch() {
             inner.handle(DestinationEvent::Failed { cause });
-            self.changed.notify_all();
         }
+        self.changed.notify_all();
     }
 
     /// Adds a data connection, if it belongs to the source's session.
@@ -247,11 +288,18 @@ impl Job {
             return;
         }
         // The source may know that the guest is loaded before the relay here reports it.
-        let receiving = |inner: &mut Inner| *inner.driver.state() == DestinationState::Receiving;
-        let (mut inner, _) = self
-            .changed
-            .wait_timeout_while(lock(&self.inner), LOADING, receiving)
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut inner = lock(&self.inner);
+        let look = match inner.host.entry.record.side.post_copy {
+            true => LOOKING,
+            false => LOADING,
+        };
+        let deadline = Instant::now() + LOADING;
+        while *inner.driver.state() == DestinationState::Receiving && Instant::now() < deadline {
+            if inner.is_before_switch() {
+                let changed = self.changed.wait_timeout(inner, look);
+                (inner, _) = changed.unwrap_or_else(PoisonError::into_inner);
+            }
+        }
         inner.handle(DestinationEvent::StillReceiving);
     }
 
@@ -262,6 +310,12 @@ impl Job {
             return true;
         };
         !inner.host.controls.is_empty() || self.transfer().is_some()
+    }
+
+    /// Whether the guest's memory comes by post-copy at present.
+    pub(super) fn is_fetching(&self) -> bool {
+        let transfer = self.transfer();
+        transfer.is_some_and(|transfer| transfer.stats.is_under_post_copy())
     }
 
     /// Progress of the memory, while it is being received.
@@ -290,7 +344,7 @@ impl Job {
             return;
         };
         let silent = inner.silent_since.map(|since| since.elapsed());
-        let loaded = *inner.driver.state() == DestinationState::Loaded;
+        let loaded = matches!(inner.driver.state(), DestinationState::Loaded { .. });
         if !loaded
             || inner.host.entry.record.side.orphaned
             || silent.is_none_or(|silent| silent < timeout)
@@ -360,6 +414,21 @@ impl Inner {
         self.report(&before);
     }
 
+    /// Whether a guest that is being received is certainly not behind post-copy's switch. If it is, its source cannot continue it.
+    fn is_before_switch(&mut self) -> bool {
+        let is_receiving = *self.driver.state() == DestinationState::Receiving;
+        if !is_receiving || !self.host.entry.record.side.post_copy || self.host.qemu.has_ended() {
+            return true;
+        }
+        match self.host.qemu.has_switched() {
+            Ok(true) => self.handle(DestinationEvent::Switched),
+            Ok(false) => return true,
+            // The source asks again.
+            Err(error) => debug!("is the guest under post-copy? {}", chain(&error)),
+        }
+        false
+    }
+
     /// Ends the attempt if its QEMU has provably ended.
     fn notice_end(&mut self) {
         if !self.driver.is_over() && self.host.qemu.has_ended() {
@@ -400,7 +469,7 @@ impl Inner {
         let name = &self.host.entry.record.name;
         match self.driver.state() {
             now if now == before => {}
-            DestinationState::Loaded => {
+            DestinationState::Loaded { .. } => {
                 info!(
                     guest = name,
                     outcome = "loaded",

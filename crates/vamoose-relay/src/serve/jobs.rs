@@ -105,6 +105,11 @@ impl Jobs {
         lock(&self.active).values().any(|job| job.is_under_way())
     }
 
+    /// Whether a guest would stand still without its relay.
+    pub(super) fn are_under_post_copy(&self) -> bool {
+        lock(&self.active).values().any(|job| job.is_fetching())
+    }
+
     pub(super) fn under_way(&self) -> Vec<UnderWay> {
         let jobs: Vec<_> = lock(&self.active).values().cloned().collect();
         jobs.iter().filter_map(|job| job.under_way()).collect()
@@ -135,6 +140,7 @@ mod tests {
                 server: String::new(),
                 orphaned: false,
                 source: None,
+                post_copy: false,
             },
             state,
         }
@@ -147,7 +153,7 @@ mod tests {
         for (byte, began, state) in [
             (1, 1, DestinationState::Running),
             (2, now(), DestinationState::Running),
-            (3, 1, DestinationState::Loaded),
+            (3, 1, DestinationState::Loaded { post_copy: false }),
         ] {
             let entry = jobs.journal.claim(record(byte, began, state)).unwrap();
             entry.write().unwrap();

@@ -55,7 +55,10 @@ impl Server {
             if stop.is_hung_up() {
                 return Ok(());
             }
-            if self.draining.has_ended(|| !self.jobs.are_under_way()) {
+            if self.draining.has_ended(
+                || !self.jobs.are_under_way(),
+                || self.jobs.are_under_post_copy(),
+            ) {
                 // Threads of leftover connections still wait for their peers.
                 stop.hang_up();
                 return Ok(());
@@ -181,6 +184,10 @@ impl Server {
                     let found = found.map_or_else(|| self.find(&prepare), |(_, found)| Ok(found));
                     self.prepare_and_reply(scope, attempt, found, (stream, session), &mut job)
                 }
+                (SourceMessage::Prepare(prepare), Some(job)) if job.is_under_post_copy() => {
+                    let prepared = self.prepare_recovery(job, &prepare, session);
+                    self.receive_and_reply(scope, job, prepared, (stream, session))
+                }
                 (SourceMessage::Prepare(_) | SourceMessage::Inspect(_), Some(_)) => {
                     refuse(stream, &PrepareError::Repeated)
                 }
@@ -221,7 +228,23 @@ impl Server {
             Err(error) => return self.refuse((stream, session), &error),
         };
         prepared.connected(stream);
-        let (receiver, span) = (prepared.clone(), Span::current());
+        let job = job.insert(prepared);
+        self.receive_and_reply(scope, job, Ok(answer), (stream, session))
+    }
+
+    /// Starts the relay of a job that has been prepared, and answers.
+    fn receive_and_reply<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        job: &Arc<Job>,
+        prepared: Result<DestinationMessage, PrepareError>,
+        (stream, session): (&Arc<Stream>, &Session),
+    ) -> Result<(), ConversationError> {
+        let answer = match prepared {
+            Ok(answer) => answer,
+            Err(error) => return self.refuse((stream, session), &error),
+        };
+        let (receiver, span) = (job.clone(), Span::current());
         let work = move || {
             if catch(|| receiver.receive()).is_none() {
                 receiver.hang_up();
@@ -229,7 +252,6 @@ impl Server {
             }
         };
         let started = spawn(scope, span, work);
-        let job = job.insert(prepared);
         if let Err(error) = started {
             let cause = format!("no thread can be started: {error}");
             job.request(SourceMessage::Abort { cause });

@@ -5,12 +5,13 @@ use std::{ops::ControlFlow, time::Duration};
 use handover::DestinationEvent;
 use serde_json::json;
 use tracing::{debug, warn};
+use vamoose_link::Address;
 
 use super::log::Log;
 use crate::{
     Instance, chain,
     control::QEMU_FAILED,
-    qemu::{ENDING, KILLED, Qemu, QemuError},
+    qemu::{ENDING, KILLED, MigrationStatus, Qemu, QemuError},
 };
 
 /// The QEMU that receives the guest. The monitor serves one client, so it is not always connected to.
@@ -21,6 +22,8 @@ pub(crate) struct DestinationQemu {
     log: Option<Log>,
     /// The guest has started, and `tidy_up` is still to be done.
     has_started: bool,
+    /// The settings are needed until all memory has come.
+    is_under_post_copy: bool,
 }
 
 /// Time limit from the last received byte to a loaded guest.
@@ -50,6 +53,7 @@ impl DestinationQemu {
             qemu,
             log: None,
             has_started: false,
+            is_under_post_copy: false,
         }
     }
 
@@ -81,6 +85,28 @@ impl DestinationQemu {
             .iter()
             .any(is_cause)
             .then(|| format!("{QEMU_FAILED}{}", words.join("; ")))
+    }
+
+    /// Whether its source has switched to post-copy, and it has what the guest needs to run.
+    pub(super) fn has_switched(&mut self) -> Result<bool, QemuError> {
+        let switched =
+            self.with_qemu(|qemu| Ok(qemu.migration_status()? == MigrationStatus::Switched));
+        match switched {
+            Ok(switched) => self.is_under_post_copy |= switched,
+            Err(_) => self.qemu = None,
+        }
+        switched
+    }
+
+    /// Lets a QEMU whose connections have broken under post-copy wait for its source at `incoming`.
+    pub(super) fn recover(&mut self, incoming: &Address) -> Result<(), QemuError> {
+        self.is_under_post_copy = true;
+        let recovered = self.with_qemu(|qemu| qemu.recover(incoming));
+        recovered.inspect_err(|error| {
+            if !matches!(error, QemuError::State { .. }) {
+                self.qemu = None;
+            }
+        })
     }
 
     /// Whether QEMU has provably ended.
@@ -136,7 +162,10 @@ impl DestinationQemu {
                 ))
             }
             Ok(state) => {
-                self.qemu = None;
+                // Under post-copy QEMU may accept no other connection when it is to recover.
+                if !self.is_under_post_copy {
+                    self.qemu = None;
+                }
                 self.started(state)
             }
             // The process lives, and the guest has run.
@@ -185,8 +214,7 @@ impl DestinationQemu {
         if !std::mem::take(&mut self.has_started) {
             return;
         }
-        if let Some(mut qemu) = self.qemu.take() {
-            qemu.put_back();
+        if let Some(qemu) = &mut self.qemu {
             // The source's QEMU may have answered the announcement that this one made after loading.
             if let Err(error) = qemu.announce() {
                 warn!(
@@ -194,6 +222,21 @@ impl DestinationQemu {
                     chain(&error)
                 );
             }
+        }
+        self.put_back();
+    }
+
+    /// All memory has come by post-copy.
+    pub(super) fn all_has_come(&mut self) {
+        if std::mem::take(&mut self.is_under_post_copy) {
+            self.put_back();
+        }
+    }
+
+    /// Restores the settings, and lets go of the monitor.
+    fn put_back(&mut self) {
+        if let Some(mut qemu) = self.qemu.take_if(|_| !self.is_under_post_copy) {
+            qemu.put_back();
         }
     }
 
@@ -210,8 +253,11 @@ impl DestinationQemu {
         if dead || self.instance.has_ended() {
             return died();
         }
-        // This connection is useless now. A new one may work.
-        self.qemu = None;
+        // A QEMU that waits for a page answers later. Any other connection is useless now, and a new one may work.
+        let waits = matches!(error, QemuError::Qmp(error) if error.is_no_answer());
+        if !(self.is_under_post_copy && waits) {
+            self.qemu = None;
+        }
         unclear(chain(error))
     }
 

@@ -16,8 +16,10 @@ use vamoose_link::{Address, MethodChoice, Session};
 use super::{DestinationQemu, Job, Server, job::Transfer, storage::Exports};
 use crate::{
     Config, Dialer, Instance, JournalError, chain,
-    control::{Offer, Request},
+    control::{Offer, PostCopyAbilities, Request},
     journal::{AtDestination, Record, now},
+    main_stream::KEEP_TRYING,
+    migrate::capabilities,
     process::ProcessError,
     qemu::{Disk, Qemu, QemuError},
 };
@@ -38,6 +40,7 @@ impl Waiting {
             qemu: self.qemu.version.to_string(),
             knows_zero_pages: self.qemu.knows_zero_pages(),
             keeps_suspended: self.qemu.keeps_suspended(),
+            post_copy: self.post_copy()?,
             machine: self.qemu.machine(&self.instance.uuid)?,
             disks: self.disks()?,
             measures: true,
@@ -52,6 +55,20 @@ impl Waiting {
         }
         let images = self.qemu.images()?.into_iter();
         Ok(Some(images.map(|image| image.disk).collect()))
+    }
+}
+
+impl Waiting {
+    /// What both QEMUs have for post-copy, if that is requested.
+    fn post_copy(&mut self) -> Result<Option<PostCopyAbilities>, QemuError> {
+        let Some(wanted) = self.request.post_copy else {
+            return Ok(None);
+        };
+        self.qemu.check(&["postcopy-ram"])?;
+        self.qemu.try_post_copy()?;
+        Ok(Some(PostCopyAbilities {
+            preempt: wanted.preempt && self.qemu.post_copy_abilities().preempt,
+        }))
     }
 }
 
@@ -94,6 +111,8 @@ impl Server {
         waiting: Waiting,
         session: &Session,
     ) -> Result<(Arc<Job>, DestinationMessage), PrepareError> {
+        let mut waiting = waiting;
+        let post_copy = waiting.post_copy()?;
         let Waiting {
             mut qemu,
             instance,
@@ -101,8 +120,7 @@ impl Server {
             protocol,
             request,
         } = waiting;
-        let name = format!("{}.incoming", request.name);
-        let incoming = Address::Unix(self.config.qmp_dir.join(name));
+        let incoming = self.incoming(&request.name);
         let dialer = Dialer::new(incoming.clone());
         let observer = self.observer.clone();
         let mut transfer = Transfer::new(session.clone(), dialer, config, observer)?;
@@ -116,6 +134,7 @@ impl Server {
                 server: self.local_address(),
                 orphaned: false,
                 source: session.identity().map(str::to_owned),
+                post_copy: post_copy.is_some(),
             },
             state: DestinationState::Receiving,
         })?;
@@ -123,7 +142,8 @@ impl Server {
         let exports = Exports::open(&mut qemu, &request.disks);
         let ready = exports.and_then(|exports| {
             transfer.exports = exports;
-            self.set_up(&mut qemu, &request, &mut transfer.config, &incoming)
+            let config = &mut transfer.config;
+            self.set_up(&mut qemu, &request, post_copy, config, &incoming)
         });
         if let Err(error) = ready {
             if transfer.exports.is_some() {
@@ -149,6 +169,38 @@ impl Server {
         Ok((job, answer))
     }
 
+    /// Prepares a QEMU that is under post-copy for a new connection, and the relay for that.
+    pub(super) fn prepare_recovery(
+        &self,
+        job: &Job,
+        prepare: &Prepare,
+        session: &Session,
+    ) -> Result<DestinationMessage, PrepareError> {
+        let protocol = prepare.negotiate()?;
+        let request: Request = from_details(prepare.details.clone())?;
+        let incoming = self.incoming(&job.name);
+        let mut transfer = Transfer::new(
+            session.clone(),
+            Dialer::new(incoming.clone()),
+            self.relay_config(&request)?,
+            self.observer.clone(),
+        )?;
+        transfer.resumes = true;
+        session.keep_trying(KEEP_TRYING);
+        job.recover(transfer, &incoming)?;
+        info!("{}: ready for the rest of the memory", job.name);
+        Ok(DestinationMessage::Prepared {
+            protocol,
+            incarnation: self.incarnation,
+            details: Details::new(),
+        })
+    }
+
+    /// Where the QEMU called `name` listens for its relay.
+    fn incoming(&self, name: &str) -> Address {
+        Address::Unix(self.config.qmp_dir.join(format!("{name}.incoming")))
+    }
+
     /// The relay's configuration. `set_up` adds the method that QEMU decodes.
     fn relay_config(&self, request: &Request) -> Result<Config, PrepareError> {
         let method = request.method.as_str();
@@ -159,7 +211,9 @@ impl Server {
         let mut config = Config::new(self.config.engines.clone());
         config.layout = Layout::new(request.page_size)?;
         config.guest = Some(request.name.clone());
-        config.incoming_channels = Some(request.channels.into());
+        // Post-copy takes the channels' place.
+        let channels = request.post_copy.is_none().then_some(request.channels);
+        config.incoming_channels = channels.map(usize::from);
         config.stall_timeout = self.config.sessions.stall_timeout;
         Ok(config)
     }
@@ -169,6 +223,7 @@ impl Server {
         &self,
         qemu: &mut Qemu,
         request: &Request,
+        post_copy: Option<PostCopyAbilities>,
         config: &mut Config,
         incoming: &Address,
     ) -> Result<(), PrepareError> {
@@ -178,7 +233,7 @@ impl Server {
         });
         // late-block-activate: the disks stay the source's until the commit.
         let optional = ["late-block-activate", "events"];
-        qemu.set_up(&["multifd", "return-path"], &optional, parameters)?;
+        qemu.set_up(&capabilities(post_copy), &optional, parameters)?;
         let ready = let_decode(qemu, request).and_then(|decodes| {
             config.is_decoded_by_qemu = decodes;
             listen(qemu, incoming)
@@ -219,7 +274,7 @@ pub(super) enum PrepareError {
     Draining,
     #[error("{0}: another migration to this QEMU is under way")]
     Busy(String),
-    #[error("this attempt has been prepared already")]
+    #[error("this attempt has been prepared already, and is not under post-copy")]
     Repeated,
     #[error("this attempt belongs to another source")]
     OtherSource,
@@ -244,8 +299,8 @@ pub(super) enum PrepareError {
 /// Sets `qemu` up to decode zstd frames itself, which takes less CPU time than to get their pages through a socket. Pages that are not
 /// in frames take more (docs/link.md), so it is not for methods without frames.
 fn let_decode(qemu: &mut Qemu, request: &Request) -> Result<bool, QemuError> {
-    let has_frames =
-        [Method::ZstdFrames.name(), MethodChoice::ADAPTIVE].contains(&&*request.method);
+    let has_frames = request.post_copy.is_none()
+        && [Method::ZstdFrames.name(), MethodChoice::ADAPTIVE].contains(&&*request.method);
     if !has_frames || raw_frame(request.page_size as usize).is_none() {
         return Ok(false);
     }

@@ -108,6 +108,12 @@ pub(crate) struct Options {
     /// What to do then
     #[arg(help_heading = BUSY, long, value_enum, default_value = "abort", value_name = "ACTION", requires = "timeout")]
     on_timeout: OnTimeoutName,
+    /// Switch to post-copy after the first round: the guest then runs at the destination, and fetches its memory from here
+    ///
+    /// From the switch on, the guest needs both QEMUs, and the migration can no longer be cancelled. If this command is killed then,
+    /// the guest waits for missing memory until the command is run again. Post-copy has no data channels: --channels has no effect.
+    #[arg(help_heading = BUSY, long, conflicts_with_all = ["timeout", "storage"])]
+    postcopy: bool,
     /// Slow the guest down from the beginning as far as it writes faster than it is moved
     ///
     /// By QEMU's auto-converge, which stops all its CPUs for a part of the time: 20 % at first, and 10 % more with each round.
@@ -174,18 +180,22 @@ enum OnTimeoutName {
     Throttle,
     /// Pause the guest and send the rest, however long that takes
     Pause,
+    /// Let the guest run at the destination, and send the rest afterwards
+    Postcopy,
     /// Accept any downtime up to --downtime-max
     Force,
 }
 
 impl OnTimeoutName {
-    fn action(self) -> OnTimeout {
-        match self {
+    /// What the policy of pre-copy does then. `None` if post-copy follows.
+    fn action(self) -> Option<OnTimeout> {
+        Some(match self {
             Self::Abort => OnTimeout::Abort,
             Self::Throttle => OnTimeout::Throttle,
             Self::Pause => OnTimeout::Pause,
             Self::Force => OnTimeout::Force,
-        }
+            Self::Postcopy => return None,
+        })
     }
 }
 
@@ -237,6 +247,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
     let state_dir = options.state_dir.path().or_usage()?;
     let auto_converge = options.auto_converge().or_usage()?;
+    let post_copy = options.post_copy().or_usage()?;
     options.json.check().or_usage()?;
     let start = Instant::now();
     let guest = options.guest.as_deref().unwrap_or(name);
@@ -259,7 +270,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         downtime_max: options.downtime_max,
         timeout: options
             .timeout
-            .map(|after| (after, options.on_timeout.action())),
+            .and_then(|after| options.on_timeout.action().map(|action| (after, action))),
+        post_copy,
         auto_converge,
         dirty_limit: options.dirty_limit.map(|Rate(rate)| rate.get()),
         storage: storage.as_ref(),
@@ -363,6 +375,17 @@ impl Options {
         }))
     }
 
+    /// When to switch to post-copy, if at all.
+    fn post_copy(&self) -> Result<Option<Duration>> {
+        let is_later = self.on_timeout == OnTimeoutName::Postcopy;
+        ensure!(
+            !(is_later && self.storage.is_some()),
+            "--storage: the copies of disks have to be complete before the guest runs there, and post-copy does not wait for them"
+        );
+        let now = self.postcopy.then_some(Duration::ZERO);
+        Ok(now.or(self.timeout.filter(|_| is_later)))
+    }
+
     /// The waiting QEMU's name, and the source's QMP socket.
     fn names(&self) -> Result<(&str, PathBuf)> {
         let guest = self.guest.as_deref().or(self.name.as_deref());
@@ -397,8 +420,12 @@ impl Options {
         let forecast = checked.map_err(|failure| self.not_moved(guest, failure))?;
         let host = migration.host;
         let (method, channels) = (migration.config.method.name(), migration.channels);
+        let how = match migration.post_copy {
+            Some(_) => "prepared for post-copy".to_owned(),
+            None => format!("{channels} channels"),
+        };
         say(&format!(
-            "{guest} can move to {host}: method {method}, {channels} channels. Nothing was changed."
+            "{guest} can move to {host}: method {method}, {how}. Nothing was changed."
         ));
         say(forecast::text(&forecast).trim_end());
         self.json.write(&forecast::report(guest, &forecast))

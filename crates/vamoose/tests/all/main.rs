@@ -32,6 +32,7 @@ mod page_store;
 mod paths;
 mod paused;
 mod policy;
+mod post_copy;
 mod predict;
 mod preflight;
 mod probe;

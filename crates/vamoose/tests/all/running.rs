@@ -24,7 +24,7 @@ const DOWNTIME_LIMIT: u64 = 40;
 /// Bytes per second on the wire.
 const BANDWIDTH: &str = "60M";
 
-fn guests(from: &Binary, to: &Binary) -> Result<Option<(Guest, Guest)>> {
+pub(crate) fn guests(from: &Binary, to: &Binary) -> Result<Option<(Guest, Guest)>> {
     let Some(image) = Image::build_or_skip(16)? else {
         return Ok(None);
     };
@@ -37,7 +37,7 @@ fn guests(from: &Binary, to: &Binary) -> Result<Option<(Guest, Guest)>> {
 }
 
 /// After the destination has gone on: it ticks without a gap in the numbers and its memory is right.
-fn expect_alive(source: Guest, destination: Guest) -> Result<()> {
+pub(crate) fn expect_alive(source: Guest, destination: Guest) -> Result<()> {
     destination.wait_ticks(5, LIMIT)?;
     destination.wait_rounds(2, LIMIT)?;
     serial::follow(&source.finish()?, &destination.finish()?)?;

@@ -1,0 +1,266 @@
+//! Post-copy at the source: the switch, and the rest of the memory behind it.
+//!
+//! ```text
+//!  pre-copy ─> journal: switching ─> migrate-start-postcopy ─> commit ─> supply ───────> completed
+//!                                                                          │   ▲
+//!                                      both QEMUs are postcopy-paused      ▼   │ `prepare`, a new relay, resume
+//!                                                                        recover
+//! ```
+//!
+//! Until QEMU switches, a failure leaves the guest here. Behind the switch QEMU can neither cancel nor continue the guest here. The
+//! destination's QEMU has been told not to start by itself, so it runs the guest only after the commit, as without post-copy. From then
+//! on, both QEMUs are needed, and both wait for each other when their connections break. So nothing is given up: a broken relay is
+//! replaced until all memory has gone, in this run of the command or the next.
+
+use std::{
+    mem,
+    sync::{Arc, atomic::Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use handover::{ConnectionKind, Decision, DestinationMessage, SourceEvent, SourceMessage};
+use serde_json::{Value, json};
+use tracing::{Span, info, warn};
+use vamoose_link::{ConversationError, Hangup, Stats};
+
+use super::{
+    Cause, Ended, Migration, News, Progress, Route,
+    hand_over::HandOver,
+    listen_beside,
+    source::{EVENT_WAIT, SourceQemu},
+    watch::{ASK_EVERY, SourceRelay},
+};
+use crate::{
+    chain,
+    control::{ControlError, PostCopyAbilities, ask, preamble},
+    main_stream::KEEP_TRYING,
+    qemu::{MigrationStatus, QemuError},
+};
+
+/// How long a server may take to prepare a recovery.
+const PREPARED_WITHIN: Duration = Duration::from_secs(60);
+/// Pause before the next attempt to recover.
+const AGAIN: Duration = Duration::from_secs(1);
+
+impl Migration<'_> {
+    /// Tells the source QEMU to switch, when it is time. The journal has it first. `account` is of a migration that is active.
+    pub(super) fn switch(
+        &self,
+        hand_over: &mut HandOver<'_>,
+        source: &mut SourceQemu,
+        account: &Value,
+        elapsed: Duration,
+    ) -> Result<(), Cause> {
+        let is_time = match self.post_copy {
+            Some(Duration::ZERO) => is_after_first_round(account),
+            Some(after) => elapsed >= after,
+            None => false,
+        };
+        if !is_time || source.may_be_switched {
+            return Ok(());
+        }
+        hand_over.ask_to_switch()?;
+        source.may_be_switched = true;
+        info!("switching to post-copy");
+        match source.qemu.execute("migrate-start-postcopy", json!({})) {
+            // The migration has ended by itself. Its status tells how.
+            Err(error) if error.is_refusal() => {
+                info!("{}", chain(&error));
+                Ok(())
+            }
+            told => Ok(told?),
+        }
+    }
+
+    /// Waits until all memory has gone through `relay`, or QEMU has paused post-copy.
+    pub(super) fn supply(
+        &self,
+        source: &mut SourceQemu,
+        relay: &SourceRelay<'_>,
+        ended: &mut Ended,
+        observe: &mut dyn FnMut(News<'_>),
+    ) -> Result<(), Cause> {
+        relay.session.keep_trying(KEEP_TRYING);
+        info!("the guest runs at the destination, and its memory follows");
+        let mut asked: Option<Instant> = None;
+        loop {
+            let is_news = source.take_events(EVENT_WAIT)?;
+            self.check_given_up(source)?;
+            if !is_news && asked.is_some_and(|asked| asked.elapsed() < ASK_EVERY) {
+                continue;
+            }
+            asked = Some(Instant::now());
+            let account = match source.qemu.query_migrate() {
+                Err(QemuError::Qmp(error)) if error.is_no_answer() => continue,
+                account => account?,
+            };
+            let status = account["status"].as_str().unwrap_or("none").to_owned();
+            ended.account.clone_from(&account);
+            let ends = ["completed", "postcopy-paused"].contains(&&*status);
+            observe(News::Progress(&Progress {
+                status,
+                moved: relay.stats.snapshot(),
+                source: account,
+                session: Some(relay.session.clone()),
+                ..Progress::default()
+            }));
+            if ends {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Sends the rest of the memory through new relays, until all has gone or the user gives up.
+    pub(super) fn recover(
+        &self,
+        hand_over: &mut HandOver<'_>,
+        source: &mut SourceQemu,
+        ended: &mut Ended,
+        observe: &mut dyn FnMut(News<'_>),
+    ) -> Decision {
+        let mut warned = String::new();
+        while hand_over.is_under_post_copy() {
+            let recovered = self.recover_once(hand_over, source, ended, observe);
+            let recovered = recovered.and_then(|()| self.check_given_up(source));
+            let Err(cause) = recovered else {
+                continue;
+            };
+            if source.has_ended_by(&cause) {
+                ended.cause = Some(Cause::SourceEnded);
+                let last = source.last_seen();
+                return hand_over.finish(SourceEvent::GuestDied { last }, None);
+            }
+            if matches!(cause, Cause::Cancelled) {
+                ended.cause = Some(cause);
+                return hand_over.decision();
+            }
+            let problem = chain(&cause);
+            if mem::replace(&mut warned, problem.clone()) != problem {
+                warn!(
+                    "the guest waits for memory that is here; trying again to send it: {problem}"
+                );
+            }
+            observe(News::WaitsFor("the server, to send the guest's memory"));
+            thread::sleep(AGAIN);
+        }
+        hand_over.drive(Some(source))
+    }
+
+    fn recover_once(
+        &self,
+        hand_over: &mut HandOver<'_>,
+        source: &mut SourceQemu,
+        ended: &mut Ended,
+        observe: &mut dyn FnMut(News<'_>),
+    ) -> Result<(), Cause> {
+        self.check_given_up(source)?;
+        hand_over.attempt.relay_has_ended = Arc::default();
+        let account = source.qemu.query_migrate()?;
+        match MigrationStatus::of(&account) {
+            MigrationStatus::Completed => {
+                ended.account = account;
+                commit(hand_over, source)?;
+                hand_over.finish(SourceEvent::Supplied, Some(source));
+                return Ok(());
+            }
+            MigrationStatus::Switched => {}
+            _ => return Err(Cause::broken("the source QEMU is not under post-copy")),
+        }
+        // The destination first: its QEMU may answer nothing else while it waits for a page.
+        let name = hand_over.attempt.entry.record.name.clone();
+        let abilities = PostCopyAbilities { preempt: false };
+        let prepare = self.prepare_for(&name, Vec::new(), Some(abilities))?;
+        let (to, id) = (hand_over.attempt.to, hand_over.attempt.id());
+        let (answer, control) = ask(to, id, &SourceMessage::Prepare(prepare), PREPARED_WITHIN)?;
+        hand_over.attempt.control = Some(control);
+        match answer {
+            DestinationMessage::Prepared { .. } => {}
+            // Perhaps its guest has ended.
+            DestinationMessage::Refused { reason } => {
+                hand_over.ask_again()?;
+                return match hand_over.is_under_post_copy() {
+                    true => Err(Cause::Refused(reason)),
+                    false => Ok(()),
+                };
+            }
+            other => return Err(Cause::unexpected(&other)),
+        }
+        let closed = || Cause::from(ControlError::from(ConversationError::Closed));
+        let session = hand_over.attempt.session().ok_or_else(closed)?;
+        let listener = listen_beside(self.qmp, "outgoing", self.config.stall_timeout)?;
+        let route = Route::new(listener, &session, &preamble(ConnectionKind::Data, id));
+        let (hangup, stats) = (Hangup::new()?, Arc::new(Stats::default()));
+        let relay = route.relay(&self.config, &hangup, &stats);
+        let span = Span::current();
+        thread::scope(|scope| {
+            let relaying = scope.spawn(|| span.in_scope(|| relay.pass_bytes()));
+            let relay = SourceRelay {
+                address: route.address(),
+                stats: &stats,
+                session: &session,
+                hangup: &hangup,
+                has_ended: &|| relaying.is_finished(),
+            };
+            let resumed = source.resume_migration(relay.address);
+            let supplied = resumed.map_err(Cause::from).and_then(|()| {
+                commit(hand_over, source)?;
+                self.supply(source, &relay, ended, observe)
+            });
+            hangup.hang_up();
+            ended.moved = stats.snapshot();
+            supplied
+        })
+    }
+
+    /// Fails when the user has cancelled twice. The first time, it is too late to cancel.
+    fn check_given_up(&self, source: &mut SourceQemu) -> Result<(), Cause> {
+        if !self.is_cancelled() {
+            return Ok(());
+        }
+        if mem::replace(&mut source.was_cancelled_late, true) {
+            return Err(Cause::Cancelled);
+        }
+        self.cancel.store(false, Ordering::Relaxed);
+        warn!(
+            "too late to cancel: the guest runs at the destination, and needs its memory that is here. Cancel again to stop all the \
+             same: the guest then waits until this command is run again"
+        );
+        Ok(())
+    }
+}
+
+/// Hands the guest over, unless that has been done.
+fn commit(hand_over: &mut HandOver<'_>, source: &mut SourceQemu) -> Result<(), Cause> {
+    if hand_over.is_supplying() {
+        return Ok(());
+    }
+    let decision = hand_over.drive(Some(source));
+    match hand_over.is_supplying() {
+        true => Ok(()),
+        false => Err(Cause::broken(decision.cause.unwrap_or_default())),
+    }
+}
+
+/// Whether QEMU has sent as many pages as the guest has. It counts no rounds then: with post-copy on, it looks for written pages all
+/// the time.
+fn is_after_first_round(account: &Value) -> bool {
+    let ram = |key: &str| account["ram"][key].as_u64().unwrap_or_default();
+    let pages = ram("normal").saturating_add(ram("duplicate"));
+    let total = ram("total");
+    total > 0 && pages.saturating_mul(ram("page-size")) >= total
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_round_has_sent_every_page_once() {
+        let account = |normal: u64, duplicate: u64| json!({ "ram": { "normal": normal, "duplicate": duplicate, "page-size": 4096, "total": 40960 } });
+        assert!(!is_after_first_round(&json!({ "status": "setup" })));
+        assert!(!is_after_first_round(&account(4, 5)));
+        assert!(is_after_first_round(&account(4, 6)));
+        assert!(is_after_first_round(&account(u64::MAX, 1)));
+    }
+}

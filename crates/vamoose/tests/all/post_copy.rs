@@ -1,0 +1,373 @@
+//! `migrate --postcopy`: a guest that writes its memory all the time runs at the destination before its memory is there, and neither
+//! a cut nor the end of a process loses it.
+
+use std::{net::SocketAddr, thread, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use lab::{
+    guest::Guest,
+    middlebox::{Admission, Change, Middlebox, Which},
+    qemu::{self, Binary},
+    vamoose::Vamoose,
+};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::{
+    common::{Host, LIMIT, migrate},
+    running::{expect_alive, guests},
+};
+
+/// Slow enough for much memory to be left behind the switch. The link is one that survives cuts.
+const OPTIONS: [&str; 7] = [
+    "--timeout",
+    "1s",
+    "--on-timeout",
+    "postcopy",
+    "--max-bandwidth",
+    "12M",
+    "--insecure",
+];
+
+/// One of each version, to the same version.
+fn versions() -> Result<Vec<Binary>> {
+    let pairs = qemu::pairs_or_skip()?.into_iter();
+    let same = pairs.filter(|(from, to)| from.version == to.version);
+    Ok(same.map(|(from, _)| from).collect())
+}
+
+/// Does this with a guest behind the switch, which must arrive then.
+fn behind_the_switch(binary: &Binary, work: impl Fn(&mut UnderWay) -> Result<()>) -> Result<()> {
+    let Some(mut under_way) = UnderWay::start(binary)? else {
+        return Ok(());
+    };
+    let done = work(&mut under_way).and_then(|()| under_way.arrives());
+    done.with_context(|| binary.version.to_string())
+}
+
+/// The same with the newest.
+fn with_the_newest(work: impl Fn(&mut UnderWay) -> Result<()>) -> Result<()> {
+    match qemu::newest_or_skip()? {
+        Some(binary) => behind_the_switch(&binary, work),
+        None => Ok(()),
+    }
+}
+
+/// A guest on its way to a host, behind the switch.
+struct UnderWay {
+    source: Guest,
+    destination: Guest,
+    host: Host,
+    network: Middlebox,
+    migration: Vamoose,
+}
+
+impl UnderWay {
+    fn start(binary: &Binary) -> Result<Option<Self>> {
+        let Some((source, destination)) = guests(binary, binary)? else {
+            return Ok(None);
+        };
+        let host = Host::start(&["--insecure"])?;
+        host.knows("vm", &destination.qemu)?;
+        let network = Middlebox::new(address(&host)?)?;
+        let migration = command(&source, &network)?;
+        let switching = migration.wait_for("switching to post-copy", LIMIT);
+        switching.with_context(|| host.server.stderr())?;
+        let mut it = Self {
+            source,
+            destination,
+            host,
+            network,
+            migration,
+        };
+        let follows = it.migration.wait_for("its memory follows", LIMIT);
+        follows.with_context(|| it.said())?;
+        let account = it.source.qemu.qmp.query_migrate()?;
+        ensure!(account["status"] == "postcopy-active", "{account}");
+        Ok(Some(it))
+    }
+
+    /// Runs the same command again, when the first has ended.
+    fn again(&mut self) -> Result<()> {
+        self.migration = command(&self.source, &self.network)?;
+        Ok(())
+    }
+
+    fn cut(&self) -> Result<()> {
+        self.network.admit(Admission::Refuse)?;
+        self.network.apply(Which::All, Change::Reset);
+        Ok(())
+    }
+
+    /// For as long as a cable is out. Neither QEMU notices.
+    fn is_cut_for(&mut self, seconds: u64) -> Result<()> {
+        self.cut()?;
+        thread::sleep(Duration::from_secs(seconds));
+        self.network.admit(Admission::Pass)?;
+        let source = &mut self.source.qemu.qmp;
+        source.wait_migration(&["completed"], LIMIT)?;
+        ensure!(!self.has_paused(), "{}", self.said());
+        Ok(())
+    }
+
+    fn loses_migrate(&mut self) -> Result<()> {
+        self.migration.kill()?;
+        let source = &mut self.source.qemu.qmp;
+        let paused = source.wait_migration(&["postcopy-paused"], LIMIT);
+        paused.with_context(|| self.said())?;
+        self.again()
+    }
+
+    fn loses_serve(&mut self) -> Result<()> {
+        self.host.restart()?;
+        self.network.lead_to(address(&self.host)?);
+        Ok(())
+    }
+
+    fn said(&self) -> String {
+        let (migrate, serve) = (self.migration.stderr(), self.host.server.stderr());
+        format!("migrate:\n{migrate}\nserve:\n{serve}")
+    }
+
+    /// Whether either QEMU has lost its connection.
+    fn has_paused(&mut self) -> bool {
+        [&mut self.source, &mut self.destination]
+            .into_iter()
+            .flat_map(|guest| guest.qemu.qmp.drain_events())
+            .any(|event| event.data["status"] == "postcopy-paused")
+    }
+
+    fn arrives(self) -> Result<()> {
+        let said = self.said();
+        let Self {
+            mut source,
+            destination,
+            host,
+            migration,
+            ..
+        } = self;
+        let ended = migration.finish(LIMIT)?.success();
+        ended.with_context(|| format!("{said}\nserve:\n{}", host.server.stderr()))?;
+        source.qemu.qmp.wait_status("postmigrate", LIMIT)?;
+        expect_alive(source, destination)
+    }
+}
+
+fn address(host: &Host) -> Result<SocketAddr> {
+    let address = host.address.strip_prefix("tcp:").context("no TCP")?;
+    Ok(address.parse()?)
+}
+
+fn command(source: &Guest, network: &Middlebox) -> Result<Vamoose> {
+    let to = format!("tcp:{}", network.address());
+    migrate(&source.qemu.qmp_socket(), &to, "vm", &OPTIONS)
+}
+
+/// Each version, from the first round on.
+#[test]
+fn a_writing_guest_moves_by_post_copy() -> Result<()> {
+    for binary in versions()? {
+        let Some((source, destination)) = guests(&binary, &binary)? else {
+            return Ok(());
+        };
+        let host = Host::start(&[])?;
+        host.knows("vm", &destination.qemu)?;
+        let options = ["--postcopy", "--max-bandwidth", "40M"];
+        let migration = host.migrate(&source.qemu, "vm", &options)?;
+        let ended = migration.finish(LIMIT)?.success();
+        let ended = ended.with_context(|| host.server.stderr())?;
+        ensure!(
+            ended.stderr.contains("its memory follows"),
+            "{}",
+            ended.stderr
+        );
+        expect_alive(source, destination).with_context(|| binary.version.to_string())?;
+    }
+    Ok(())
+}
+
+/// Neither QEMU notices.
+#[test]
+fn a_cut_behind_the_switch_is_survived() -> Result<()> {
+    with_the_newest(|guest| guest.is_cut_for(3))
+}
+
+/// Both QEMUs pause, and go on through the relays of the next command.
+#[test]
+fn a_killed_migrate_goes_on_when_it_is_run_again() -> Result<()> {
+    with_the_newest(UnderWay::loses_migrate)
+}
+
+/// `migrate` waits for the next server, which takes the attempt up.
+#[test]
+fn a_killed_server_goes_on_when_it_is_started_again() -> Result<()> {
+    with_the_newest(UnderWay::loses_serve)
+}
+
+/// `make postcopy`: cuts of several lengths, and kills of both processes, with each QEMU in turn.
+#[test]
+#[ignore = "takes two hours"]
+fn many_cuts_and_kills() -> Result<()> {
+    let runs: u32 = std::env::var("POSTCOPY_RUNS").map_or(Ok(20), |text| text.parse())?;
+    let versions = versions()?;
+    for seconds in [3, 10, 25] {
+        for (number, binary) in (1..=runs).zip(versions.iter().cycle()) {
+            behind_the_switch(binary, |guest| guest.is_cut_for(seconds))
+                .with_context(|| format!("cut {number} of {seconds} s"))?;
+            let version = binary.version;
+            println!("cut of {seconds} s, {number} of {runs}, QEMU {version}: not noticed");
+        }
+    }
+    for binary in &versions {
+        let version = binary.version;
+        for number in 1..=runs.div_ceil(2) {
+            behind_the_switch(binary, UnderWay::loses_migrate)
+                .with_context(|| format!("kill {number}"))?;
+            println!("migrate killed, {number}, QEMU {version}: recovered");
+            behind_the_switch(binary, UnderWay::loses_serve)
+                .with_context(|| format!("kill {number}"))?;
+            println!("serve killed, {number}, QEMU {version}: recovered");
+        }
+    }
+    Ok(())
+}
+
+/// `make postcopy`: how long a guest waits for a page, through two relays and without.
+#[test]
+#[ignore = "a measurement"]
+fn the_way_of_a_page() -> Result<()> {
+    let Some(binary) = qemu::find_or_skip(11, 1)? else {
+        return Ok(());
+    };
+    for limit in ["0", "100M", "12M"] {
+        for (who, migrate) in [
+            (
+                "QEMU alone",
+                alone as fn(&mut Guest, &mut Guest, &str) -> Result<()>,
+            ),
+            ("two relays", through_relays),
+        ] {
+            let Some((mut source, mut destination)) = guests(&binary, &binary)? else {
+                return Ok(());
+            };
+            let blocktime = [("postcopy-blocktime", true)];
+            destination.qemu.qmp.set_capabilities(&blocktime)?;
+            migrate(&mut source, &mut destination, limit)?;
+            let account = destination.qemu.qmp.query_migrate()?;
+            let [median, high] = [50, 99].map(|percent| within(&account, percent));
+            println!(
+                "limit {limit}, {who}: {} pages, median < {median:?} µs, p99 < {high:?} µs",
+                account["postcopy-latency-dist"]
+                    .as_array()
+                    .map_or(0, |all| all.iter().filter_map(Value::as_u64).sum()),
+            );
+            expect_alive(source, destination)?;
+        }
+    }
+    Ok(())
+}
+
+/// Microseconds within which so many percent of the pages came that the guest had to wait for. Bucket N of QEMU's ends at 2^(N+1).
+fn within(account: &Value, percent: u64) -> Option<u64> {
+    let buckets = account["postcopy-latency-dist"].as_array()?;
+    let counts = || buckets.iter().filter_map(Value::as_u64);
+    let wanted = (counts().sum::<u64>() * percent).div_ceil(100);
+    let mut seen = 0;
+    let bucket = counts().position(|count| {
+        seen += count;
+        seen >= wanted
+    })?;
+    Some(2 << bucket)
+}
+
+fn through_relays(source: &mut Guest, destination: &mut Guest, limit: &str) -> Result<()> {
+    let host = Host::start(&["--insecure"])?;
+    host.knows("vm", &destination.qemu)?;
+    let mut options = OPTIONS;
+    options[5] = limit;
+    let kept = match limit {
+        "0" => &options[..4],
+        _ => &options,
+    };
+    let migration = host.migrate(&source.qemu, "vm", kept)?;
+    migration.finish(LIMIT)?.success().map(drop)
+}
+
+fn alone(source: &mut Guest, destination: &mut Guest, limit: &str) -> Result<()> {
+    let (from, to) = (&mut source.qemu.qmp, &mut destination.qemu.qmp);
+    for qmp in [&mut *from, &mut *to] {
+        let names = ["return-path", "events", "postcopy-ram", "postcopy-preempt"];
+        qmp.set_capabilities(&names.map(|name| (name, true)))?;
+        let limit = limit.trim_end_matches('M').parse::<u64>()? << 20;
+        let limits = json!({ "max-bandwidth": limit, "max-postcopy-bandwidth": limit });
+        qmp.set_parameters(limits)?;
+    }
+    to.migrate_incoming("tcp:127.0.0.1:0")?;
+    let port = to.incoming_port()?;
+    from.migrate(&format!("tcp:127.0.0.1:{port}"))?;
+    thread::sleep(Duration::from_secs(1));
+    from.execute("migrate-start-postcopy", json!({}))?;
+    to.wait_migration(&["postcopy-active"], LIMIT)?;
+    to.cont()?;
+    from.wait_migration(&["completed"], LIMIT)?;
+    to.wait_migration(&["completed"], LIMIT).map(drop)
+}
+
+/// The first interrupt behind the switch comes too late, and the second leaves the guest waiting for the next command.
+#[test]
+fn a_guest_behind_the_switch_is_not_cancelled() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let Some(guest) = UnderWay::start(&binary)? else {
+        return Ok(());
+    };
+    guest.cut()?;
+    guest.migration.signal(Signal::INT)?;
+    guest.migration.wait_for("too late to cancel", LIMIT)?;
+    guest.migration.signal(Signal::INT)?;
+    let UnderWay {
+        source,
+        destination,
+        host,
+        network,
+        migration,
+    } = guest;
+    let ended = migration.finish(LIMIT)?;
+    ensure!(ended.status.code() == Some(4), "{}", ended.stderr);
+    ensure!(
+        ended.stderr.contains("run the same command again"),
+        "{}",
+        ended.stderr
+    );
+    network.admit(Admission::Pass)?;
+    let again = UnderWay {
+        migration: command(&source, &network)?,
+        source,
+        destination,
+        host,
+        network,
+    };
+    again.arrives()
+}
+
+/// Until the switch, the guest is the source's.
+#[test]
+fn a_migration_is_cancelled_before_the_switch() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let Some((mut source, destination)) = guests(&binary, &binary)? else {
+        return Ok(());
+    };
+    let host = Host::start(&[])?;
+    host.knows("vm", &destination.qemu)?;
+    let slow = ["--postcopy", "--max-bandwidth", "5M"];
+    let migration = host.migrate(&source.qemu, "vm", &slow)?;
+    source.qemu.qmp.wait_transferred(1 << 20, LIMIT)?;
+    migration.signal(Signal::INT)?;
+    let ended = migration.finish(LIMIT)?;
+    ensure!(ended.status.code() == Some(3), "{}", ended.stderr);
+    source.qemu.qmp.wait_status("running", LIMIT)?;
+    source.wait_rounds(1, LIMIT)
+}
