@@ -34,7 +34,9 @@ use rustix::{
     event::{PollFd, PollFlags},
     fd::OwnedFd,
     io::Errno,
-    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+    process::{
+        Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open, pidfd_send_signal,
+    },
 };
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -57,6 +59,26 @@ pub struct ProcessId {
 }
 
 impl ProcessId {
+    /// A duplicate of the socket with this inode, if the process has it open.
+    pub(crate) fn socket(self, inode: u64) -> Result<Option<OwnedFd>, ProcessError> {
+        let process = QemuProcess::open(self.pid)?;
+        let Some(process) = process.filter(|process| process.id == self) else {
+            return Ok(None);
+        };
+        let failed = |error| unreadable(self.pid, "fd", error);
+        let wanted = format!("socket:[{inode}]");
+        for file in fs::read_dir(format!("/proc/{}/fd", self.pid)).map_err(failed)? {
+            let file = file.map_err(failed)?;
+            let is_wanted = fs::read_link(file.path()).is_ok_and(|to| to.as_os_str() == &*wanted);
+            let number = file.file_name().to_str().and_then(|name| name.parse().ok());
+            if let (true, Some(number)) = (is_wanted, number) {
+                let socket = pidfd_getfd(&process.pidfd, number, PidfdGetfdFlags::empty());
+                return socket.map(Some).map_err(|error| failed(error.into()));
+            }
+        }
+        Ok(None)
+    }
+
     /// Whether this very process is alive. False proves that it has ended, with all its threads. A
     /// zombie has ended. An error proves nothing.
     pub(crate) fn is_alive(self) -> Result<bool, ProcessError> {

@@ -349,23 +349,20 @@ impl Qemu {
         Ok(MigrationStatus::of(&self.query_migrate()?))
     }
 
-    /// Lets a destination whose connections have broken under post-copy wait for its source at `address`. QEMU may be waiting for a page
-    /// of the guest.
+    /// Lets QEMU keep its end of the connection to the monitor. Returns the socket's inode.
+    pub(crate) fn keep_monitor(&mut self) -> Result<u64, QemuError> {
+        Ok(self.qmp.keep()?)
+    }
+
+    pub(crate) fn keep_monitor_no_longer(&mut self) {
+        if let Err(error) = self.qmp.keep_no_longer() {
+            debug!("{}", chain(&error));
+        }
+    }
+
+    /// [`recover`] over this connection.
     pub(crate) fn recover(&mut self, address: &Address) -> Result<(), QemuError> {
-        let arguments = json!({ "uri": address.to_string() });
-        self.ask_until("post-copy that is paused", ENDING, |qemu| {
-            let told = qemu
-                .qmp
-                .execute_urgently("migrate-recover", arguments.clone());
-            match told {
-                Ok(()) => Ok(ControlFlow::Break(())),
-                // It has not noticed yet that its connections are gone.
-                Err(error @ QmpError::Refused { .. }) => {
-                    Ok(ControlFlow::Continue(error.to_string()))
-                }
-                Err(error) => Err(error.into()),
-            }
-        })
+        recover(&mut self.qmp, address)
     }
 
     /// Runs a command and drops its answer.
@@ -469,6 +466,22 @@ fn text(answer: &Value, command: &'static str, field: &'static str) -> Result<St
     let text = answer[field].as_str();
     text.map(str::to_owned)
         .ok_or(QemuError::Answer(command, field))
+}
+
+/// Lets a destination whose connections have broken under post-copy wait for its source at `address`. QEMU may be waiting for a page
+/// of the guest.
+pub(crate) fn recover(qmp: &mut Qmp, address: &Address) -> Result<(), QemuError> {
+    let deadline = Instant::now() + ENDING;
+    loop {
+        let arguments = json!({ "uri": address.to_string() });
+        match qmp.execute_urgently("migrate-recover", arguments) {
+            // It has not noticed yet that its connections are gone.
+            Err(QmpError::Refused { .. }) if Instant::now() < deadline => {
+                qmp.wait_for_event(ASKING)?;
+            }
+            told => return Ok(told?),
+        }
+    }
 }
 
 #[cfg(test)]

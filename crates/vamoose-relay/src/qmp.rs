@@ -19,7 +19,8 @@ use std::{
 };
 
 use rustix::{
-    fd::BorrowedFd,
+    fd::{AsFd as _, BorrowedFd, OwnedFd},
+    fs::fstat,
     net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg},
 };
 use serde::Deserialize;
@@ -41,6 +42,8 @@ pub(crate) struct Qmp {
     unanswered: BTreeSet<u64>,
     /// QEMU takes commands that overtake others.
     has_oob: bool,
+    /// Another process has used the connection before: what comes may be for that.
+    is_taken_over: bool,
     timeout: Duration,
 }
 
@@ -114,6 +117,8 @@ impl QmpError {
 
 /// Longest time for an answer. QEMU answers at once unless its main loop is busy.
 pub(crate) const ANSWER_WITHIN: Duration = Duration::from_secs(20);
+/// QEMU's name for the duplicate that it keeps.
+const KEPT: &str = "vamoose-monitor";
 /// How long a monitor may take to accept a client before that is reported.
 const SOON: Duration = Duration::from_secs(2);
 /// Longest line: an answer has tens of KB.
@@ -160,6 +165,7 @@ impl Qmp {
             next_id: 0,
             unanswered: BTreeSet::new(),
             has_oob: false,
+            is_taken_over: false,
             timeout: ANSWER_WITHIN,
         };
         let mut greeting = qmp.read_message(start + soon)?;
@@ -180,6 +186,39 @@ impl Qmp {
         };
         qmp.execute("qmp_capabilities", arguments)?;
         Ok(qmp)
+    }
+
+    /// Lets QEMU keep a duplicate of this end, so that the connection outlives this process. Returns the socket's inode.
+    pub(crate) fn keep(&mut self) -> Result<u64, QmpError> {
+        let end = self.stream.as_fd().try_clone_to_owned();
+        let end = end.map_err(|error| self.broken(error))?;
+        let inode = fstat(&end)
+            .map_err(|error| self.broken(error.into()))?
+            .st_ino;
+        self.give(KEPT, end.as_fd())?;
+        Ok(inode)
+    }
+
+    /// Takes over the end of the connection to the monitor at `path` that a process which has been killed had QEMU keep.
+    pub(crate) fn take_over(path: &Path, end: OwnedFd) -> Result<Self, QmpError> {
+        let monitor = Monitor::open(path);
+        Ok(Self {
+            stream: Socket::Unix(end.into()),
+            path: path.to_owned(),
+            monitor: monitor.map_err(|error| QmpError::Connect(path.to_owned(), error))?,
+            received: Vec::new(),
+            events: VecDeque::new(),
+            next_id: u64::from(std::process::id()) << 32,
+            unanswered: BTreeSet::new(),
+            has_oob: true,
+            is_taken_over: true,
+            timeout: ANSWER_WITHIN,
+        })
+    }
+
+    /// Tells QEMU to close the duplicate of [`keep`](Self::keep), as soon as it can.
+    pub(crate) fn keep_no_longer(&mut self) -> Result<(), QmpError> {
+        self.send("closefd", json!({ "fdname": KEPT })).map(drop)
     }
 
     /// Runs a command of those that QEMU carries out even while it is busy, such as while it waits for a page of the guest.
@@ -288,6 +327,7 @@ impl Qmp {
         let id = answer.get("id").and_then(Value::as_u64);
         match id.filter(|id| self.unanswered.remove(id)) {
             Some(id) => Ok(id),
+            None if self.is_taken_over => Ok(0),
             None => Err(self.garbage("an answer to no command")),
         }
     }
@@ -345,9 +385,12 @@ impl Qmp {
         loop {
             if let Some(end) = self.received.iter().position(|byte| *byte == b'\n') {
                 let line = self.received.drain(..=end).collect::<Vec<_>>();
-                return serde_json::from_slice(&line)
-                    .map(Some)
-                    .map_err(|error| self.garbage(&error.to_string()));
+                match serde_json::from_slice(&line) {
+                    Ok(message) => return Ok(Some(message)),
+                    // Its beginning was read before.
+                    Err(_) if self.is_taken_over => continue,
+                    Err(error) => return Err(self.garbage(&error.to_string())),
+                }
             }
             if self.received.len() > LONGEST_LINE {
                 return Err(self.garbage("an endless line"));

@@ -82,6 +82,9 @@ pub(crate) struct AtDestination {
     /// The QEMU is prepared for post-copy.
     #[serde(default)]
     pub(crate) post_copy: bool,
+    /// Inode of the connection to its monitor that the QEMU keeps.
+    #[serde(default)]
+    pub(crate) kept_monitor: Option<u64>,
 }
 
 impl Side for AtDestination {

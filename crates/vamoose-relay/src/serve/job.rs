@@ -18,13 +18,14 @@ use vamoose_link::{Address, Hangup, PollQueue, Session, Stats, Stream, lock, sen
 
 use super::{
     qemu::{DestinationQemu, LOADING},
+    setup::PrepareError,
     storage::Exports,
 };
 use crate::{
     Config, Dialer, EndKind, Observer, Outcome, Relay, RelayError, Role, UnderWay, chain,
     journal::{AtDestination, Entry},
     observer::Observation,
-    qemu::{ENDING, QemuError},
+    qemu::ENDING,
 };
 
 /// How long a QEMU may take to fail after its relay has.
@@ -152,14 +153,19 @@ impl Job {
     }
 
     /// Makes the QEMU wait for its source at `incoming`, and `transfer` the relay to it.
-    pub(super) fn recover(&self, transfer: Transfer, incoming: &Address) -> Result<(), QemuError> {
+    pub(super) fn recover(
+        &self,
+        transfer: Transfer,
+        incoming: &Address,
+    ) -> Result<(), PrepareError> {
         // The relay before ends first, and its connections with it.
         self.hang_up();
         let ended = Instant::now() + ENDING;
         while self.transfer().is_some() && Instant::now() < ended {
             thread::sleep(Duration::from_millis(5));
         }
-        lock(&self.inner).host.qemu.recover(incoming)?;
+        let Host { entry, qemu, .. } = &mut lock(&self.inner).host;
+        qemu.recover(incoming, entry.record.side.kept_monitor)?;
         *lock(&self.transfer) = Some(Arc::new(transfer));
         Ok(())
     }
@@ -421,7 +427,10 @@ impl Inner {
             return true;
         }
         match self.host.qemu.has_switched() {
-            Ok(true) => self.handle(DestinationEvent::Switched),
+            Ok(true) => {
+                self.host.entry.record.side.kept_monitor = self.host.qemu.keep_monitor();
+                self.handle(DestinationEvent::Switched);
+            }
             Ok(false) => return true,
             // The source asks again.
             Err(error) => debug!("is the guest under post-copy? {}", chain(&error)),

@@ -141,6 +141,7 @@ mod tests {
                 orphaned: false,
                 source: None,
                 post_copy: false,
+                kept_monitor: None,
             },
             state,
         }

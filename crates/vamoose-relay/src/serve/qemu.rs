@@ -7,11 +7,12 @@ use serde_json::json;
 use tracing::{debug, warn};
 use vamoose_link::Address;
 
-use super::log::Log;
+use super::{log::Log, setup::PrepareError};
 use crate::{
     Instance, chain,
     control::QEMU_FAILED,
-    qemu::{ENDING, KILLED, MigrationStatus, Qemu, QemuError},
+    qemu::{ENDING, KILLED, MigrationStatus, Qemu, QemuError, recover},
+    qmp::Qmp,
 };
 
 /// The QEMU that receives the guest. The monitor serves one client, so it is not always connected to.
@@ -98,15 +99,50 @@ impl DestinationQemu {
         switched
     }
 
+    /// Has QEMU keep the connection to its monitor, should this process be killed: QEMU accepts no other one while it waits for a page
+    /// of the guest. Returns what [`recover`](Self::recover) needs to take it over.
+    pub(super) fn keep_monitor(&mut self) -> Option<u64> {
+        let process = self.instance.process?;
+        let inode = self.with_qemu(Qemu::keep_monitor);
+        let inode = inode.inspect_err(|error| warn!("{}", chain(error))).ok()?;
+        let is_there = process.socket(inode);
+        if let Ok(Some(_)) = is_there {
+            return Some(inode);
+        }
+        if let Err(error) = is_there {
+            warn!(
+                "should this server be killed, the guest may be lost: {}",
+                chain(&error)
+            );
+        }
+        self.with_qemu(|qemu| Ok(qemu.keep_monitor_no_longer()))
+            .ok();
+        None
+    }
+
     /// Lets a QEMU whose connections have broken under post-copy wait for its source at `incoming`.
-    pub(super) fn recover(&mut self, incoming: &Address) -> Result<(), QemuError> {
+    pub(super) fn recover(
+        &mut self,
+        incoming: &Address,
+        kept: Option<u64>,
+    ) -> Result<(), PrepareError> {
         self.is_under_post_copy = true;
+        if let (None, Some(inode), Some(process)) = (&self.qemu, kept, self.instance.process)
+            && let Some(end) = process.socket(inode)?
+        {
+            let mut qmp = Qmp::take_over(&self.instance.monitor, end).map_err(QemuError::from)?;
+            recover(&mut qmp, incoming)?;
+            // When QEMU answers again, its monitor is free.
+            qmp.keep_no_longer().map_err(QemuError::from)?;
+            return Ok(());
+        }
         let recovered = self.with_qemu(|qemu| qemu.recover(incoming));
         recovered.inspect_err(|error| {
             if !matches!(error, QemuError::State { .. }) {
                 self.qemu = None;
             }
-        })
+        })?;
+        Ok(())
     }
 
     /// Whether QEMU has provably ended.
@@ -237,6 +273,7 @@ impl DestinationQemu {
     fn put_back(&mut self) {
         if let Some(mut qemu) = self.qemu.take_if(|_| !self.is_under_post_copy) {
             qemu.put_back();
+            qemu.keep_monitor_no_longer();
         }
     }
 

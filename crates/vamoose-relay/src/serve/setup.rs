@@ -135,6 +135,7 @@ impl Server {
                 orphaned: false,
                 source: session.identity().map(str::to_owned),
                 post_copy: post_copy.is_some(),
+                kept_monitor: None,
             },
             state: DestinationState::Receiving,
         })?;
@@ -280,6 +281,8 @@ pub(super) enum PrepareError {
     OtherSource,
     #[error(transparent)]
     Qemu(#[from] QemuError),
+    #[error(transparent)]
+    Process(#[from] ProcessError),
     #[error("its QEMU is not known well enough to end it, should the migration fail")]
     Unidentified(#[source] ProcessError),
     #[error(
