@@ -199,7 +199,7 @@ fn post_copy_to_two_destinations() {
     never_goes_wrong(Scene {
         hosts: 2,
         attempts: 2,
-        bounds: Bounds::any(3, 2),
+        bounds: Bounds::any(2, 2),
         ..POST_COPY
     });
 }
@@ -484,7 +484,7 @@ mod mutants {
             bounds: Bounds::these(1, []),
             ..POST_COPY
         };
-        let over = "I8 over: the destination has all memory";
+        let over = "I9 over: the destination has all memory";
         caught(scene, Mutant::SwitchesWithoutRecord, over);
     }
 
@@ -504,7 +504,7 @@ mod mutants {
             bounds: Bounds::these(1, []),
             ..POST_COPY
         };
-        let over = "I8 over: the destination has all memory";
+        let over = "I9 over: the destination has all memory";
         caught(scene, Mutant::LeavesTheSwitched, over);
     }
 
