@@ -115,8 +115,9 @@ impl DestinationQemu {
                 chain(&error)
             );
         }
-        self.with_qemu(|qemu| Ok(qemu.keep_monitor_no_longer()))
-            .ok();
+        if let Some(qemu) = &mut self.qemu {
+            qemu.keep_monitor_no_longer();
+        }
         None
     }
 
