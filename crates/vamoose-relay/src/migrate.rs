@@ -371,7 +371,11 @@ impl Migration<'_> {
                 }
                 // The journal says that it may have switched, and the next run finds out.
                 Err(cause) if source.may_have_switched() => {
-                    (Some(hand_over.drive(None)), Ended::failed(cause))
+                    let mut decision = hand_over.drive(None);
+                    if decision.guest == GuestLocation::Source {
+                        decision.guest = GuestLocation::Unconfirmed;
+                    }
+                    (Some(decision), Ended::failed(cause))
                 }
                 Err(cause) => (None, Ended::failed(cause)),
             };

@@ -349,8 +349,13 @@ impl Qemu {
         Ok(MigrationStatus::of(&self.query_migrate()?))
     }
 
-    /// Lets QEMU keep its end of the connection to the monitor. Returns the socket's inode.
-    pub(crate) fn keep_monitor(&mut self) -> Result<u64, QemuError> {
+    /// The inode of the socket to the monitor.
+    pub(crate) fn monitor_inode(&self) -> Result<u64, QemuError> {
+        Ok(self.qmp.inode()?)
+    }
+
+    /// Lets QEMU keep a duplicate of this end of the connection to the monitor.
+    pub(crate) fn keep_monitor(&mut self) -> Result<(), QemuError> {
         Ok(self.qmp.keep()?)
     }
 

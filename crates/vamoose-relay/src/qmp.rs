@@ -188,15 +188,17 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Lets QEMU keep a duplicate of this end, so that the connection outlives this process. Returns the socket's inode.
-    pub(crate) fn keep(&mut self) -> Result<u64, QmpError> {
+    /// The inode of this end's socket.
+    pub(crate) fn inode(&self) -> Result<u64, QmpError> {
+        let status = fstat(self.stream.as_fd()).map_err(|error| self.broken(error.into()))?;
+        Ok(status.st_ino)
+    }
+
+    /// Lets QEMU keep a duplicate of this end, so that the connection outlives this process.
+    pub(crate) fn keep(&mut self) -> Result<(), QmpError> {
         let end = self.stream.as_fd().try_clone_to_owned();
         let end = end.map_err(|error| self.broken(error))?;
-        let inode = fstat(&end)
-            .map_err(|error| self.broken(error.into()))?
-            .st_ino;
-        self.give(KEPT, end.as_fd())?;
-        Ok(inode)
+        self.give(KEPT, end.as_fd())
     }
 
     /// Takes over the end of the connection to the monitor at `path` that a process which has been killed had QEMU keep.

@@ -17,7 +17,7 @@ use crate::{
     control::{ControlError, ask},
     journal::{AtDestination, AtSource, Entry, Record},
     migrate::SourceQemu,
-    qemu::{QemuError, is_switchover},
+    qemu::{MigrationStatus, QemuError, is_switchover},
     qmp::ANSWER_WITHIN,
     serve::Job,
 };
@@ -330,6 +330,13 @@ fn give_away(
         return Ok(());
     };
     let qemu = &entry.record.qemu;
+    if let Ok(mut source) = SourceQemu::connect(&qemu.monitor, ANSWER_WITHIN)
+        && source.instance.is_same(qemu)
+        && let Ok(MigrationStatus::Switched) = source.qemu.migration_status()
+    {
+        let reason = "the guest is under post-copy and needs the memory that is here: run the same `vamoose migrate` again";
+        return Err(SettleError::Failed(reason.to_owned()));
+    }
     // A QEMU that has not sent the guest, or has run it since, is proof of the contrary.
     if let Ok(mut source) = SourceQemu::connect(&qemu.monitor, ANSWER_WITHIN)
         && source.instance.is_same(qemu)

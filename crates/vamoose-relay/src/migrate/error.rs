@@ -2,7 +2,7 @@
 
 use std::{io, sync::Arc, time::Duration};
 
-use handover::{AttemptId, DestinationMessage, GuestLocation};
+use handover::{AttemptId, DestinationMessage, GuestLocation, SourceState};
 use thiserror::Error;
 use vamoose_link::SocketError;
 
@@ -150,6 +150,9 @@ impl Cause {
 
     /// An earlier attempt has taken the guest away. `now` is what is known of the guest now.
     pub(super) fn moved_before(record: &Record<AtSource>, now: impl Into<String>) -> Self {
+        if record.state == SourceState::Supplying {
+            return Self::Unsupplied(now.into());
+        }
         Self::MovedBefore {
             attempt: record.attempt,
             to: record.side.to.clone(),

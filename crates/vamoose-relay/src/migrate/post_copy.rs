@@ -97,7 +97,13 @@ impl Migration<'_> {
             };
             let status = account["status"].as_str().unwrap_or("none").to_owned();
             ended.account.clone_from(&account);
-            let ends = ["completed", "postcopy-paused"].contains(&&*status);
+            let is_under_way = [
+                "postcopy-active",
+                "postcopy-recover-setup",
+                "postcopy-recover",
+            ]
+            .contains(&&*status)
+                || MigrationStatus::of(&account) == MigrationStatus::Busy;
             observe(News::Progress(&Progress {
                 status,
                 moved: relay.stats.snapshot(),
@@ -105,7 +111,7 @@ impl Migration<'_> {
                 session: Some(relay.session.clone()),
                 ..Progress::default()
             }));
-            if ends {
+            if !is_under_way {
                 return Ok(());
             }
         }
@@ -165,7 +171,17 @@ impl Migration<'_> {
                 return Ok(());
             }
             MigrationStatus::Switched => {}
-            _ => return Err(Cause::broken("the source QEMU is not under post-copy")),
+            MigrationStatus::Busy => return Err(Cause::broken("the source QEMU is busy")),
+            // A connection that breaks when the last page has been sent fails the migration, and some QEMUs then continue the guest.
+            MigrationStatus::Idle => {
+                source.qemu.execute("stop", json!({}))?;
+                warn!(
+                    "the source QEMU failed at the end of post-copy, and its guest has been paused here: end this QEMU"
+                );
+                let last = source.last_seen();
+                hand_over.finish(SourceEvent::GuestDied { last }, None);
+                return Ok(());
+            }
         }
         // The destination first: its QEMU may answer nothing else while it waits for a page.
         let name = hand_over.attempt.entry.record.name.clone();

@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     chain,
-    qemu::{MigrationStatus, QemuError},
+    qemu::{MigrationStatus, QemuError, is_switchover},
 };
 
 /// How often to ask for QEMU's account.
@@ -127,7 +127,10 @@ impl Migration<'_> {
                 disks: copies.progress(),
                 stopped_for: source.stopped_for(),
             }));
-            if MigrationStatus::of(&account) == MigrationStatus::Switched {
+            // QEMU reports the switch just before it pauses the guest.
+            if MigrationStatus::of(&account) == MigrationStatus::Switched
+                && is_switchover(&source.qemu.state()?)
+            {
                 return Ok(account);
             }
             match status.as_str() {

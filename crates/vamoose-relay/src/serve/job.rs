@@ -28,6 +28,8 @@ use crate::{
     qemu::ENDING,
 };
 
+/// How long a QEMU may take to load the last pages of post-copy, when its source has hung up.
+const LOADING_THE_REST: Duration = Duration::from_secs(2);
 /// How long a QEMU may take to fail after its relay has.
 const FAILING: Duration = Duration::from_secs(1);
 /// How often to ask a QEMU that may be behind the switch to post-copy.
@@ -215,7 +217,14 @@ impl Job {
             }
         };
         match cause {
-            Some(cause) => self.fail(cause),
+            Some(cause) => {
+                self.fail(cause);
+                // The source may have hung up because it has sent everything.
+                let until = Instant::now() + LOADING_THE_REST;
+                while !lock(&self.inner).host.qemu.has_all_memory() && Instant::now() < until {
+                    thread::sleep(Duration::from_millis(20));
+                }
+            }
             None => {
                 lock(&self.transfer).take();
                 lock(&self.inner).host.qemu.all_has_come();
@@ -428,7 +437,15 @@ impl Inner {
         }
         match self.host.qemu.has_switched() {
             Ok(true) => {
-                self.host.entry.record.side.kept_monitor = self.host.qemu.keep_monitor();
+                let inode = self.host.qemu.monitor_inode();
+                self.host.entry.record.side.kept_monitor = inode;
+                // The journal has it first: a monitor that QEMU keeps and nobody knows of would be lost.
+                match self.host.entry.write() {
+                    Ok(()) => inode
+                        .into_iter()
+                        .for_each(|inode| self.host.qemu.keep_monitor(inode)),
+                    Err(error) => warn!("{}", chain(&error)),
+                }
                 self.handle(DestinationEvent::Switched);
             }
             Ok(false) => return true,

@@ -99,15 +99,25 @@ impl DestinationQemu {
         switched
     }
 
+    /// What [`recover`](Self::recover) needs to take over the connection to the monitor. The journal has it before
+    /// [`keep_monitor`](Self::keep_monitor).
+    pub(super) fn monitor_inode(&mut self) -> Option<u64> {
+        self.with_qemu(|qemu| qemu.monitor_inode()).ok()
+    }
+
     /// Has QEMU keep the connection to its monitor, should this process be killed: QEMU accepts no other one while it waits for a page
-    /// of the guest. Returns what [`recover`](Self::recover) needs to take it over.
-    pub(super) fn keep_monitor(&mut self) -> Option<u64> {
-        let process = self.instance.process?;
-        let inode = self.with_qemu(Qemu::keep_monitor);
-        let inode = inode.inspect_err(|error| warn!("{}", chain(error))).ok()?;
+    /// of the guest.
+    pub(super) fn keep_monitor(&mut self, inode: u64) {
+        let Some(process) = self.instance.process else {
+            return;
+        };
+        if let Err(error) = self.with_qemu(Qemu::keep_monitor) {
+            warn!("{}", chain(&error));
+            return;
+        }
         let is_there = process.socket(inode);
         if let Ok(Some(_)) = is_there {
-            return Some(inode);
+            return;
         }
         if let Err(error) = is_there {
             warn!(
@@ -118,7 +128,6 @@ impl DestinationQemu {
         if let Some(qemu) = &mut self.qemu {
             qemu.keep_monitor_no_longer();
         }
-        None
     }
 
     /// Lets a QEMU whose connections have broken under post-copy wait for its source at `incoming`.
@@ -261,6 +270,17 @@ impl DestinationQemu {
             }
         }
         self.put_back();
+    }
+
+    /// Whether no memory is missing by post-copy, as QEMU has it.
+    pub(super) fn has_all_memory(&mut self) -> bool {
+        if let Some(qemu) = &mut self.qemu
+            && self.is_under_post_copy
+            && matches!(qemu.migration_status(), Ok(MigrationStatus::Completed))
+        {
+            self.all_has_come();
+        }
+        !self.is_under_post_copy
     }
 
     /// All memory has come by post-copy.
