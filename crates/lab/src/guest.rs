@@ -203,6 +203,12 @@ impl Guest {
         })
     }
 
+    /// What has become of QEMU and of its guest, for error messages.
+    pub fn fate(&mut self) -> String {
+        let end = self.serial.log().end();
+        format!("{}\nIts guest says:\n{end}", self.qemu.fate())
+    }
+
     /// Kills QEMU and returns all output of the guest.
     pub fn finish(mut self) -> Result<Log> {
         self.qemu.kill()?;

@@ -466,6 +466,16 @@ impl Qemu {
         })
     }
 
+    /// Whether it runs or how it has ended, and what it says, for error messages.
+    pub fn fate(&mut self) -> String {
+        let fate = match self.child.wait(Duration::ZERO) {
+            Ok(None) => "runs".to_owned(),
+            Ok(Some(status)) => format!("has ended ({status})"),
+            Err(error) => format!("{error:#}"),
+        };
+        format!("QEMU {} {fate}, and says:\n{}", self.version, self.stderr())
+    }
+
     /// Kills QEMU.
     pub fn kill(&mut self) -> Result<()> {
         self.child.kill()

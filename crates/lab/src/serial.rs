@@ -83,7 +83,7 @@ impl Log {
     }
 
     /// The last few lines, for error messages.
-    fn end(&self) -> String {
+    pub(crate) fn end(&self) -> String {
         let from = self.lines.len().saturating_sub(10);
         let lines = self.lines[from..].iter().map(|line| line.text.as_str());
         let all: Vec<_> = lines.chain([self.tail.as_str()]).collect();

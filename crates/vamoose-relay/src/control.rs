@@ -36,6 +36,17 @@ pub(crate) struct Request {
     /// Post-copy is to be prepared, with what the source QEMU has for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) post_copy: Option<PostCopyAbilities>,
+    /// The guest is there already, and the rest of its memory is to follow.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) resumes: bool,
+}
+
+/// The answer to a request that resumes: fields of `prepared`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Resumed {
+    /// All memory has come, and nothing is to follow.
+    pub(crate) complete: bool,
 }
 
 /// What a QEMU has for post-copy, or both.

@@ -221,13 +221,18 @@ impl Qemu {
 
     /// The guest's run state. `None` if QEMU takes longer than `timeout`, as it may when it is busy.
     pub(crate) fn state_within(&mut self, timeout: Duration) -> Result<Option<String>, QemuError> {
-        let usual = self.qmp.set_timeout(timeout);
-        let state = self.state();
-        self.qmp.set_timeout(usual);
-        match state {
+        match self.patient_for(timeout, Self::state) {
             Err(QemuError::Qmp(error)) if error.is_no_answer() => Ok(None),
             state => state.map(Some),
         }
+    }
+
+    /// Waits at most this long for each answer.
+    fn patient_for<T>(&mut self, timeout: Duration, ask: impl FnOnce(&mut Self) -> T) -> T {
+        let usual = self.qmp.set_timeout(timeout);
+        let answer = ask(self);
+        self.qmp.set_timeout(usual);
+        answer
     }
 
     pub(crate) fn uuid(&mut self) -> Result<String, QemuError> {
@@ -242,20 +247,19 @@ impl Qemu {
 
     /// Why it could not load its guest. Fails if it has not failed `within` this time, or does not answer.
     pub(crate) fn load_error(&mut self, within: Duration) -> Result<String, QemuError> {
-        let usual = self.qmp.set_timeout(ASKING_A_BROKEN);
-        let error = self.ask_until("a failed migration", within, |qemu| {
-            let account = qemu.query_migrate()?;
-            let status = account["status"].as_str().unwrap_or("none");
-            Ok(match status {
-                "failed" => {
-                    let reason = account["error-desc"].as_str().unwrap_or_default();
-                    ControlFlow::Break(reason.to_owned())
-                }
-                status => ControlFlow::Continue(status.to_owned()),
+        self.patient_for(ASKING_A_BROKEN, |qemu| {
+            qemu.ask_until("a failed migration", within, |qemu| {
+                let account = qemu.query_migrate()?;
+                let status = account["status"].as_str().unwrap_or("none");
+                Ok(match status {
+                    "failed" => {
+                        let reason = account["error-desc"].as_str().unwrap_or_default();
+                        ControlFlow::Break(reason.to_owned())
+                    }
+                    status => ControlFlow::Continue(status.to_owned()),
+                })
             })
-        });
-        self.qmp.set_timeout(usual);
-        error
+        })
     }
 
     /// Whether its guest was sent away, and has not been continued since.
@@ -349,6 +353,11 @@ impl Qemu {
         Ok(MigrationStatus::of(&self.query_migrate()?))
     }
 
+    /// [`has_completed`] over this connection.
+    pub(crate) fn has_completed(&mut self) -> bool {
+        has_completed(&mut self.qmp)
+    }
+
     /// The inode of the socket to the monitor.
     pub(crate) fn monitor_inode(&self) -> Result<u64, QemuError> {
         Ok(self.qmp.inode()?)
@@ -366,7 +375,7 @@ impl Qemu {
     }
 
     /// [`recover`] over this connection.
-    pub(crate) fn recover(&mut self, address: &Address) -> Result<(), QemuError> {
+    pub(crate) fn recover(&mut self, address: &Address) -> Result<bool, QemuError> {
         recover(&mut self.qmp, address)
     }
 
@@ -411,11 +420,13 @@ impl Qemu {
         Ok(())
     }
 
-    /// Announces the guest to the network, as QEMU does at the end of a migration.
+    /// Announces the guest to the network, as QEMU does at the end of a migration. Does not wait for the answer, which under post-copy
+    /// may take as long as a page takes to come.
     pub(crate) fn announce(&mut self) -> Result<(), QemuError> {
         // Five packets in the first second: QEMU's own defaults, in milliseconds.
         let arguments = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
-        self.execute("announce-self", arguments)
+        self.qmp.send("announce-self", arguments)?;
+        Ok(())
     }
 
     /// Whether this QEMU provably ends `within` this time. Its monitor closes shortly before its end. An
@@ -473,20 +484,29 @@ fn text(answer: &Value, command: &'static str, field: &'static str) -> Result<St
         .ok_or(QemuError::Answer(command, field))
 }
 
-/// Lets a destination whose connections have broken under post-copy wait for its source at `address`. QEMU may be waiting for a page
-/// of the guest.
-pub(crate) fn recover(qmp: &mut Qmp, address: &Address) -> Result<(), QemuError> {
+/// Lets a destination whose connections have broken under post-copy wait for its source at `address`, or returns true if it has all
+/// memory. QEMU may be waiting for a page of the guest.
+pub(crate) fn recover(qmp: &mut Qmp, address: &Address) -> Result<bool, QemuError> {
     let deadline = Instant::now() + ENDING;
     loop {
         let arguments = json!({ "uri": address.to_string() });
         match qmp.execute_urgently("migrate-recover", arguments) {
+            Err(QmpError::Refused { .. }) if has_completed(qmp) => return Ok(true),
             // It has not noticed yet that its connections are gone.
             Err(QmpError::Refused { .. }) if Instant::now() < deadline => {
                 qmp.wait_for_event(ASKING)?;
             }
-            told => return Ok(told?),
+            told => return Ok(told.map(|()| false)?),
         }
     }
+}
+
+/// Whether a migration has completed. Not if QEMU does not say so soon: it may be waiting for a page of the guest.
+fn has_completed(qmp: &mut Qmp) -> bool {
+    let usual = qmp.set_timeout(ASKING);
+    let account = qmp.execute("query-migrate", json!({}));
+    qmp.set_timeout(usual);
+    account.is_ok_and(|account| MigrationStatus::of(&account) == MigrationStatus::Completed)
 }
 
 #[cfg(test)]

@@ -117,6 +117,9 @@ impl QmpError {
 
 /// Longest time for an answer. QEMU answers at once unless its main loop is busy.
 pub(crate) const ANSWER_WITHIN: Duration = Duration::from_secs(20);
+/// QEMU reads nothing more from a client that has eight commands waiting, not even commands that overtake them. A connection that is
+/// taken over has those of two processes, and some that nobody waits for.
+const MOST_UNANSWERED: usize = 2;
 /// QEMU's name for the duplicate that it keeps.
 const KEPT: &str = "vamoose-monitor";
 /// How long a monitor may take to accept a client before that is reported.
@@ -238,6 +241,13 @@ impl Qmp {
     }
 
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        let deadline = Instant::now() + self.timeout;
+        while self.unanswered.len() >= MOST_UNANSWERED {
+            match self.read_message(deadline)? {
+                Some(message) => self.put_aside(message)?,
+                None => return Err(self.no_answer(command)),
+            }
+        }
         let id = self.send(command, arguments)?;
         self.wait_for_answer(id, command)
     }
@@ -288,7 +298,7 @@ impl Qmp {
                 return Err(self.no_answer(command));
             };
             if message.get("event").is_some() {
-                self.queue_event(message)?;
+                self.put_aside(message)?;
                 continue;
             }
             if self.take_answered(&message)? != id {
@@ -366,17 +376,20 @@ impl Qmp {
     /// Waits for another event, for at most `timeout`, and queues it for [`Qmp::next_event`].
     pub(crate) fn wait_for_event(&mut self, timeout: Duration) -> Result<(), QmpError> {
         let deadline = Instant::now() + timeout;
-        while let Some(message) = self.read_message(deadline)? {
-            if message.get("event").is_some() {
-                return self.queue_event(message);
-            }
-            // A late answer.
-            self.take_answered(&message)?;
+        let queued = self.events.len();
+        while self.events.len() == queued
+            && let Some(message) = self.read_message(deadline)?
+        {
+            self.put_aside(message)?;
         }
         Ok(())
     }
 
-    fn queue_event(&mut self, message: Value) -> Result<(), QmpError> {
+    /// Queues an event, and drops a late answer.
+    fn put_aside(&mut self, message: Value) -> Result<(), QmpError> {
+        if message.get("event").is_none() {
+            return self.take_answered(&message).map(drop);
+        }
         let event = serde_json::from_value(message).map_err(|e| self.garbage(&e.to_string()))?;
         self.events.push_back(event);
         Ok(())
@@ -524,6 +537,18 @@ mod tests {
         qmp.execute("second", json!({})).unwrap();
         let event = qmp.next_event(Duration::from_secs(20)).unwrap().unwrap();
         assert_eq!(event.name, "STOP");
+    }
+
+    /// A busy QEMU still reads a command that overtakes those that it has not carried out.
+    #[test]
+    fn few_commands_are_left_unanswered() {
+        let fake = Fake::start(&[&[], &[]]);
+        let mut qmp = connect(&fake);
+        qmp.timeout = Duration::from_millis(1);
+        for _ in 0..2 * MOST_UNANSWERED {
+            assert!(qmp.execute("any", json!({})).unwrap_err().is_no_answer());
+        }
+        assert_eq!(qmp.unanswered.len(), MOST_UNANSWERED);
     }
 
     /// A monitor with another client, as libvirt is: QEMU takes no second one.

@@ -118,14 +118,17 @@ impl Migration<'_> {
         let SourceState::Over { guest, cause } = record.state.clone() else {
             return Err(failure(Cause::NotInJournal, GuestLocation::InDoubt));
         };
-        let cause = cause.unwrap_or_default();
         let before = |now: String| Cause::moved_before(record, now);
-        match guest {
-            GuestLocation::Gone | GuestLocation::Lost => {
+        match (guest, cause) {
+            // It may lack memory for good.
+            (GuestLocation::Destination, Some(cause)) => {
                 return Err(failure(Cause::broken(cause), guest));
             }
-            GuestLocation::Destination if self.is_asked_for(record) => {}
-            _ => return Err(failure(before(cause), guest)),
+            (GuestLocation::Gone | GuestLocation::Lost, cause) => {
+                return Err(failure(Cause::broken(cause.unwrap_or_default()), guest));
+            }
+            (GuestLocation::Destination, None) if self.is_asked_for(record) => {}
+            (_, cause) => return Err(failure(before(cause.unwrap_or_default()), guest)),
         }
         let entry = journal.claim(record.clone());
         let entry = entry.map_err(|error| failure(error.into(), guest))?;

@@ -19,7 +19,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use handover::{ConnectionKind, Decision, DestinationMessage, SourceEvent, SourceMessage};
+use handover::{
+    ConnectionKind, Decision, DestinationMessage, Prepare, SourceEvent, SourceMessage,
+    from_details, to_details,
+};
 use serde_json::{Value, json};
 use tracing::{Span, info, warn};
 use vamoose_link::{ConversationError, Hangup, Stats};
@@ -33,7 +36,7 @@ use super::{
 };
 use crate::{
     chain,
-    control::{ControlError, PostCopyAbilities, ask, preamble},
+    control::{ControlError, Request, Resumed, ask, preamble},
     main_stream::KEEP_TRYING,
     qemu::{MigrationStatus, QemuError},
 };
@@ -162,10 +165,10 @@ impl Migration<'_> {
     ) -> Result<(), Cause> {
         self.check_given_up(source)?;
         hand_over.attempt.relay_has_ended = Arc::default();
-        let account = source.qemu.query_migrate()?;
-        match MigrationStatus::of(&account) {
+        ended.account = source.qemu.query_migrate()?;
+        let status = MigrationStatus::of(&ended.account);
+        match status {
             MigrationStatus::Completed => {
-                ended.account = account;
                 commit(hand_over, source)?;
                 hand_over.finish(SourceEvent::Supplied, Some(source));
                 return Ok(());
@@ -173,25 +176,22 @@ impl Migration<'_> {
             MigrationStatus::Switched => {}
             MigrationStatus::Busy => return Err(Cause::broken("the source QEMU is busy")),
             // A connection that breaks when the last page has been sent fails the migration, and some QEMUs then continue the guest.
-            MigrationStatus::Idle => {
-                source.qemu.execute("stop", json!({}))?;
-                warn!(
-                    "the source QEMU failed at the end of post-copy, and its guest has been paused here: end this QEMU"
-                );
-                let last = source.last_seen();
-                hand_over.finish(SourceEvent::GuestDied { last }, None);
-                return Ok(());
-            }
+            MigrationStatus::Idle => source.qemu.execute("stop", json!({}))?,
         }
         // The destination first: its QEMU may answer nothing else while it waits for a page.
-        let name = hand_over.attempt.entry.record.name.clone();
-        let abilities = PostCopyAbilities { preempt: false };
-        let prepare = self.prepare_for(&name, Vec::new(), Some(abilities))?;
+        let request = Request {
+            resumes: true,
+            ..self.request(&hand_over.attempt.entry.record.name, Vec::new())
+        };
+        let prepare = Prepare::new(to_details(&request).map_err(ControlError::from)?);
         let (to, id) = (hand_over.attempt.to, hand_over.attempt.id());
         let (answer, control) = ask(to, id, &SourceMessage::Prepare(prepare), PREPARED_WITHIN)?;
         hand_over.attempt.control = Some(control);
-        match answer {
-            DestinationMessage::Prepared { .. } => {}
+        let there: Resumed = match answer {
+            DestinationMessage::Prepared { details, .. } => {
+                from_details(details).map_err(ControlError::from)?
+            }
+            DestinationMessage::Unknown { reason, .. } => return Err(Cause::Refused(reason)),
             // Perhaps its guest has ended.
             DestinationMessage::Refused { reason } => {
                 hand_over.ask_again()?;
@@ -201,6 +201,20 @@ impl Migration<'_> {
                 };
             }
             other => return Err(Cause::unexpected(&other)),
+        };
+        if there.complete {
+            commit(hand_over, source)?;
+            info!("all memory has come, and the source QEMU has not been told: end it");
+            hand_over.finish(SourceEvent::Supplied, Some(source));
+            return Ok(());
+        }
+        if status == MigrationStatus::Idle {
+            warn!(
+                "the source QEMU failed at the end of post-copy, and its guest has been paused here: end this QEMU"
+            );
+            let last = source.last_seen();
+            hand_over.finish(SourceEvent::GuestDied { last }, None);
+            return Ok(());
         }
         let closed = || Cause::from(ControlError::from(ConversationError::Closed));
         let session = hand_over.attempt.session().ok_or_else(closed)?;

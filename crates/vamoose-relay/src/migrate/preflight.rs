@@ -142,7 +142,11 @@ impl Migration<'_> {
         };
         let disks: Vec<_> = images.iter().map(|image| image.disk.clone()).collect();
         let names = disks.iter().map(|disk| disk.name.clone()).collect();
-        let prepare = self.prepare_for(self.name, names, source.post_copy)?;
+        let request = Request {
+            post_copy: source.post_copy,
+            ..self.request(self.name, names)
+        };
+        let prepare = Prepare::new(to_details(&request).map_err(ControlError::from)?);
         let sent = control.send(&SourceMessage::Inspect(prepare.clone()));
         let session = control.stream().session();
         let streams = session.map_or_else(Vec::new, |session| session.open_ahead(streams));
@@ -183,22 +187,16 @@ impl Migration<'_> {
     }
 
     /// What is sent with `inspect` and `prepare`.
-    pub(super) fn prepare_for(
-        &self,
-        name: &str,
-        disks: Vec<String>,
-        post_copy: Option<PostCopyAbilities>,
-    ) -> Result<Prepare, Cause> {
-        let request = Request {
+    pub(super) fn request(&self, name: &str, disks: Vec<String>) -> Request {
+        Request {
             name: name.to_owned(),
             channels: self.channels,
             page_size: u32::try_from(self.config.layout.page_size()).unwrap_or(u32::MAX),
             method: self.config.method.name().to_owned(),
             disks,
-            post_copy,
-        };
-        let details = to_details(&request).map_err(ControlError::from)?;
-        Ok(Prepare::new(details))
+            post_copy: None,
+            resumes: false,
+        }
     }
 
     /// How the source is to find zero pages, where it can be set.

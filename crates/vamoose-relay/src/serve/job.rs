@@ -14,7 +14,7 @@ use handover::{
     DestinationMessage, DestinationState, SourceMessage,
 };
 use tracing::{Span, debug, info, warn};
-use vamoose_link::{Address, Hangup, PollQueue, Session, Stats, Stream, lock, send_message};
+use vamoose_link::{Address, Hangup, PollQueue, Session, Stats, Stream, left, lock, send_message};
 
 use super::{
     qemu::{DestinationQemu, LOADING},
@@ -154,12 +154,13 @@ impl Job {
         inner.host.entry.record.side.post_copy && is_here
     }
 
-    /// Makes the QEMU wait for its source at `incoming`, and `transfer` the relay to it.
+    /// Makes the QEMU wait for its source at `incoming`, and `transfer` the relay to it, unless all memory has come: then it returns
+    /// true.
     pub(super) fn recover(
         &self,
         transfer: Transfer,
         incoming: &Address,
-    ) -> Result<(), PrepareError> {
+    ) -> Result<bool, PrepareError> {
         // The relay before ends first, and its connections with it.
         self.hang_up();
         let ended = Instant::now() + ENDING;
@@ -167,9 +168,9 @@ impl Job {
             thread::sleep(Duration::from_millis(5));
         }
         let Host { entry, qemu, .. } = &mut lock(&self.inner).host;
-        qemu.recover(incoming, entry.record.side.kept_monitor)?;
-        *lock(&self.transfer) = Some(Arc::new(transfer));
-        Ok(())
+        let complete = qemu.recover(incoming, entry.record.side.kept_monitor)?;
+        *lock(&self.transfer) = (!complete).then(|| Arc::new(transfer));
+        Ok(complete)
     }
 
     /// Runs the relay to the waiting QEMU until it ends.
@@ -310,8 +311,9 @@ impl Job {
         };
         let deadline = Instant::now() + LOADING;
         while *inner.driver.state() == DestinationState::Receiving && Instant::now() < deadline {
-            if inner.is_before_switch() {
-                let changed = self.changed.wait_timeout(inner, look);
+            inner.is_before_switch();
+            if *inner.driver.state() == DestinationState::Receiving {
+                let changed = self.changed.wait_timeout(inner, look.min(left(deadline)));
                 (inner, _) = changed.unwrap_or_else(PoisonError::into_inner);
             }
         }

@@ -8,7 +8,8 @@ use std::{
 };
 
 use handover::{
-    AttemptId, ConnectionKind, DestinationMessage, PREAMBLE_LEN, Preamble, SourceMessage,
+    AttemptId, ConnectionKind, DestinationMessage, PREAMBLE_LEN, Preamble, Prepare, SourceMessage,
+    from_details,
 };
 use rustix::{
     event::{PollFd, PollFlags},
@@ -26,6 +27,7 @@ use super::{
 };
 use crate::{
     Role, chain,
+    control::Request,
     observer::Observation,
     service::{catch, spawn},
 };
@@ -179,14 +181,19 @@ impl Server {
                         |answer| send_message(stream, &answer),
                     )
                 }
+                (SourceMessage::Prepare(prepare), None) if resumes(&prepare) => {
+                    send_message(stream, &self.unknown())
+                }
                 (SourceMessage::Prepare(prepare), None) => {
                     let found = found.take().filter(|(asked, _)| *asked == prepare);
                     let found = found.map_or_else(|| self.find(&prepare), |(_, found)| Ok(found));
                     self.prepare_and_reply(scope, attempt, found, (stream, session), &mut job)
                 }
                 (SourceMessage::Prepare(prepare), Some(job)) if job.is_under_post_copy() => {
-                    let prepared = self.prepare_recovery(job, &prepare, session);
-                    self.receive_and_reply(scope, job, prepared, (stream, session))
+                    match self.prepare_recovery(job, &prepare, session) {
+                        Ok(answer) => self.receive_and_reply(scope, job, &answer, stream),
+                        Err(error) => self.refuse((stream, session), &error),
+                    }
                 }
                 (SourceMessage::Prepare(_) | SourceMessage::Inspect(_), Some(_)) => {
                     refuse(stream, &PrepareError::Repeated)
@@ -229,7 +236,7 @@ impl Server {
         };
         prepared.connected(stream);
         let job = job.insert(prepared);
-        self.receive_and_reply(scope, job, Ok(answer), (stream, session))
+        self.receive_and_reply(scope, job, &answer, stream)
     }
 
     /// Starts the relay of a job that has been prepared, and answers.
@@ -237,13 +244,9 @@ impl Server {
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
         job: &Arc<Job>,
-        prepared: Result<DestinationMessage, PrepareError>,
-        (stream, session): (&Arc<Stream>, &Session),
+        answer: &DestinationMessage,
+        stream: &Arc<Stream>,
     ) -> Result<(), ConversationError> {
-        let answer = match prepared {
-            Ok(answer) => answer,
-            Err(error) => return self.refuse((stream, session), &error),
-        };
         let (receiver, span) = (job.clone(), Span::current());
         let work = move || {
             if catch(|| receiver.receive()).is_none() {
@@ -253,11 +256,16 @@ impl Server {
         };
         let started = spawn(scope, span, work);
         if let Err(error) = started {
-            let cause = format!("no thread can be started: {error}");
+            let error = PrepareError::NoThread(error);
+            let cause = chain(&error);
+            if job.is_under_post_copy() {
+                job.fail(cause);
+                return refuse(stream, &error);
+            }
             job.request(SourceMessage::Abort { cause });
             return Ok(());
         }
-        send_message(stream, &answer)
+        send_message(stream, answer)
     }
 }
 
@@ -281,6 +289,11 @@ pub(super) fn most_connections() -> usize {
         .saturating_sub(OTHER_DESCRIPTORS)
         .max(descriptors / 2);
     usize::try_from(left.min(MOST_CONNECTIONS)).unwrap_or(usize::MAX)
+}
+
+/// Whether a source wants to send the rest of a guest's memory.
+fn resumes(prepare: &Prepare) -> bool {
+    from_details(prepare.details.clone()).is_ok_and(|request: Request| request.resumes)
 }
 
 fn refuse(stream: &Stream, error: &PrepareError) -> Result<(), ConversationError> {

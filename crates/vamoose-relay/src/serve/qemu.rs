@@ -130,29 +130,33 @@ impl DestinationQemu {
         }
     }
 
-    /// Lets a QEMU whose connections have broken under post-copy wait for its source at `incoming`.
+    /// Lets a QEMU whose connections have broken under post-copy wait for its source at `incoming`, unless it has all memory: then it
+    /// returns true.
     pub(super) fn recover(
         &mut self,
         incoming: &Address,
         kept: Option<u64>,
-    ) -> Result<(), PrepareError> {
+    ) -> Result<bool, PrepareError> {
         self.is_under_post_copy = true;
         if let (None, Some(inode), Some(process)) = (&self.qemu, kept, self.instance.process)
             && let Some(end) = process.socket(inode)?
         {
             let mut qmp = Qmp::take_over(&self.instance.monitor, end).map_err(QemuError::from)?;
-            recover(&mut qmp, incoming)?;
+            let complete = recover(&mut qmp, incoming)?;
             // When QEMU answers again, its monitor is free.
             qmp.keep_no_longer().map_err(QemuError::from)?;
-            return Ok(());
+            return Ok(complete);
         }
-        let recovered = self.with_qemu(|qemu| qemu.recover(incoming));
-        recovered.inspect_err(|error| {
+        let complete = self.with_qemu(|qemu| qemu.recover(incoming));
+        let complete = complete.inspect_err(|error| {
             if !matches!(error, QemuError::State { .. }) {
                 self.qemu = None;
             }
         })?;
-        Ok(())
+        if complete {
+            self.all_has_come();
+        }
+        Ok(complete)
     }
 
     /// Whether QEMU has provably ended.
@@ -276,7 +280,7 @@ impl DestinationQemu {
     pub(super) fn has_all_memory(&mut self) -> bool {
         if let Some(qemu) = &mut self.qemu
             && self.is_under_post_copy
-            && matches!(qemu.migration_status(), Ok(MigrationStatus::Completed))
+            && qemu.has_completed()
         {
             self.all_has_come();
         }

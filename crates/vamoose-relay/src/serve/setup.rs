@@ -16,7 +16,7 @@ use vamoose_link::{Address, MethodChoice, Session};
 use super::{DestinationQemu, Job, Server, job::Transfer, storage::Exports};
 use crate::{
     Config, Dialer, Instance, JournalError, chain,
-    control::{Offer, PostCopyAbilities, Request},
+    control::{Offer, PostCopyAbilities, Request, Resumed},
     journal::{AtDestination, Record, now},
     main_stream::KEEP_TRYING,
     migrate::capabilities,
@@ -179,6 +179,9 @@ impl Server {
     ) -> Result<DestinationMessage, PrepareError> {
         let protocol = prepare.negotiate()?;
         let request: Request = from_details(prepare.details.clone())?;
+        if !request.resumes {
+            return Err(PrepareError::Repeated);
+        }
         let incoming = self.incoming(&job.name);
         let mut transfer = Transfer::new(
             session.clone(),
@@ -188,12 +191,15 @@ impl Server {
         )?;
         transfer.resumes = true;
         session.keep_trying(KEEP_TRYING);
-        job.recover(transfer, &incoming)?;
-        info!("{}: ready for the rest of the memory", job.name);
+        let complete = job.recover(transfer, &incoming)?;
+        match complete {
+            true => info!("{}: all memory has come", job.name),
+            false => info!("{}: ready for the rest of the memory", job.name),
+        }
         Ok(DestinationMessage::Prepared {
             protocol,
             incarnation: self.incarnation,
-            details: Details::new(),
+            details: to_details(&Resumed { complete })?,
         })
     }
 
@@ -283,6 +289,8 @@ pub(super) enum PrepareError {
     Qemu(#[from] QemuError),
     #[error(transparent)]
     Process(#[from] ProcessError),
+    #[error("no thread can be started")]
+    NoThread(#[source] io::Error),
     #[error("its QEMU is not known well enough to end it, should the migration fail")]
     Unidentified(#[source] ProcessError),
     #[error(

@@ -8,7 +8,7 @@ use lab::{
     guest::Guest,
     middlebox::{Admission, Change, Middlebox, Which},
     qemu::{self, Binary},
-    vamoose::Vamoose,
+    vamoose::{Ended, Vamoose},
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -64,13 +64,23 @@ struct UnderWay {
 
 impl UnderWay {
     fn start(binary: &Binary) -> Result<Option<Self>> {
-        let Some((source, destination)) = guests(binary, binary)? else {
+        Self::start_in(binary, |_| Ok(()))
+    }
+
+    /// The network is changed when the memory is on its way.
+    fn start_in(
+        binary: &Binary,
+        change: impl FnOnce(&Middlebox) -> Result<()>,
+    ) -> Result<Option<Self>> {
+        let Some((mut source, destination)) = guests(binary, binary)? else {
             return Ok(None);
         };
         let host = Host::start(&["--insecure"])?;
         host.knows("vm", &destination.qemu)?;
         let network = Middlebox::new(address(&host)?)?;
         let migration = command(&source, &network)?;
+        source.qemu.qmp.wait_transferred(1 << 20, LIMIT)?;
+        change(&network)?;
         let switching = migration.wait_for("switching to post-copy", LIMIT);
         switching.with_context(|| host.server.stderr())?;
         let mut it = Self {
@@ -124,9 +134,10 @@ impl UnderWay {
         Ok(())
     }
 
-    fn said(&self) -> String {
+    fn said(&mut self) -> String {
+        let [from, to] = [&mut self.source, &mut self.destination].map(Guest::fate);
         let (migrate, serve) = (self.migration.stderr(), self.host.server.stderr());
-        format!("migrate:\n{migrate}\nserve:\n{serve}")
+        format!("source:\n{from}\ndestination:\n{to}\nmigrate:\n{migrate}\nserve:\n{serve}")
     }
 
     /// Whether either QEMU has lost its connection.
@@ -138,16 +149,19 @@ impl UnderWay {
     }
 
     fn arrives(self) -> Result<()> {
-        let said = self.said();
         let Self {
             mut source,
-            destination,
+            mut destination,
             host,
             migration,
             ..
         } = self;
-        let ended = migration.finish(LIMIT)?.success();
-        ended.with_context(|| format!("{said}\nserve:\n{}", host.server.stderr()))?;
+        let ended = migration.finish(LIMIT).and_then(Ended::success);
+        ended.with_context(|| {
+            let [from, to] = [&mut source, &mut destination].map(Guest::fate);
+            let serve = host.server.stderr();
+            format!("source:\n{from}\ndestination:\n{to}\nserve:\n{serve}")
+        })?;
         source.qemu.qmp.wait_status("postmigrate", LIMIT)?;
         expect_alive(source, destination)
     }
@@ -196,6 +210,19 @@ fn a_cut_behind_the_switch_is_survived() -> Result<()> {
 #[test]
 fn a_killed_migrate_goes_on_when_it_is_run_again() -> Result<()> {
     with_the_newest(UnderWay::loses_migrate)
+}
+
+/// However often.
+#[test]
+fn a_migrate_that_is_killed_again_and_again_goes_on() -> Result<()> {
+    with_the_newest(|guest| {
+        for _ in 0..5 {
+            guest.loses_migrate()?;
+            let follows = guest.migration.wait_for("its memory follows", LIMIT);
+            follows.with_context(|| guest.said())?;
+        }
+        Ok(())
+    })
 }
 
 /// `migrate` waits for the next server, which takes the attempt up.
@@ -345,6 +372,24 @@ fn a_guest_behind_the_switch_is_not_cancelled() -> Result<()> {
         network,
     };
     again.arrives()
+}
+
+/// The connection for urgent pages is still to be made when the link is cut.
+#[test]
+fn a_cut_before_the_first_urgent_page() -> Result<()> {
+    for binary in versions()? {
+        let started = UnderWay::start_in(&binary, |network| network.admit(Admission::Refuse))?;
+        let Some(mut guest) = started else {
+            return Ok(());
+        };
+        guest.cut()?;
+        guest.loses_migrate()?;
+        guest.network.admit(Admission::Pass)?;
+        guest
+            .arrives()
+            .with_context(|| binary.version.to_string())?;
+    }
+    Ok(())
 }
 
 /// Until the switch, the guest is the source's.
