@@ -37,6 +37,8 @@ pub(crate) enum Opaque {
     Single,
     /// A migration without channels, or whose channels are late.
     PerhapsSingle,
+    /// Post-copy that is resumed: the first connection goes on with the main stream, without its magic.
+    Resumed,
     /// Unknown. One connection may fail without the others.
     Bytes,
 }
@@ -45,6 +47,11 @@ impl Opaque {
     /// Whether bytes travel in blocks between two relays. TLS does not: a relay must see what it is.
     fn is_in_blocks(self) -> bool {
         self != Self::Tls
+    }
+
+    /// Whether connections beside the main stream are for pages that a guest waits for under post-copy.
+    fn has_urgent_pages(self) -> bool {
+        matches!(self, Self::Single | Self::PerhapsSingle | Self::Resumed)
     }
 }
 
@@ -59,13 +66,13 @@ enum Report {
     Loaded,
 }
 
-/// Forwards bytes of unknown content until all connections have ended and there are `no_more`.
+/// Forwards connections of this kind, of which none has come yet, until all have ended and there are `no_more`.
 pub(crate) fn pass_bytes(
     relay: &Relay<'_>,
+    kind: Opaque,
     no_more: &mut dyn FnMut() -> bool,
 ) -> Result<Summary, RelayError> {
-    let start = Instant::now();
-    pass(relay, None, Vec::new(), Opaque::Bytes, start, no_more)
+    pass(relay, None, Vec::new(), kind, Instant::now(), no_more)
 }
 
 /// Forwards the connections of a migration, until all have ended and there are `no_more`.
@@ -83,7 +90,7 @@ pub(crate) fn pass(
     let mut setup_time = None;
     let pacer = relay.pacer();
     let outcome = thread::scope(|scope| {
-        let begin = |stream, first: Vec<u8>, is_main| {
+        let begin = |stream, first: Vec<u8>, is_main, is_urgent| {
             let connection = Connection {
                 relay,
                 pacer: pacer.clone(),
@@ -91,6 +98,7 @@ pub(crate) fn pass(
                 first,
                 kind,
                 is_main,
+                is_urgent,
                 report: report.clone(),
             };
             let far = connection.dial();
@@ -100,7 +108,8 @@ pub(crate) fn pass(
         let run = || -> Result<Outcome, RelayError> {
             if let Some(main) = main {
                 open += 1;
-                begin(main, MAIN_MAGIC.to_be_bytes().to_vec(), kind != Opaque::Tls);
+                let first = MAIN_MAGIC.to_be_bytes().to_vec();
+                begin(main, first, kind != Opaque::Tls, false);
             }
             loop {
                 arrivals.accept_all()?;
@@ -112,7 +121,8 @@ pub(crate) fn pass(
                         Some(true) => {
                             open += 1;
                             let first = connection.bytes().to_vec();
-                            begin(connection.stream, first, false);
+                            let follows_main = open > 1 && kind.has_urgent_pages();
+                            begin(connection.stream, first, false, follows_main);
                         }
                         Some(false) => {}
                         None => arrivals.unclassified.push(connection),
@@ -149,7 +159,7 @@ pub(crate) fn pass(
                     return match kind {
                         _ if loaded => Ok(Outcome::Loaded),
                         Opaque::Bytes => failed.take().map_or(Ok(Outcome::Unseen), Err),
-                        Opaque::Tls => Ok(Outcome::Unseen),
+                        Opaque::Tls | Opaque::Resumed => Ok(Outcome::Unseen),
                         Opaque::Single | Opaque::PerhapsSingle => Ok(Outcome::Unconfirmed),
                     };
                 }
@@ -243,6 +253,8 @@ struct Connection<'a> {
     kind: Opaque,
     /// Whether this is a main stream in plain text, with a return path.
     is_main: bool,
+    /// Whether it is for pages that a guest waits for, which do not wait for the bandwidth limit.
+    is_urgent: bool,
     report: Sender<Report>,
 }
 
@@ -302,9 +314,8 @@ impl Connection<'_> {
 
     fn pass(&self, far: &ByteEnd) -> Result<(), RelayError> {
         let (config, stats) = (self.relay.config, self.relay.stats);
-        // Pages that a guest waits for under post-copy do not wait for the bandwidth limit.
-        let is_urgent = self.follows_main() && !self.is_main;
-        let settings = (&config.method, stats, (!is_urgent).then_some(&self.pacer));
+        let pacer = (!self.is_urgent).then_some(&self.pacer);
+        let settings = (&config.method, stats, pacer);
         // Otherwise the connection was opened with these.
         let first = match far.in_blocks {
             true => self.first_bytes(),

@@ -36,7 +36,7 @@ use crate::{
     gather::{Arrival, Connections, gather},
     late,
     main_stream::MainState,
-    opaque,
+    opaque::{self, Opaque},
     syncs::Syncs,
 };
 use source_channels::SourceChannels;
@@ -102,7 +102,7 @@ impl Relay<'_> {
     /// # Errors
     /// When no connection can be accepted any more. One that breaks does not affect the others.
     pub fn pass_bytes(&self) -> Result<(), RelayError> {
-        match opaque::pass_bytes(self, &mut || false) {
+        match opaque::pass_bytes(self, Opaque::Bytes, &mut || false) {
             Ok(_) | Err(RelayError::Cancelled) => Ok(()),
             Err(error) => Err(error),
         }
@@ -111,7 +111,8 @@ impl Relay<'_> {
     /// Forwards the connections of post-copy that is being resumed, until they have ended. They begin in the midst of a migration.
     pub(crate) fn resume_post_copy(&self) -> Result<Summary, RelayError> {
         self.stats.note_post_copy();
-        opaque::pass_bytes(self, &mut || self.stats.snapshot().wire_bytes > 0)
+        let mut has_begun = || self.stats.snapshot().wire_bytes > 0;
+        opaque::pass_bytes(self, Opaque::Resumed, &mut has_begun)
     }
 
     /// [`run`](Self::run) within the span of a larger migration.

@@ -75,7 +75,8 @@ fn of_failure(failure: &Failure) -> Option<String> {
              Otherwise, run: vamoose settle --attempt {attempt} --as moved-elsewhere"
         )),
         GuestLocation::Gone => Some(format!(
-            "if `vamoose attempts` on the destination's host lists the attempt as orphaned, its QEMU holds all of the guest, paused. \
+            "if `vamoose attempts` on the destination's host lists the attempt as orphaned, its QEMU holds all of the guest, paused \
+             (under post-copy only a part: then end it, and start the guest from its disk). \
              If the guest runs nowhere else, run there: vamoose settle --attempt {attempt} --as running-there|never-ran"
         )),
         _ => None,

@@ -24,8 +24,13 @@ use super::{
     slots::{Slot, Slots},
 };
 use crate::{
-    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, accept::kind_of, chain,
-    first_bytes::peek, observer::Observation, opaque::pass_bytes, service::Draining,
+    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay,
+    accept::kind_of,
+    chain,
+    first_bytes::peek,
+    observer::Observation,
+    opaque::{Opaque, pass_bytes},
+    service::Draining,
 };
 
 /// A migration that another gateway has begun.
@@ -279,7 +284,9 @@ impl IncomingMigration {
         let (from, target) = (&admitted.from, &admitted.target);
         info!("from {from}, {target}: passing bytes through");
         // An error means that no further stream will come: the other gateway has ended the migration, or is gone.
-        MigrationEnd::of(&pass_bytes(&relay, &mut || conversation.poll().is_err()))
+        MigrationEnd::of(&pass_bytes(&relay, Opaque::Bytes, &mut || {
+            conversation.poll().is_err()
+        }))
     }
 }
 

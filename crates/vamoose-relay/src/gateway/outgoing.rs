@@ -39,7 +39,7 @@ use crate::{
     Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, chain,
     first_bytes::{Arrivals, Closes, FirstBytes, MOST_UNCLASSIFIED, UnclassifiedConnection},
     observer::Observation,
-    opaque::pass_bytes,
+    opaque::{Opaque, pass_bytes},
 };
 
 /// The connections to one endpoint.
@@ -304,7 +304,7 @@ impl OutgoingMigration {
             // Announced before the first connection is dialled, so that a silent peer delays the migration only once.
             _ => self
                 .announce()
-                .and_then(|_| pass_bytes(&relay, &mut || true)),
+                .and_then(|_| pass_bytes(&relay, Opaque::Bytes, &mut || true)),
         })
     }
 }

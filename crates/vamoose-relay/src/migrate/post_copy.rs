@@ -224,7 +224,7 @@ impl Migration<'_> {
         let relay = route.relay(&self.config, &hangup, &stats);
         let span = Span::current();
         thread::scope(|scope| {
-            let relaying = scope.spawn(|| span.in_scope(|| relay.pass_bytes()));
+            let relaying = scope.spawn(|| span.in_scope(|| relay.resume_post_copy()));
             let relay = SourceRelay {
                 address: route.address(),
                 stats: &stats,

@@ -6,7 +6,7 @@ use std::{net::SocketAddr, thread, time::Duration};
 use anyhow::{Context as _, Result, ensure};
 use lab::{
     guest::Guest,
-    middlebox::{Admission, Change, Middlebox, Which},
+    middlebox::{Admission, Change, Direction, Flow, Middlebox, Which},
     qemu::{self, Binary},
     vamoose::{Ended, Vamoose},
 };
@@ -388,6 +388,63 @@ fn a_cut_before_the_first_urgent_page() -> Result<()> {
         guest
             .arrives()
             .with_context(|| binary.version.to_string())?;
+    }
+    Ok(())
+}
+
+/// A server that knows nothing of the guest takes nothing for it, and leaves its QEMU alone.
+#[test]
+fn a_server_without_memory_begins_nothing() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let Some(mut guest) = UnderWay::start(&binary)? else {
+        return Ok(());
+    };
+    guest.host.restart_without_memory()?;
+    guest.network.lead_to(address(&guest.host)?);
+    let answer = "the server does not know this attempt";
+    guest.migration.wait_for(answer, LIMIT)?;
+    let is_there = !guest.destination.qemu.process().has_ended();
+    ensure!(is_there, "{}", guest.said());
+    guest.migration.signal(Signal::INT)?;
+    guest.migration.wait_for("too late to cancel", LIMIT)?;
+    guest.migration.signal(Signal::INT)?;
+    let ended = guest.migration.finish(LIMIT)?;
+    ensure!(ended.status.code() == Some(4), "{}", ended.stderr);
+    Ok(())
+}
+
+/// All memory has come, and the source's QEMU is not told: the destination's says so to the next command.
+#[test]
+fn the_last_message_is_lost() -> Result<()> {
+    for binary in versions()? {
+        let Some(mut guest) = UnderWay::start(&binary)? else {
+            return Ok(());
+        };
+        let source = &mut guest.source.qemu.qmp;
+        while source.query_migrate()?["ram"]["remaining"].as_u64() > Some(8 << 20) {
+            thread::sleep(Duration::from_millis(5));
+        }
+        let flow = |flow| guest.network.set_flow(Direction::ToDialler, flow);
+        flow(Flow::Hold);
+        let destination = &mut guest.destination.qemu.qmp;
+        destination.wait_migration(&["completed"], LIMIT)?;
+        guest.migration.kill()?;
+        let ends = ["postcopy-paused", "failed"];
+        let source = &mut guest.source.qemu.qmp;
+        let paused = source.wait_migration(&ends, LIMIT);
+        flow(Flow::Pass);
+        paused.with_context(|| guest.said())?;
+        guest.again()?;
+        let UnderWay {
+            source,
+            destination,
+            migration,
+            ..
+        } = guest;
+        migration.finish(LIMIT)?.success()?;
+        expect_alive(source, destination).with_context(|| binary.version.to_string())?;
     }
     Ok(())
 }

@@ -108,6 +108,16 @@ const ELSEWHERE: &[(&str, &str, Where)] = &[
         "virsh migrate",
         Where::Similar("libvirt.rs", "\"migrate\", \"--live\", \"web1\""),
     ),
+    (
+        "docs/post-copy.md",
+        "vamoose migrate web1 kvm2 --postcopy",
+        Where::Similar("post_copy.rs", "\"--postcopy\""),
+    ),
+    (
+        "docs/post-copy.md",
+        "vamoose migrate web1 kvm2 --timeout",
+        Where::Similar("post_copy.rs", "\"--on-timeout\""),
+    ),
     ("docs/reading-a-report.md", "make bench", BY_HAND),
     (
         "docs/reading-a-report.md",
