@@ -115,6 +115,18 @@ impl RelayError {
         None
     }
 
+    /// Whether the source has closed its connections before the end, as it does when it is cancelled.
+    pub(crate) fn is_end_by_source(&self) -> bool {
+        let is_end = matches!(
+            self,
+            Self::ChannelClosed(_)
+                | Self::MainClosed(Direction::Forward)
+                | Self::MainRead(Direction::Forward, _)
+                | Self::SourceChannel(_, ReadError::Io(_) | ReadError::Truncated { .. })
+        );
+        is_end && self.lost_connection().is_none()
+    }
+
     /// Whether it was noticed on a connection to the destination.
     pub(crate) fn is_of_destination(&self) -> bool {
         use Direction::{Back, Forward};

@@ -53,16 +53,19 @@ pub enum EndKind {
     Refused,
     /// Failed after some bytes were taken.
     Failed,
+    /// Ended by the source before it was complete: cancelled there, or the source has failed.
+    Stopped,
 }
 
 impl EndKind {
     /// All outcomes.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::Loaded,
         Self::Unconfirmed,
         Self::Passed,
         Self::Refused,
         Self::Failed,
+        Self::Stopped,
     ];
 
     /// The outcome's name in metrics and logs.
@@ -73,6 +76,7 @@ impl EndKind {
             Self::Passed => "passed",
             Self::Refused => "refused",
             Self::Failed => "failed",
+            Self::Stopped => "stopped",
         }
     }
 
@@ -84,6 +88,7 @@ impl EndKind {
                 Outcome::Unseen => Self::Passed,
             },
             Err(RelayError::Announce(_)) => Self::Refused,
+            Err(error) if error.is_end_by_source() => Self::Stopped,
             Err(_) => Self::Failed,
         }
     }
@@ -136,5 +141,40 @@ impl Observation {
             faults,
         };
         self.observer.ended(&self.migration, end);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use vamoose_link::ReadError;
+
+    use super::*;
+    use crate::Direction::{Back, Forward};
+
+    #[test]
+    fn a_migration_that_its_source_ends_has_not_failed() {
+        let reset = || io::Error::from(io::ErrorKind::ConnectionReset);
+        let stall = ReadError::TimedOut {
+            part: "header",
+            seconds: 15,
+        };
+        for (error, kind) in [
+            (RelayError::MainClosed(Forward), EndKind::Stopped),
+            (RelayError::MainRead(Forward, reset()), EndKind::Stopped),
+            (RelayError::ChannelClosed(1), EndKind::Stopped),
+            (
+                RelayError::SourceChannel(0, reset().into()),
+                EndKind::Stopped,
+            ),
+            (RelayError::SourceChannel(0, stall), EndKind::Failed),
+            (RelayError::MainClosed(Back), EndKind::Failed),
+            (RelayError::MainWrite(Forward, reset()), EndKind::Failed),
+            (RelayError::Cancelled, EndKind::Failed),
+        ] {
+            let text = format!("{error:?}");
+            assert_eq!(EndKind::of(&Err(error)), kind, "{text}");
+        }
     }
 }

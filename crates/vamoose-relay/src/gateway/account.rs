@@ -101,7 +101,8 @@ impl MigrationEnd {
 
     /// Adds the other gateway's error, which is often the reason.
     pub(super) fn with_peers(mut self, theirs: Option<String>) -> Self {
-        if let (EndKind::Failed, Some(ours), Some(theirs)) = (self.kind, &mut self.reason, theirs) {
+        let has_failed = [EndKind::Failed, EndKind::Stopped].contains(&self.kind);
+        if let (true, Some(ours), Some(theirs)) = (has_failed, &mut self.reason, theirs) {
             *ours += &format!("; the other gateway: {theirs}");
         }
         self

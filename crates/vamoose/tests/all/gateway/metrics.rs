@@ -140,6 +140,28 @@ fn a_migration_under_way_is_counted() -> Result<()> {
     wait_for(&at, &in_flight, 0.0)
 }
 
+#[test]
+fn a_cancelled_migration_has_not_failed() -> Result<()> {
+    let Some(qemu) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let hosts = Hosts::with("", "", &["--metrics", "tcp:127.0.0.1:0"])?;
+    let (mut source, _destination) = hosts.pair(&qemu, &qemu, PORT, 2)?;
+    source.qmp.set_parameters(json!({ "max-bandwidth": MIB }))?;
+    hosts.near.sends(&mut source, PORT)?;
+    source.qmp.wait_transferred(MIB, LIMIT)?;
+    source.qmp.execute("migrate_cancel", json!({}))?;
+    source.qmp.wait_migration(&["cancelled"], LIMIT)?;
+    for (host, direction) in [(&hosts.near, "outgoing"), (&hosts.far, "incoming")] {
+        let at = host.says("metrics at tcp:")?;
+        let with = format!("direction=\"{direction}\",peer=\"other\"");
+        let ended = |outcome| format!("vamoose_migrations_total{{{with},outcome=\"{outcome}\"}}");
+        wait_for(at.trim(), &ended("stopped"), 1.0)?;
+        wait_for(at.trim(), &ended("failed"), 0.0)?;
+    }
+    Ok(())
+}
+
 /// Names of metrics in queries.
 fn names(text: &str) -> BTreeSet<&str> {
     let words = text.split(|it: char| !it.is_ascii_alphanumeric() && it != '_');
