@@ -162,7 +162,7 @@ impl<'a> Reader<'a> {
             [0, ZLIB, ZSTD, QPL, QATZIP].contains(&method),
             "flags {flags:#x}"
         );
-        self.u32()?;
+        let pages_alloc = usize::try_from(self.u32()?)?;
         let normal = usize::try_from(self.u32()?)?;
         let size = usize::try_from(self.u32()?)?;
         self.u64()?;
@@ -180,6 +180,10 @@ impl<'a> Reader<'a> {
             ensure!(
                 pages == 0 || method == set,
                 "flags {flags:#x} of another method"
+            );
+            ensure!(
+                pages <= pages_alloc,
+                "pages_alloc {pages_alloc} of {pages} pages"
             );
             ensure!(normal > 0 || size == 0, "{size} bytes for no normal pages");
         }

@@ -39,6 +39,9 @@ enum Todo {
         /// Only these cases: a name, or its beginning and `*`.
         #[arg(long, default_value = "*")]
         only: String,
+        /// How many cases to run at a time.
+        #[arg(long, default_value_t = 8)]
+        jobs: usize,
         /// The driver, and its arguments.
         #[arg(required = true, trailing_var_arg = true)]
         driver: Vec<OsString>,
@@ -90,6 +93,7 @@ fn with_driver(options: Options) -> Result<()> {
             name,
             exclusions,
             only,
+            jobs,
             driver: words,
         } => {
             let mut all = Exclusions::new();
@@ -105,7 +109,7 @@ fn with_driver(options: Options) -> Result<()> {
                     .cases
                     .retain(|it| cases.iter().any(|case| fits(it, &case.name)));
             }
-            let outcomes = run(&driver(words)?, &cases, &exclusions)?;
+            let outcomes = run(&driver(words)?, &cases, &exclusions, jobs)?;
             let failed = |verdict: &Verdict| matches!(verdict, Verdict::Failed(_));
             let failures = outcomes
                 .iter()

@@ -73,11 +73,16 @@ pub fn fits(pattern: &str, case: &str) -> bool {
     }
 }
 
-/// Runs all cases, several at a time.
+/// Runs all cases, `jobs` at a time.
 ///
 /// # Errors
 /// When an exclusion is about no case.
-pub fn run(driver: &Driver, cases: &[Case], exclusions: &[Exclusion]) -> Result<Vec<Outcome>> {
+pub fn run(
+    driver: &Driver,
+    cases: &[Case],
+    exclusions: &[Exclusion],
+    jobs: usize,
+) -> Result<Vec<Outcome>> {
     for pattern in exclusions.iter().flat_map(|exclusion| &exclusion.cases) {
         let known = cases.iter().any(|case| fits(pattern, &case.name));
         ensure!(known, "the exclusion '{pattern}' is about no case");
@@ -96,8 +101,6 @@ pub fn run(driver: &Driver, cases: &[Case], exclusions: &[Exclusion]) -> Result<
                 .unwrap_or_else(|why| Verdict::Failed(format!("{why:#}"))),
         }
     };
-    // Most drivers wait more than they compute.
-    let threads = thread::available_parallelism().map_or(4, |count| 2 * count.get());
     let next = AtomicUsize::new(0);
     let mut outcomes = thread::scope(|scope| {
         let work = || {
@@ -105,7 +108,7 @@ pub fn run(driver: &Driver, cases: &[Case], exclusions: &[Exclusion]) -> Result<
             let outcome = |case: &Case| (case.name.clone(), verdict(case));
             std::iter::from_fn(|| cases().map(outcome)).collect::<Vec<_>>()
         };
-        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        let threads: Vec<_> = (0..jobs).map(|_| scope.spawn(work)).collect();
         let all = threads
             .into_iter()
             .flat_map(|thread| thread.join().unwrap_or_default());

@@ -28,12 +28,13 @@ fn cases_of(method: &str) -> Vec<Case> {
         let words = format!("page {page} of a guest. ");
         words.bytes().cycle().take(crate::PAGE).collect::<Vec<u8>>()
     };
+    let half = [vec![0; 2048], noise(3)[..1024].to_vec(), vec![9; 1024]].concat();
     let mixed = vec![
         (0, fill(7)),
-        (3, noise(3)),
+        (3, half),
         (4, text(4)),
         (77, text(77)),
-        (255, noise(5)),
+        (255, fill(5)),
     ];
     let first = vec![(0, fill(7)), (3, fill(3)), (4, text(4)), (77, text(77))];
     let second = vec![(0, fill(7)), (3, fill(8)), (77, text(78)), (78, text(78))];
@@ -57,6 +58,12 @@ fn cases_of(method: &str) -> Vec<Case> {
             vec![vec![]],
         ),
         make("mixed-pages", "Pages of all kinds arrive.", 2, vec![mixed]),
+        make(
+            "noise",
+            "A page that does not compress arrives.",
+            1,
+            vec![vec![(1, noise(1))]],
+        ),
         make(
             "full-packets",
             "A packet has at most 128 pages.",

@@ -144,6 +144,15 @@ fn syncs() -> Vec<Case> {
             pages.clone(),
         ),
         accepted(
+            "sync/pages-alloc-0",
+            "A SYNC's pages_alloc says nothing: QEMU 10.0 leaves it 0.",
+            vec![channel(
+                0,
+                [Packet::sync().with(|it| it.pages_alloc = 0), three(3)],
+            )],
+            pages.clone(),
+        ),
+        accepted(
             "sync/many",
             "There are as many rounds as the source likes.",
             vec![
