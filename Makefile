@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test postcopy model flips load databases faults soak bench paths predict siblings libvirt package \
+.PHONY: help setup build demo test postcopy model simulate flips load databases faults soak bench paths predict siblings libvirt package \
 	package-rpm package-image package-compare package-test first-migration release book
 
 help:          # Show these targets
@@ -37,6 +37,11 @@ postcopy: setup # Cut links and kill processes behind the switch to post-copy wi
 # MODEL_TRACES and MODEL_SEED set how much.
 model: setup   # Explore the model of the hand-over further (some minutes)
 	cargo test -p handover --test model -- --ignored
+
+# SECONDS sets how long, SEED the first seed. `make simulate SEED=n` alone runs one seed and prints its trace.
+simulate: setup # Simulate hosts, faults and people for five minutes, and find every defect that is put back (SECONDS, SEED)
+	cargo test --release -p lab --test simulate -- many_seeds --ignored --nocapture
+	$(if $(SEED),,SECONDS=60 cargo test --release -p lab --test simulate -- every_mutant --ignored --nocapture)
 
 # FLIPS and FLIPS_SEED set how many and which.
 flips: setup   # Flip 10,000 bits on the link between two Vamooses (some minutes)

@@ -565,7 +565,12 @@ impl Source {
             } => self.over(GuestLocation::Gone, Some(cause), []),
             SourceEvent::GuestDied { .. } => self.over(GuestLocation::Lost, Some(cause), []),
             // The guest resumes all the same. A later run finds it running.
-            SourceEvent::NotPersisted { .. } => vec![SourceAction::Resume],
+            SourceEvent::NotPersisted { .. } if self.resume => vec![SourceAction::Resume],
+            // A later run could not see that a paused guest has its disks back, and might hand it over.
+            SourceEvent::NotPersisted { reason } => undecided(
+                GuestLocation::Source,
+                format!("{cause}; then the journal could not be written: {reason}"),
+            ),
             _ => Vec::new(),
         }
     }
@@ -874,6 +879,9 @@ mod tests {
             (not_persisted(), "decide source"),
         ];
         follow(&mut returning(), told);
+        // A paused guest does not get its disks before that is recorded: a later run could not see that it came back.
+        let mut paused = Source::restore(returning().state, false);
+        follow(&mut paused, [(not_persisted(), "decide source")]);
         for (last, actions) in [
             (LastSeen::Stopped, "persist, decide lost"),
             // The guest may have resumed, and another tool may have moved it.

@@ -644,6 +644,18 @@ mod tests {
         assert!(!source.wait_until_ended().unwrap());
     }
 
+    /// While `migrate` gets ready, and QEMU has not been told to migrate.
+    #[test]
+    fn guest_sent_by_another_tool_before_the_attempt_migrates_is_not_continued() {
+        let Some((mut process, mut source)) = running() else {
+            return;
+        };
+        source.look().unwrap();
+        send_away(&mut process);
+        assert_eq!(source.resume(true), SourceEvent::FoundSent);
+        assert_eq!(process.qmp.query_status().unwrap(), "postmigrate");
+    }
+
     /// As the killed driver of a migration with copies of disks leaves it.
     #[test]
     fn migration_that_is_held_is_cancelled() {

@@ -1,0 +1,277 @@
+//! The simulator: hosts, QEMUs, links, processes and people in virtual time, with the shipped code in the middle of it.
+//!
+//! ```text
+//!   people ── migrate, cancel, settle, run it again ──┐              seed ─> options: what there is, and every fault
+//!  ┌───────────── host ─────────────┐                 │   ┌───────────── host ─────────────┐
+//!  │ QEMU ── relay ── migrate       │    sessions     │   │ serve ── relay ── QEMU         │
+//!  │   ▲     policy   source of the │ ═══ streams ════════│ destination of      │          │
+//!  │ disks            hand-over     │   connections   │   │ the hand-over      disks       │
+//!  │          journal               │   links, paths  │   │         journal                │
+//!  └────────────────────────────────┘                 │   └────────────────────────────────┘
+//! ```
+//!
+//! | shipped | model, which follows the code of the crate named |
+//! |---|---|
+//! | `handover`: both machines and drivers, messages, framing, states in journals | `vamoose-relay`: what drives QEMUs, what commands do with earlier attempts ([`source`], [`destination`]) |
+//! | `vamoose-session`: handshake with its proofs, frames, windows, streams | `vamoose-link`: dialling, which connection is which stream's ([`session`]) |
+//! | `convergence`: when a guest is paused | QEMU's rules, the truth about guests, disks ([`qemu`]) |
+//! | `evacuation`: plan and schedule | links ([`net`]), people ([`people`]), processes and journals ([`world`]) |
+//!
+//! A seed decides everything, also on another machine: the same seed has the same trace, which ends with its hash. What goes wrong
+//! is told with its seed and the fewest faults with which it still does.
+//!
+//! # What never happens
+//! - Two QEMUs run a guest or have its disks; one continues memory that is not what the guest last had.
+//! - A QEMU is ended that has the guest or its last copy. A command reports a guest where it is not, or in doubt without a commit.
+//! - A stream delivers other bytes than were written, keeps more than its bounds, or ends though nothing was broken for long.
+//!
+//! # What always happens
+//! When faults have stopped, every command ends, no attempt stays open, no guest stays in doubt whose destination knows, and every
+//! guest of which a copy is left runs, or is paused, as its owner wants it.
+//!
+//! # Not simulated
+//! Code with sockets, threads and clocks in it, above all the drivers on the right of the table; TLS; copies of disks; post-copy;
+//! gateways; VMMs with `vamoose-live`; the store of pages and the coding of packets.
+//!
+//! `make simulate` runs seeds for five minutes; SECONDS, SEED and TRACE choose.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "what is encoded here decodes, and a test fails by panicking"
+)]
+
+mod destination;
+mod mutants;
+mod net;
+mod options;
+mod people;
+mod qemu;
+mod random;
+mod session;
+mod shrink;
+mod source;
+mod trace;
+mod world;
+
+use std::{
+    env,
+    str::FromStr,
+    time::{Duration, Instant},
+};
+
+use mutants::Mutant;
+use options::Options;
+use world::{Counts, World};
+
+/// How a run ended.
+struct Run {
+    hash: u64,
+    wrong: Option<String>,
+    counts: Counts,
+    time: Duration,
+    lines: Vec<String>,
+}
+
+fn run(options: &Options, is_told: bool) -> Run {
+    let fleet = people::fleet(options.hosts, options.guests);
+    let mut world = World::new(options, is_told);
+    if options.evacuates {
+        world.evacuate(&fleet);
+    }
+    world.run();
+    Run {
+        hash: world.trace.hash,
+        wrong: world.wrong,
+        counts: world.counts,
+        time: world.now,
+        lines: world.trace.lines.unwrap_or_default(),
+    }
+}
+
+/// Runs a seed; what goes wrong is told in full.
+fn never_goes_wrong(seed: u64) -> Run {
+    let options = Options::of(seed);
+    let ran = run(&options, false);
+    if let Some(wrong) = &ran.wrong {
+        let (least, ran) = shrink::shrink(&options, wrong);
+        let tail = ran.lines.len().saturating_sub(150);
+        panic!(
+            "SEED={seed}: {wrong}\n{}\n{least:#?}\nSEED={seed}: {wrong}",
+            ran.lines[tail..].join("\n")
+        );
+    }
+    ran
+}
+
+#[test]
+fn nothing_goes_wrong() {
+    for seed in 0..setting("SEEDS", 60) {
+        never_goes_wrong(seed);
+    }
+}
+
+#[test]
+fn same_seed_has_the_same_trace() {
+    for seed in 0..6 {
+        let options = Options::of(seed);
+        let [one, other] = [run(&options, true), run(&options, true)];
+        assert_eq!(one.lines, other.lines, "SEED={seed}");
+        assert_eq!(one.hash, other.hash, "SEED={seed}");
+    }
+}
+
+/// `make simulate`.
+#[test]
+#[ignore = "takes minutes"]
+fn many_seeds() {
+    let limit = Duration::from_secs(setting("SECONDS", 300));
+    let first = setting("SEED", 1_000_000);
+    let began = Instant::now();
+    if env::var("SEED").is_ok() && env::var("SECONDS").is_err() {
+        let ran = run(&Options::of(first), true);
+        println!("{}", ran.lines.join("\n"));
+        println!("SEED={first}: hash {:016x}", ran.hash);
+        never_goes_wrong(first);
+        return;
+    }
+    let (mut seed, mut all, mut time, mut hash) = (first, Counts::default(), Duration::ZERO, 0_u64);
+    while began.elapsed() < limit {
+        let ran = never_goes_wrong(seed);
+        seed += 1;
+        time += ran.time;
+        hash = hash.rotate_left(1) ^ ran.hash;
+        all.add(&ran.counts);
+    }
+    let hours = time.as_secs_f64() / 3600.0;
+    let speed = time.as_secs_f64() / began.elapsed().as_secs_f64();
+    println!(
+        "{} seeds from {first}: {hours:.0} simulated hours, {speed:.0} an hour; traces' hash {hash:016x}",
+        seed - first
+    );
+    println!("{all:#?}");
+}
+
+/// Each defect that is put back is found. The table of docs/results.
+#[test]
+#[ignore = "takes minutes"]
+fn every_mutant_is_found() {
+    let limit = Duration::from_secs(setting("SECONDS", 60));
+    let only = env::var("MUTANT").ok();
+    let mut missed = Vec::new();
+    for mutant in Mutant::ALL {
+        if only
+            .as_ref()
+            .is_some_and(|only| *only != format!("{mutant:?}"))
+        {
+            continue;
+        }
+        match find(mutant, limit) {
+            Some((seeds, time, wrong)) => {
+                println!(
+                    "| {mutant:?} | {seeds} | {:.1} | {wrong} |",
+                    time.as_secs_f64()
+                );
+            }
+            None => missed.push(mutant),
+        }
+    }
+    assert!(missed.is_empty(), "not found: {missed:?}");
+}
+
+/// The number of seeds and the time until a defect was found, and as what.
+fn find(mutant: Mutant, limit: Duration) -> Option<(u64, Duration, String)> {
+    let began = Instant::now();
+    for seed in 0.. {
+        let options = Options {
+            mutant: Some(mutant),
+            ..Options::of(seed)
+        };
+        if let Some(wrong) = run(&options, false).wrong {
+            return Some((seed + 1, began.elapsed(), wrong));
+        }
+        if began.elapsed() > limit {
+            return None;
+        }
+    }
+    None
+}
+
+fn setting<T: FromStr>(name: &str, usual: T) -> T {
+    let chosen = env::var(name).ok();
+    chosen.map_or(usual, |text| {
+        text.parse().unwrap_or_else(|_| panic!("{name}={text}"))
+    })
+}
+
+/// TEMPORARY
+#[test]
+#[ignore = "tmp"]
+fn survey() {
+    let n: u64 = setting("SEEDS", 500);
+    let first: u64 = setting("SEED", 300);
+    let mut found: std::collections::BTreeMap<String, (u64, u64)> = Default::default();
+    let began = Instant::now();
+    let limit = Duration::from_secs(setting("SECS", 15));
+    let mut time = Duration::ZERO;
+    let mut all = Counts::default();
+    let mut ran = 0;
+    for seed in first..first + n {
+        if began.elapsed() > limit {
+            break;
+        }
+        ran += 1;
+        let options = Options::of(seed);
+        let result = std::panic::catch_unwind(|| run(&options, false));
+        match result {
+            Ok(run) => {
+                time += run.time;
+                all.add(&run.counts);
+                if let Some(wrong) = run.wrong {
+                    let wrong = wrong
+                        .split(|c: char| c.is_ascii_digit())
+                        .next()
+                        .unwrap()
+                        .to_owned();
+                    found.entry(wrong).or_insert((seed, 0)).1 += 1;
+                }
+            }
+            Err(_) => found.entry("PANIC".to_owned()).or_insert((seed, 0)).1 += 1,
+        }
+    }
+    println!(
+        "{ran} seeds, {:.0} h in {:.1} s; {all:?}",
+        time.as_secs_f64() / 3600.0,
+        began.elapsed().as_secs_f64()
+    );
+    for mutant in Mutant::ALL {
+        match find(mutant, Duration::from_millis(setting("MUTANT_MS", 3_000))) {
+            Some((seeds, time, wrong)) => println!(
+                "| {mutant:?} | {seeds} | {:.1} | {wrong} |",
+                time.as_secs_f64()
+            ),
+            None => println!("MISSED {mutant:?}"),
+        }
+    }
+    for (wrong, (seed, n)) in &found {
+        println!("== {n} x {wrong} (SEED={seed})");
+    }
+    for (wrong, (seed, _)) in &found {
+        if wrong == "PANIC" {
+            continue;
+        }
+        let options = Options::of(*seed);
+        let w = run(&options, false).wrong.unwrap();
+        let (least, ran) = shrink::shrink(&options, &w);
+        println!("######## SEED={seed}: {w}\n{least:?}");
+        let lines: Vec<String> = ran
+            .lines
+            .iter()
+            .filter(|l| !l.contains("session"))
+            .cloned()
+            .collect();
+        let ran_lines = lines;
+        let tail = ran_lines.len().saturating_sub(setting("TAIL", 45));
+        println!("{}", ran_lines[tail..].join("\n"));
+    }
+}

@@ -1,0 +1,179 @@
+//! What a run is made of: everything follows from a seed, and each fault can be left out to find the least that goes wrong.
+
+use std::time::Duration;
+
+use convergence::OnTimeout;
+
+use crate::{mutants::Mutant, random::Random};
+
+/// One run.
+#[derive(Clone, Debug)]
+pub(crate) struct Options {
+    pub(crate) seed: u64,
+    pub(crate) hosts: usize,
+    pub(crate) guests: usize,
+    /// A guest's memory, in chunks, and how many of these it writes in a second.
+    pub(crate) chunks: usize,
+    pub(crate) writes: u64,
+    /// Of each path between two hosts, in bytes per second; and the time of one way on the first path.
+    pub(crate) rate: u64,
+    pub(crate) delay: Duration,
+    pub(crate) paths: usize,
+    pub(crate) channels: usize,
+    pub(crate) reconnect: Duration,
+    pub(crate) timeout: Option<(Duration, OnTimeout)>,
+    /// The journals are on disks and outlive their hosts' crashes.
+    pub(crate) keeps_journals: bool,
+    /// Guests do not move one by one: an evacuation empties the first host.
+    pub(crate) evacuates: bool,
+    /// Guests that their owners have paused from the beginning.
+    pub(crate) paused: bool,
+    /// When each is due; and which action of a process, from then on, it goes with.
+    pub(crate) faults: Vec<(Duration, Option<u32>, Fault)>,
+    /// From then on nothing fails any more.
+    pub(crate) calm: Duration,
+    pub(crate) mutant: Option<Mutant>,
+}
+
+/// What fails, and what people do. Numbers choose among what there is then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// All connections between two hosts end, and what was on its way is lost.
+    Reset(usize),
+    /// One end sees a connection end, the other hears nothing any more.
+    HalfOpen(usize, usize),
+    /// Nothing comes any more on the connections of two hosts, and nobody sees why.
+    Swallow(usize),
+    /// A path is silent; what was sent comes late.
+    Silence(usize, Duration),
+    /// Resets, one after the other.
+    Storm(usize, Duration, Duration),
+    Slow(usize, u64, Duration),
+    /// A bit changes.
+    Corrupt(usize, usize),
+    /// Connections to a host are refused though it is there, as by a proxy or a firewall.
+    Refuse(usize, Duration),
+    KillMigrate(usize),
+    /// `serve` is killed, and comes back.
+    KillServe(usize, Duration),
+    /// A QEMU ends: that which has the guest, or one that receives it.
+    KillSource(usize),
+    KillDestination(usize),
+    /// A host loses its power.
+    Crash(usize, Duration),
+    /// No journal can be written.
+    Journal(usize, Duration),
+    /// A QEMU does not answer its monitor.
+    Monitor(usize, bool, Duration),
+    /// The connection to a monitor breaks at the next `cont`, which is carried out or not.
+    Break(usize, bool),
+    /// A QEMU cannot be killed.
+    Stuck(usize, Duration),
+    /// QEMU waits for a SYNC to be sent and does not notice that its connections are gone.
+    Numb(usize),
+    /// The owner pauses the guest or continues it; its disk is full.
+    Pause(usize),
+    Continue(usize),
+    Halt(usize),
+    Cancel(usize),
+    /// An old command is run again, or a command to another host.
+    Again(usize),
+    /// A person who is wrong claims that a guest in doubt never ran.
+    Settle(usize),
+    /// `serve` is ended and started again.
+    Reload(usize, Duration),
+    /// Another tool moves the guest.
+    OtherTool(usize),
+    /// A QEMU is started at the monitor's path of one that has ended, and another client holds its monitor.
+    NewQemu(usize),
+}
+
+impl Fault {
+    /// The kind's name.
+    pub(crate) fn kind(self) -> String {
+        let told = format!("{self:?}");
+        told.split('(').next().unwrap_or_default().to_owned()
+    }
+
+    fn random(random: &mut Random) -> Self {
+        let any = random.below(1 << 16);
+        let (end, short) = (random.below(2), random.millis(200, 9_000));
+        let long = random.millis(1_000, 45_000);
+        match random.below(36) {
+            0 => Self::Reset(any),
+            1 => Self::HalfOpen(any, end),
+            2 => Self::Swallow(any),
+            3 | 4 => Self::Silence(any, long),
+            5 => Self::Storm(any, random.millis(300, 2_000), long),
+            6 => Self::Slow(any, 2 + random.number() % 9, long),
+            7 | 8 => Self::Corrupt(any, end),
+            9 => Self::Refuse(any, short),
+            10..=13 => Self::KillMigrate(any),
+            14..=16 => Self::KillServe(any, short),
+            17 => Self::KillSource(any),
+            18 | 19 => Self::KillDestination(any),
+            20 => Self::Crash(any, long),
+            21 | 22 => Self::Journal(any, short),
+            23 => Self::Monitor(any, end == 0, short),
+            24 => Self::Break(any, end == 0),
+            25 => Self::Stuck(any, short),
+            26 => Self::Numb(any),
+            27 => Self::Pause(any),
+            28 => Self::Continue(any),
+            29 => Self::Halt(any),
+            30 => Self::Cancel(any),
+            31 => Self::Again(any),
+            32 => Self::Settle(any),
+            33 => Self::Reload(any, short),
+            34 => Self::OtherTool(any),
+            _ => Self::NewQemu(any),
+        }
+    }
+}
+
+impl Options {
+    pub(crate) fn of(seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let hosts = 2 + random.below(4);
+        let chunks = random.pick(&[4, 16, 64, 128]);
+        let minutes = random.pick(&[5, 10, 20]);
+        let calm = Duration::from_secs(60 * minutes);
+        // Some runs have one fault, some a storm of them.
+        let number = random.pick(&[0, 1, 2, 4, 8, 16, 32]);
+        let mut faults: Vec<_> = (0..number)
+            .map(|_| {
+                let at = random.millis(0, 60_000 * minutes);
+                let actions = u32::try_from(random.below(30)).unwrap();
+                let goes_with = random.percent(60).then_some(actions);
+                (at, goes_with, Fault::random(&mut random))
+            })
+            .collect();
+        faults.sort_by_key(|(at, ..)| *at);
+        let timeouts = [
+            None,
+            Some((Duration::from_secs(20), OnTimeout::Abort)),
+            Some((Duration::from_secs(20), OnTimeout::Pause)),
+            Some((Duration::from_secs(15), OnTimeout::Force)),
+            Some((Duration::from_secs(15), OnTimeout::Throttle)),
+        ];
+        Self {
+            seed,
+            hosts,
+            guests: 1 + random.below(3),
+            chunks,
+            writes: random.pick(&[0, 1, 5, 20, 60]),
+            rate: random.pick(&[125, 400, 1250]) * 1_000_000,
+            delay: random.pick(&[100, 1_000, 20_000].map(Duration::from_micros)),
+            paths: 1 + random.below(3),
+            channels: 1 + random.below(3),
+            reconnect: Duration::from_secs(random.pick(&[5, 30, 30])),
+            timeout: random.pick(&timeouts),
+            keeps_journals: random.percent(30),
+            evacuates: random.percent(25),
+            paused: random.percent(20),
+            faults,
+            calm,
+            mutant: None,
+        }
+    }
+}
