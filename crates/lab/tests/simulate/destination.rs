@@ -102,7 +102,7 @@ impl World<'_> {
         let attempt = record.attempt;
         let state = match (&record.state, self.has(Mutant::ForgetsThatItTold)) {
             (DestinationState::Starting { .. } | DestinationState::Running, true) => {
-                DestinationState::Loaded
+                DestinationState::Loaded { post_copy: false }
             }
             (state, _) => state.clone(),
         };
