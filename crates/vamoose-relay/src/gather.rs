@@ -400,14 +400,15 @@ impl Gathering<'_> {
         }
     }
 
-    /// Drops silent connections that are older than a main stream in plain text: the migration's own follow the main stream. With
-    /// TLS, silent connections may be about to send.
+    /// Drops silent connections that are older than a main stream in plain text: the migration's own follow the main stream, but
+    /// streams of a session may overtake each other. With TLS, silent connections may be about to send.
     fn into_opaque(self, why: &'static str, kind: Opaque) -> Arrival {
         let connected = self.main.as_ref().map(|main| main.connected);
         let mut others = self.arrivals.unclassified;
         others.retain(|connection| {
-            let is_stranger =
-                connection.bytes().is_empty() && connected.is_some_and(|at| connection.since < at);
+            let is_stranger = connection.bytes().is_empty()
+                && connection.stream.session().is_none()
+                && connected.is_some_and(|at| connection.since < at);
             if is_stranger {
                 warn!("turning away a connection that has not introduced itself");
             }

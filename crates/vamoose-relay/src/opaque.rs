@@ -10,6 +10,7 @@ use std::{
     mem,
     sync::{
         Arc,
+        atomic::{AtomicBool, Ordering},
         mpsc::{Sender, channel},
     },
     thread,
@@ -37,7 +38,8 @@ pub(crate) enum Opaque {
     Single,
     /// A migration without channels, or whose channels are late.
     PerhapsSingle,
-    /// Post-copy that is resumed: the first connection goes on with the main stream, without its magic.
+    /// Post-copy that is resumed: the first connection goes on with the main stream, without its magic. The others wait until it has
+    /// been answered: QEMU takes the first one that comes for the main stream, and streams of a session may overtake each other.
     Resumed,
     /// Unknown. One connection may fail without the others.
     Bytes,
@@ -88,7 +90,7 @@ pub(crate) fn pass(
     let (mut open, mut loaded, mut failed) = (0, false, None);
     let mut arrivals = Arrivals::new(relay.accept, relay.hangup, others);
     let mut setup_time = None;
-    let pacer = relay.pacer();
+    let (pacer, answered) = (relay.pacer(), &AtomicBool::new(false));
     let outcome = thread::scope(|scope| {
         let begin = |stream, first: Vec<u8>, is_main, is_urgent| {
             let connection = Connection {
@@ -99,6 +101,7 @@ pub(crate) fn pass(
                 kind,
                 is_main,
                 is_urgent,
+                answered,
                 report: report.clone(),
             };
             let far = connection.dial();
@@ -116,6 +119,11 @@ pub(crate) fn pass(
                 for mut connection in mem::take(&mut arrivals.unclassified) {
                     if relay.hangup.is_hung_up() {
                         return Err(RelayError::Cancelled);
+                    }
+                    let is_early = open > 0 && !answered.load(Ordering::Acquire);
+                    if kind == Opaque::Resumed && is_early {
+                        arrivals.unclassified.push(connection);
+                        continue;
                     }
                     match client_begins(&mut connection, kind, relay.accept.is_shared()) {
                         Some(true) => {
@@ -255,6 +263,8 @@ struct Connection<'a> {
     is_main: bool,
     /// Whether it is for pages that a guest waits for, which do not wait for the bandwidth limit.
     is_urgent: bool,
+    /// Set when the destination has sent something.
+    answered: &'a AtomicBool,
     report: Sender<Report>,
 }
 
@@ -323,7 +333,8 @@ impl Connection<'_> {
         };
         if !self.follows_main() {
             self.reset_at_end(far, true);
-            forward(&self.near, far, first, settings, NoWitness, NoWitness)?;
+            let back = Answers(self.answered);
+            forward(&self.near, far, first, settings, NoWitness, back)?;
             self.reset_at_end(far, false);
             return Ok(());
         }
@@ -358,6 +369,16 @@ impl Connection<'_> {
     fn report(&self, report: Report) {
         // The receiver may have returned already.
         let _ = self.report.send(report);
+    }
+}
+
+/// Records that something has come.
+struct Answers<'a>(&'a AtomicBool);
+
+impl Witness for Answers<'_> {
+    fn pass(&mut self, piece: &[u8], write: Write<'_>) -> Result<(), RelayError> {
+        self.0.store(true, Ordering::Release);
+        write(piece)
     }
 }
 
