@@ -3,7 +3,7 @@
 //! ```sh
 //! scripts/setup qemu
 //! cargo build -p multifd-conformance --bins --examples
-//! target/debug/multifd-conformance run --name "QEMU 10.0" --exclusions crates/multifd-conformance/exclusions.json \
+//! target/debug/multifd-conformance --name "QEMU 10.0" --exclusions crates/multifd-conformance/exclusions.json \
 //!     target/debug/examples/multifd-qemu 10.0
 //! ```
 //!

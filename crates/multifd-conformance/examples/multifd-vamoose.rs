@@ -2,8 +2,8 @@
 //!
 //! ```sh
 //! cargo build -p multifd-conformance --bins --examples
-//! target/debug/multifd-conformance run target/debug/examples/multifd-vamoose
-//! target/debug/multifd-conformance run target/debug/examples/multifd-vamoose --broken no-barrier
+//! target/debug/multifd-conformance target/debug/examples/multifd-vamoose
+//! target/debug/multifd-conformance target/debug/examples/multifd-vamoose --broken no-barrier
 //! ```
 
 use std::{

@@ -117,30 +117,6 @@ impl Case {
         Ok(memory)
     }
 
-    /// The pages of `memory` that are not zero.
-    pub fn pages(&self, memory: &Memory) -> Vec<Page> {
-        let blocks = self.blocks.iter().zip(memory);
-        let pages = blocks.flat_map(|(block, bytes)| {
-            let pages = bytes.chunks_exact(PAGE).enumerate();
-            pages.map(|(page, bytes)| Page {
-                block: block.name.clone(),
-                page,
-                bytes: Bytes(bytes.to_vec()),
-            })
-        });
-        pages
-            .filter(|page| page.bytes.0.iter().any(|byte| *byte != 0))
-            .collect()
-    }
-
-    /// The file's text.
-    ///
-    /// # Errors
-    /// Never, as all of it can be written as JSON.
-    pub fn to_text(&self) -> Result<String> {
-        Ok(serde_json::to_string_pretty(self)? + "\n")
-    }
-
     /// All cases of a folder, by name.
     ///
     /// # Errors
@@ -160,16 +136,6 @@ impl Case {
         }
         cases.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(cases)
-    }
-
-    /// Writes its file.
-    ///
-    /// # Errors
-    /// When that fails.
-    pub fn save(&self, folder: &Path) -> Result<()> {
-        let path = folder.join(format!("{}.json", self.name));
-        fs::create_dir_all(folder.join(self.kind()))?;
-        fs::write(&path, self.to_text()?).with_context(|| format!("writing {}", path.display()))
     }
 }
 

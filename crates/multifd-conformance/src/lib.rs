@@ -7,8 +7,8 @@
 //!       or the suite's own decoder
 //! ```
 //!
-//! - [`Case`]: what a decoder is given and must make of it, or what an encoder is to send. [`cases`] makes most of them from
-//!   descriptions; the others are recordings of QEMUs.
+//! - [`Case`]: what a decoder is given and must make of it, or what an encoder is to send. The example
+//!   `multifd-cases` makes most of them from descriptions; the others are recordings of QEMUs.
 //! - [`Request`], [`Reply`]: how the runner and a driver speak.
 //! - [`decode`]: the suite's own decoder, which judges encoders. It shares no code with the implementations under test.
 //! - [`run()`]: all cases against a driver; [`Exclusion`]: cases that an implementation need not pass, and why.
@@ -18,7 +18,6 @@
 #![forbid(unsafe_code)]
 
 mod case;
-pub mod cases;
 mod decoder;
 mod notation;
 mod protocol;

@@ -124,6 +124,19 @@ pub fn run(
 }
 
 impl Driver {
+    /// Of a command line.
+    ///
+    /// # Errors
+    /// When it is empty.
+    pub fn of(words: impl IntoIterator<Item = OsString>) -> Result<Self> {
+        let mut words = words.into_iter();
+        let program = words.next().context("no driver")?.into();
+        Ok(Self {
+            program,
+            arguments: words.collect(),
+        })
+    }
+
     /// Asks for a case, and compares.
     fn judge(&self, case: &Case) -> Result<Verdict> {
         let reply = self.ask(&Request::of(case)?, &case.blocks)?;

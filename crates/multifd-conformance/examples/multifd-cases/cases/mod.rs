@@ -7,14 +7,14 @@ mod order;
 mod packet;
 mod payloads;
 
-use crate::{Block, Bytes, Case, Expect, PAGE, Page, Task};
+use multifd_conformance::{Block, Bytes, Case, Expect, PAGE, Page, Task};
 use packet::{Packet, initial};
 
 /// The kind of the recorded cases.
-pub const RECORDED: &str = "recorded";
+pub(crate) const RECORDED: &str = "recorded";
 
 /// All of them.
-pub fn all() -> Vec<Case> {
+pub(crate) fn all() -> Vec<Case> {
     let parts = [
         format::cases(),
         order::cases(),

@@ -5,7 +5,7 @@ use super::{
     packet::{DEVICE_STATE, MAGIC, Packet, SYNC, device_state, initial},
     page_of, refused,
 };
-use crate::{Case, Expect, PAGE};
+use multifd_conformance::{Case, Expect, PAGE};
 
 pub(super) fn cases() -> Vec<Case> {
     [

@@ -1,6 +1,6 @@
 //! Packets of which every field can be wrong.
 
-use crate::{PACKET_PAGES, PAGE};
+use multifd_conformance::{PACKET_PAGES, PAGE};
 
 pub(super) const MAGIC: u32 = 0x1122_3344;
 pub(super) const SYNC: u32 = 1;

@@ -9,7 +9,7 @@ use super::{
     packet::{Packet, SYNC},
     refused,
 };
-use crate::{Case, PAGE};
+use multifd_conformance::{Case, PAGE};
 
 const ZLIB: u32 = 2;
 const ZSTD: u32 = 4;
@@ -545,19 +545,4 @@ fn qatzips() -> Vec<Case> {
         ),
         bad("cut-in-the-data", "A member is whole.", 1, &cut(30)),
     ]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pages_are_what_they_are_said_to_be() {
-        let mut page = Vec::with_capacity(9000);
-        let stream = Deflate::zlib().page(200).dynamic().end().take();
-        flate2::Decompress::new(true)
-            .decompress_vec(&stream, &mut page, flate2::FlushDecompress::Sync)
-            .unwrap();
-        assert_eq!(page, [fill(200), ruler()].concat());
-    }
 }

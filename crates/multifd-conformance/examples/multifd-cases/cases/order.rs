@@ -5,7 +5,7 @@ use super::{
     packet::{MAGIC, Packet, SYNC, initial},
     refused,
 };
-use crate::Case;
+use multifd_conformance::Case;
 
 pub(super) fn cases() -> Vec<Case> {
     [pages(), syncs(), barriers()].concat()

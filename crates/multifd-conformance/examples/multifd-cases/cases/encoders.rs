@@ -1,7 +1,7 @@
 //! Kind `encode`: a guest's memory, for every method.
 
 use super::{block, case, fill, noise, numbered, page_of};
-use crate::{Case, Page, Task};
+use multifd_conformance::{Case, Page, Task};
 
 const METHODS: [&str; 5] = ["none", "zlib", "zstd", "qpl", "qatzip"];
 
@@ -26,7 +26,11 @@ fn cases_of(method: &str) -> Vec<Case> {
     };
     let text = |page: usize| {
         let words = format!("page {page} of a guest. ");
-        words.bytes().cycle().take(crate::PAGE).collect::<Vec<u8>>()
+        words
+            .bytes()
+            .cycle()
+            .take(multifd_conformance::PAGE)
+            .collect::<Vec<u8>>()
     };
     let half = [vec![0; 2048], noise(3)[..1024].to_vec(), vec![9; 1024]].concat();
     let mixed = vec![
