@@ -1,6 +1,6 @@
 //! Options for authentication and encryption between two Vamooses.
 
-use std::{env, ffi::OsString, path::PathBuf};
+use std::{env, ffi::OsString, fs, path::PathBuf};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
@@ -31,7 +31,7 @@ pub struct SecurityOptions {
     /// The keys are that of this host and those of its peers. The directory is /etc/vamoose for root, and ~/.config/vamoose for
     /// other users, unless another one is named. `vamoose keys init` makes the key. The file `trusted` lists the peers' keys, one per line; hosts=NAME,NAME... after a key
     /// limits it to these hosts.
-    #[arg(help_heading = SECURITY, long, value_name = "DIR", num_args = 0..=1, conflicts_with = "insecure")]
+    #[arg(help_heading = SECURITY, long, value_name = "DIR", num_args = 0..=1, value_parser = directory, conflicts_with = "insecure")]
     keys: Option<Option<PathBuf>>,
     /// Trust this key instead of those in `trusted`; as `vamoose keys show` prints it on the peer (repeatable)
     #[arg(help_heading = SECURITY,
@@ -114,6 +114,18 @@ impl SecurityOptions {
     }
 }
 
+/// A directory that is there: in `migrate --keys web1 kvm2`, web1 is none.
+fn directory(text: &str) -> Result<PathBuf, String> {
+    match fs::metadata(text) {
+        Ok(found) if found.is_dir() => Ok(text.into()),
+        Ok(_) => Err(format!("it is not a directory; {NO_VALUE}")),
+        Err(error) => Err(format!("{error}; {NO_VALUE}")),
+    }
+}
+
+const NO_VALUE: &str =
+    "without DIR, `--keys` comes last, or is left out, as it is the default where there is a key";
+
 /// The values, or `None` if there are none.
 fn only<T: Clone>(given: &[T]) -> Option<Vec<T>> {
     (!given.is_empty()).then(|| given.to_vec())
@@ -187,12 +199,12 @@ mod tests {
         let default = || keys_directory(None).unwrap();
         let key: PublicKey = KEY.parse().unwrap();
         for (options, expected) in [
-            (&["--keys", "/k"][..], keys("/k".into(), None)),
+            (&["--keys", "/proc"][..], keys("/proc".into(), None)),
             (&["--keys"], keys(default(), None)),
             (&["--peer-key", KEY], keys(default(), Some(vec![key]))),
             (
-                &["--keys", "/k", "--peer-key", KEY, "--peer-key", KEY],
-                keys("/k".into(), Some(vec![key, key])),
+                &["--keys", "/proc", "--peer-key", KEY, "--peer-key", KEY],
+                keys("/proc".into(), Some(vec![key, key])),
             ),
         ] {
             assert_eq!(parse(options).unwrap(), expected, "{options:?}");
@@ -228,6 +240,15 @@ mod tests {
             &["--peer-key", "garbage"],
         ] {
             assert!(parse(options).is_err(), "{options:?}");
+        }
+    }
+
+    #[test]
+    fn a_guest_is_not_taken_for_the_directory_of_the_keys() {
+        for guest in ["web1", "/dev/null"] {
+            let error = parse(&["--keys", guest]).unwrap_err();
+            let error = error.to_string();
+            assert!(error.contains(guest) && error.contains(NO_VALUE), "{error}");
         }
     }
 
