@@ -61,7 +61,7 @@ pub(super) fn run(options: &Options) -> Result<()> {
     }
     let mut findings = libvirt();
     findings.extend(of_qemu_conf(&text, &wanted, &config));
-    findings.extend(of_gateway(&config));
+    findings.extend(of_gateway(&config, missing(&text, &wanted).is_empty()));
     let mut problems = 0;
     for finding in findings {
         match finding {
@@ -213,7 +213,8 @@ fn of_qemu_conf(text: &str, wanted: &[Setting], config: &GatewayConfig) -> Vec<F
     findings
 }
 
-fn of_gateway(config: &GatewayConfig) -> Vec<Finding> {
+/// `is_needed`: libvirt's migrations are led to it.
+fn of_gateway(config: &GatewayConfig, is_needed: bool) -> Vec<Finding> {
     let mut findings = Vec::new();
     for peer in config.peers_with_own_ports() {
         findings.push(Finding::Problem(format!(
@@ -239,7 +240,11 @@ fn of_gateway(config: &GatewayConfig) -> Vec<Finding> {
                 Finding::Problem(format!("{at}, the address of {name} on this host: {error}"))
             }
             Ok(_) => Finding::Note(format!(
-                "nothing listens for migrations to {name}: start the gateway"
+                "nothing listens for migrations to {name}: start the gateway{}",
+                match is_needed {
+                    true => ". Until it runs, libvirt moves no guest to this host",
+                    false => " before libvirt is led to it",
+                }
             )),
         });
     }
@@ -318,6 +323,15 @@ mod tests {
             "{host}"
         );
         assert!(port.starts_with("migration_port_max is not set"), "{port}");
+    }
+
+    #[test]
+    fn a_gateway_that_does_not_run_is_noted() {
+        for (is_needed, says) in [(true, "no guest to this host"), (false, "before libvirt")] {
+            let findings = of_gateway(&config(), is_needed);
+            let is_it = |it: &Finding| matches!(it, Finding::Note(text) if text.contains(says));
+            assert!(findings.iter().any(is_it), "{says}");
+        }
     }
 
     #[test]
