@@ -118,6 +118,9 @@ type IndexKey = u64;
 /// The number of the packet, and in the lowest bits the page in it.
 type Place = u64;
 
+/// Packets that are put into the index without a pause: some milliseconds.
+const INDEXED_AT_ONCE: usize = 32;
+
 /// A packet has fewer pages.
 const PAGE_BITS: u32 = 16;
 
@@ -259,6 +262,8 @@ impl GuestPages {
         decoder: &mut Decoder,
         page: &mut [u8],
     ) -> bool {
+        // Others may use the store meanwhile: it may be long since the last reference.
+        while !lock(&self.store.0.state).index_some() {}
         let found = lock(&self.store.0.state).find(self.group, fingerprint);
         // A hash is of a page of the kept packet's size, whatever the size of this guest's.
         let Some((kept, index)) = found.filter(|(kept, _)| kept.page_size == page.len()) else {
@@ -310,15 +315,21 @@ impl State {
         }
     }
 
-    /// Where a page is, after the packets that have come since the last reference are in the index.
-    fn find(&mut self, group: Group, fingerprint: Fingerprint) -> Option<(Arc<Kept>, usize)> {
-        for (number, kept) in self.packets.range(self.indexed..) {
+    /// Puts some packets that have come since the last reference into the index. Whether these were all.
+    fn index_some(&mut self) -> bool {
+        let new = self.packets.range(self.indexed..);
+        for (number, kept) in new.take(INDEXED_AT_ONCE) {
+            self.indexed = number + 1;
             for (page, fingerprint) in (0..).zip(&kept.fingerprints) {
                 let key = index_key(&kept.group, *fingerprint);
                 self.index.insert(key, *number << PAGE_BITS | page);
             }
         }
-        self.indexed = self.next;
+        self.packets.range(self.indexed..).next().is_none()
+    }
+
+    /// Where a page is, if its packet is in the index.
+    fn find(&self, group: Group, fingerprint: Fingerprint) -> Option<(Arc<Kept>, usize)> {
         let place = *self.index.get(&index_key(&group, fingerprint))?;
         let kept = self.packets.get(&(place >> PAGE_BITS))?;
         let page = usize::try_from(place % (1 << PAGE_BITS)).ok()?;
