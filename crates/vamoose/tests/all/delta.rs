@@ -62,7 +62,7 @@ struct Pair {
 fn start_pair(source: &mut Guest, destination: &mut Guest, options: &[&str]) -> Result<Pair> {
     set_up(&mut destination.qemu, 2, "none")?;
     let connect = incoming(&mut destination.qemu, false)?;
-    let far = ["--session", "listen", "--insecure"];
+    let far = ["--session", "listen", "--insecure", "--channels", "2"];
     let (far, between) = Vamoose::relay(vamoose(), "tcp:127.0.0.1:0", &connect, &far)?;
     let between: SocketAddr = between.trim_start_matches("tcp:").parse()?;
     let middlebox = Middlebox::new(between)?;
