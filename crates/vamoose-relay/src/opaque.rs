@@ -407,11 +407,16 @@ impl Witness for FirstPiece<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::{io::Write as _, os::unix::net::UnixStream};
+    use std::{
+        io::{ErrorKind, Read as _, Write as _},
+        os::unix::net::{UnixListener, UnixStream},
+    };
 
-    use vamoose_link::Socket;
+    use vamoose_codec::{Engines, Settings};
+    use vamoose_link::{Address, Hangup, Listener, Socket, Stats};
 
     use super::*;
+    use crate::{Config, Dialer};
 
     /// The decision on a connection that was accepted `ago` and has sent `bytes`, or has ended if `None`.
     fn begins(bytes: Option<&[u8]>, ago: Duration, kind: Opaque, is_shared: bool) -> Option<bool> {
@@ -443,5 +448,40 @@ mod tests {
             // At the migration's own socket, connections are dialled in the order in which they arrive.
             assert_eq!(begins(Some(b""), now, kind, false), Some(true));
         }
+    }
+
+    /// QEMU takes the first connection of a recovery for the main stream.
+    #[test]
+    fn others_wait_for_an_answer_to_the_resumed_main_stream() {
+        let dir = tempfile::tempdir().unwrap();
+        let [near, far] = ["near", "far"].map(|name| dir.path().join(name));
+        let listener = Listener::bind(&Address::Unix(near.clone()), Duration::from_secs(60));
+        let (listener, qemu) = (listener.unwrap(), UnixListener::bind(&far).unwrap());
+        let dialer = Dialer::new(Address::Unix(far));
+        let config = Config::new(Engines::software(Settings::default()));
+        let (hangup, stats) = (Hangup::new().unwrap(), Arc::new(Stats::default()));
+        let relay = Relay {
+            accept: &listener,
+            dialer: &dialer,
+            config: &config,
+            hangup: &hangup,
+            stats: &stats,
+            on_loaded: &|| (),
+        };
+        let [mut main, _urgent] = [(); 2].map(|()| UnixStream::connect(&near).unwrap());
+        thread::scope(|scope| {
+            scope.spawn(|| relay.resume_post_copy());
+            main.write_all(b"m").unwrap();
+            let (mut there, _) = qemu.accept().unwrap();
+            let mut byte = [0];
+            there.read_exact(&mut byte).unwrap();
+            qemu.set_nonblocking(true).unwrap();
+            let early = qemu.accept().unwrap_err();
+            assert_eq!(early.kind(), ErrorKind::WouldBlock);
+            qemu.set_nonblocking(false).unwrap();
+            there.write_all(b"a").unwrap();
+            qemu.accept().unwrap();
+            hangup.hang_up();
+        });
     }
 }
