@@ -208,7 +208,15 @@ impl World<'_> {
     fn request(&mut self, id: usize, session: usize, attempt: AttemptId, message: SourceMessage) {
         if self.has(Mutant::AnswersByName) && !self.serves[id].jobs.contains_key(&attempt) {
             // Whatever attempt there is answers.
-            let other = self.serves[id].jobs.keys().next_back().copied();
+            let guest = match self.sessions[session].client {
+                Process::Migrate(id) => self.migrates[id].guest,
+                Process::Serve(_) => return,
+            };
+            let of_guest = self.serves[id]
+                .jobs
+                .iter()
+                .filter(|(_, job)| job.record.guest == guest);
+            let other = of_guest.map(|(attempt, _)| *attempt).next_back();
             if let (Some(other), SourceMessage::Commit { .. }) = (other, &message) {
                 if let Some(job) = self.job(id, other) {
                     job.controls.push(session);
@@ -272,7 +280,7 @@ impl World<'_> {
             return self.answer(session, &refused("no QEMU waits there under this name"));
         };
         match self.monitor(qemu) {
-            Ok(State::Incoming) => {}
+            Ok(State::Incoming) if !self.qemus[qemu].has_received => {}
             Ok(_) => return self.answer(session, &refused("its QEMU does not wait for a guest")),
             Err(_) => return self.answer(session, &refused("its QEMU does not answer")),
         }
@@ -334,6 +342,17 @@ impl World<'_> {
         self.find_job(id, record.attempt);
         self.request_job(id, record.attempt, SourceMessage::Commit { resume });
         true
+    }
+
+    /// Whether a QEMU has a part of a guest, and no attempt is there that would end it.
+    pub(crate) fn is_half_received(&self, qemu: usize) -> bool {
+        let it = &self.qemus[qemu];
+        let records = || self.journal::<AtDestination>(it.host, Role::Destination);
+        let is_half = it.is_alive && it.has_received && !it.has_loaded;
+        is_half
+            && !records()
+                .iter()
+                .any(|record| record.qemu == qemu && !record.state.is_over())
     }
 
     pub(crate) fn still_receiving(&mut self, id: usize, attempt: AttemptId) {
@@ -595,6 +614,12 @@ impl DestinationHost for Host<'_, '_> {
     }
 
     fn send(&mut self, message: &DestinationMessage) {
+        let qemu = self.qemu();
+        if matches!(message, DestinationMessage::Running { .. }) && !self.world.qemus[qemu].is_alive
+        {
+            self.world
+                .fail("a guest is said to run in a QEMU that has ended");
+        }
         let controls = self
             .world
             .job(self.id, self.attempt)

@@ -54,6 +54,8 @@ pub(crate) enum Mutant {
     SettlesOnSilence,
     /// H14: entries of another QEMU count for a monitor that does not answer.
     TakesAnyRecord,
+    /// What another tool sent while `migrate` got ready is continued when the attempt fails.
+    ContinuesWhatAnotherSent,
     // Sessions.
     /// What comes on an old connection is taken for the new one's.
     MixesConnections,
@@ -81,7 +83,7 @@ pub(crate) enum Mutant {
 }
 
 impl Mutant {
-    pub(crate) const ALL: [Self; 37] = [
+    pub(crate) const ALL: [Self; 38] = [
         Self::NoRecordOfCommitting,
         Self::NoRecordOfStarting,
         Self::NoRecordOfReceiving,
@@ -108,6 +110,7 @@ impl Mutant {
         Self::TakesItForItsOwn,
         Self::SettlesOnSilence,
         Self::TakesAnyRecord,
+        Self::ContinuesWhatAnotherSent,
         Self::MixesConnections,
         Self::ReadsUnjudged,
         Self::NoHeartbeats,

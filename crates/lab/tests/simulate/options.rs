@@ -59,6 +59,8 @@ pub(crate) enum Fault {
     /// A QEMU ends: that which has the guest, or one that receives it.
     KillSource(usize),
     KillDestination(usize),
+    /// `serve` and the QEMU that receives a guest end at once.
+    KillBoth(usize, Duration),
     /// A host loses its power.
     Crash(usize, Duration),
     /// No journal can be written.
@@ -95,11 +97,11 @@ impl Fault {
         told.split('(').next().unwrap_or_default().to_owned()
     }
 
-    fn random(random: &mut Random) -> Self {
+    fn random(random: &mut Random, kind: usize) -> Self {
         let any = random.below(1 << 16);
         let (end, short) = (random.below(2), random.millis(200, 9_000));
         let long = random.millis(1_000, 45_000);
-        match random.below(36) {
+        match kind {
             0 => Self::Reset(any),
             1 => Self::HalfOpen(any, end),
             2 => Self::Swallow(any),
@@ -126,6 +128,7 @@ impl Fault {
             32 => Self::Settle(any),
             33 => Self::Reload(any, short),
             34 => Self::OtherTool(any),
+            35 => Self::KillBoth(any, short),
             _ => Self::NewQemu(any),
         }
     }
@@ -136,16 +139,22 @@ impl Options {
         let mut random = Random::new(seed);
         let hosts = 2 + random.below(4);
         let chunks = random.pick(&[4, 16, 64, 128]);
-        let minutes = random.pick(&[5, 10, 20]);
+        let minutes = random.pick(&[2, 5, 10]);
         let calm = Duration::from_secs(60 * minutes);
-        // Some runs have one fault, some a storm of them.
-        let number = random.pick(&[0, 1, 2, 4, 8, 16, 32]);
+        // Some runs have one fault, some a storm of them; and most of a few kinds, which meet more often then.
+        let number = random.pick(&[0, 1, 2, 4, 8, 16, 32, 64]);
+        const KINDS: usize = 37;
+        let few: [usize; 3] = std::array::from_fn(|_| random.below(KINDS));
         let mut faults: Vec<_> = (0..number)
             .map(|_| {
                 let at = random.millis(0, 60_000 * minutes);
                 let actions = u32::try_from(random.below(30)).unwrap();
                 let goes_with = random.percent(60).then_some(actions);
-                (at, goes_with, Fault::random(&mut random))
+                let kind = match random.percent(75) {
+                    true => random.pick(&few),
+                    false => random.below(KINDS),
+                };
+                (at, goes_with, Fault::random(&mut random, kind))
             })
             .collect();
         faults.sort_by_key(|(at, ..)| *at);

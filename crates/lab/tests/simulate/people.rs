@@ -179,10 +179,10 @@ impl<'a> World<'a> {
             }
             return self.looks_again(guest, Duration::from_secs(10));
         }
-        if let Some(report) = self.guests[guest].report.take() {
-            if self.acts_on(guest, report) {
-                return;
-            }
+        if let Some(report) = self.guests[guest].report.take()
+            && self.acts_on(guest, report)
+        {
+            return;
         }
         if self.guests[guest].is_lost {
             return self.restart(guest);
@@ -194,11 +194,15 @@ impl<'a> World<'a> {
         if !self.qemus[self.guests[guest].home].is_alive {
             self.settle(guest);
         }
+        // The copy that is left is one that its server ends.
+        if !self.qemus[self.guests[guest].home].is_alive {
+            return self.restart(guest);
+        }
         if self.is_calm() {
             return self.tidy_up(guest);
         }
         let to = self.random.below(self.hosts.len());
-        let rest = self.random.millis(2_000, 60_000);
+        let rest = self.random.millis(1_000, 20_000);
         if !self.begins(guest, to) {
             self.looks_again(guest, rest);
         }
@@ -233,10 +237,10 @@ impl<'a> World<'a> {
                 self.counts.moved += u64::from(report == Some(GuestLocation::Destination));
                 self.guests[guest].doubts = 0;
                 let old = self.at_path(host, guest).filter(|it| *it != home);
-                if let Some(old) = old.filter(|_| self.qemus[home].is_alive) {
-                    if self.random.percent(70) {
-                        self.kill_qemu(old, "its guest has moved");
-                    }
+                if let Some(old) = old.filter(|_| self.qemus[home].is_alive)
+                    && self.random.percent(70)
+                {
+                    self.kill_qemu(old, "its guest has moved");
                 }
                 return false;
             }
@@ -246,7 +250,12 @@ impl<'a> World<'a> {
             }
             Some(GuestLocation::Gone | GuestLocation::Lost) => {
                 self.settle(guest);
-                return false;
+                // It ended where it was to run, and nobody saw whether it did: the copy that is left is out of date.
+                let is_copy = self.qemus[home].is_alive && !self.qemus[home].has_disks;
+                if !is_copy || report != Some(GuestLocation::Lost) {
+                    return false;
+                }
+                self.restart(guest);
             }
         }
         true
@@ -427,13 +436,12 @@ impl<'a> World<'a> {
                 }
             }
             Fault::Settle(_) => {
-                if let (None, Some((host, record))) = (command, self.open_record(guest)) {
-                    if self.hosts[host].is_up
-                        && matches!(record.state, SourceState::Committing { .. })
-                    {
-                        let id = self.start_migrate(guest, host, record.to, false);
-                        self.migrates[id].settles = true;
-                    }
+                if let (None, Some((host, record))) = (command, self.open_record(guest))
+                    && self.hosts[host].is_up
+                    && matches!(record.state, SourceState::Committing { .. })
+                {
+                    let id = self.start_migrate(guest, host, record.to, false);
+                    self.migrates[id].settles = true;
                 }
             }
             Fault::OtherTool(any) => self.other_tool_moves(guest, any),
@@ -461,6 +469,8 @@ impl<'a> World<'a> {
         let is_free = command.is_none_or(|id| self.migrates[id].is_getting_ready());
         let is_free = is_free && self.at_path(to, guest).is_none();
         let is_well = self.qemus[home].is_running() && !self.qemus[home].is_migrating();
+        // Whoever evacuates a host leaves its guests alone otherwise.
+        let is_free = is_free && self.evacuation.is_none();
         if !is_free || !is_well || !self.hosts[to].is_up {
             return;
         }
@@ -590,6 +600,10 @@ impl<'a> World<'a> {
             } else if !home.has_disks {
                 self.fail("a guest does not have its disks");
             }
+        }
+        let is_left = (0..self.qemus.len()).any(|q| self.is_half_received(q));
+        if is_left {
+            self.fail("half a guest is left in a QEMU");
         }
         if self.evacuation.is_some() {
             self.fail("an evacuation does not end");

@@ -27,7 +27,7 @@ pub(crate) struct Qemu {
     pub(crate) state: State,
     pub(crate) has_disks: bool,
     pub(crate) has_loaded: bool,
-    /// It was sent by another tool than `migrate`.
+    pub(crate) has_received: bool,
     pub(crate) memory: Vec<u64>,
     /// Part of the device state: how often the guest has written.
     pub(crate) written: u64,
@@ -200,6 +200,7 @@ impl World<'_> {
             },
             has_disks: false,
             has_loaded: false,
+            has_received: false,
             memory: vec![0; chunks],
             written: 0,
             outgoing: None,
@@ -525,7 +526,7 @@ impl World<'_> {
             return !it.is_alive;
         };
         match packet {
-            Packet::Page(chunk, version) => it.memory[chunk] = version,
+            Packet::Page(chunk, version) => (it.memory[chunk], it.has_received) = (version, true),
             Packet::Sync(round) => incoming.waits[channel] = Some(round),
             _ => {}
         }

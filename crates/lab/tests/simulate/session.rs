@@ -266,7 +266,7 @@ impl World<'_> {
         of.tried += 1;
         of.path = (of.path + 1) % paths;
         let is_new = stream == 0 && of.intent == Intent::Open;
-        let is_round = of.tried % paths == 0;
+        let is_round = of.tried.is_multiple_of(paths);
         let (is_last, pause) = (of.is_last_chance, of.pause);
         let is_refused = matches!(
             self.connections[connection].arrived[CLIENT].front(),

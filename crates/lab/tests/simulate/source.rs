@@ -439,7 +439,11 @@ impl World<'_> {
         ));
         let resume = record.resume || self.has(Mutant::AssumesThatItRan);
         let driver = SourceDriver::take_up(record.state.clone(), resume, found);
-        let to = record.to;
+        let to = match self.has(Mutant::AnswersByName) {
+            true => self.migrates[id].to,
+            false => record.to,
+        };
+        let record = AtSource { to, ..record };
         let it = &mut self.migrates[id];
         it.is_here = completed == Some(false);
         (it.to, it.record, it.driver, it.began) = (to, Some(record), Some(driver), true);
@@ -621,6 +625,7 @@ impl World<'_> {
         }
         let throttles = matches!(self.options.timeout, Some((_, OnTimeout::Throttle)));
         self.begin_migration(qemu, throttles);
+        self.migrates[id].is_here = false;
         self.take_events(id, qemu);
         let it = &mut self.migrates[id];
         (it.stopped, it.has_gone_on, it.began_to_move) = (None, false, self.now);
@@ -703,8 +708,9 @@ impl World<'_> {
     fn look(&mut self, id: usize, qemu: usize) {
         self.qemus[qemu].events.clear();
         let is_wanted = self.qemus[qemu].state == State::Running;
+        let is_here = !self.has(Mutant::ContinuesWhatAnotherSent);
         let it = &mut self.migrates[id];
-        (it.is_wanted, it.stopped, it.has_gone_on, it.is_here) = (is_wanted, None, false, false);
+        (it.is_wanted, it.stopped, it.has_gone_on, it.is_here) = (is_wanted, None, false, is_here);
     }
 
     fn take_events(&mut self, id: usize, qemu: usize) {
@@ -1104,7 +1110,8 @@ impl World<'_> {
                 if is_open && !complete && now < until {
                     return;
                 }
-                let trusts = self.has(Mutant::SilenceIsEvidence);
+                let trusts =
+                    self.has(Mutant::SilenceIsEvidence) || self.has(Mutant::TrustsRefusals);
                 self.finish(
                     id,
                     SourceEvent::Closed {
@@ -1283,7 +1290,9 @@ impl SourceHost for Side<'_, '_> {
 
     fn dial(&mut self, _: &Source) -> Option<SourceEvent> {
         let (world, id) = (&mut *self.world, self.id);
-        if world.has(Mutant::SilenceIsEvidence) {
+        if world.has(Mutant::SilenceIsEvidence)
+            && !std::mem::replace(&mut world.migrates[id].is_warned, true)
+        {
             return Some(SourceEvent::ConnectionRefused);
         }
         if let Some(session) = world.migrates[id].control.take() {

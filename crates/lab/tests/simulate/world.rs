@@ -8,11 +8,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use handover::{AttemptId, GuestLocation};
+use handover::{AttemptId, DestinationState, GuestLocation};
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::{
-    destination::Serve,
+    destination::{AtDestination, Serve},
     mutants::Mutant,
     net::{Connection, Link},
     options::{Fault, Options},
@@ -270,9 +270,16 @@ impl<'a> World<'a> {
         for (_, fault) in due {
             match fault {
                 // Now, and not when the action has been carried out.
-                Fault::KillMigrate(_) | Fault::KillServe(..) => self.fault(fault),
+                Fault::KillMigrate(_) | Fault::KillServe(..) | Fault::KillBoth(..) => {
+                    self.fault(fault);
+                }
                 _ => self.after(Duration::ZERO, Event::Happens(fault)),
             }
+        }
+        if let Process::Serve(id) = process
+            && !self.serves[id].is_alive
+        {
+            return true;
         }
         let doomed = self.doomed.iter().position(|doom| doom.process == process);
         let Some(at) = doomed else {
@@ -442,6 +449,23 @@ impl<'a> World<'a> {
                     self.kill_qemu(other, "a fault");
                 }
             }
+            Fault::KillBoth(host, back) => {
+                let host = host % hosts;
+                let home = |q: usize| self.guests[self.qemus[q].guest].home == q;
+                let on_host = (0..self.qemus.len()).rev();
+                let mut on_host =
+                    on_host.filter(|q| self.qemus[*q].host == host && self.qemus[*q].is_alive);
+                // Also the guest's home, if it has just begun to be.
+                let last = on_host
+                    .next()
+                    .filter(|q| !home(*q) || self.qemus[*q].outgoing.is_none());
+                if let Some(id) = self.hosts[host].serve {
+                    self.kill_serve(id, back);
+                }
+                if let Some(last) = last {
+                    self.kill_qemu(last, "a fault");
+                }
+            }
             Fault::Crash(host, back) => self.crash(host % hosts, back),
             Fault::Journal(host, time) => self.hosts[host % hosts].full_until = until(time),
             Fault::Monitor(any, of_home, time) => {
@@ -506,6 +530,23 @@ impl<'a> World<'a> {
         self.troubles(back);
     }
 
+    /// Whether the destination of a command's attempt has been told to commit.
+    fn was_committed(&self, id: usize) -> bool {
+        let Some(record) = &self.migrates[id].record else {
+            return false;
+        };
+        let key = (Role::Destination, record.attempt);
+        let there = self.entry::<AtDestination>(record.to, key);
+        there.is_some_and(|it| {
+            let state = it.state;
+            let has_begun = matches!(
+                state,
+                DestinationState::Starting { .. } | DestinationState::Running
+            );
+            has_begun || matches!(state, DestinationState::Ended { .. })
+        })
+    }
+
     fn some_migrate(&mut self, any: usize) -> Option<usize> {
         let alive: Vec<_> = (0..self.migrates.len())
             .filter(|id| self.migrates[*id].is_alive())
@@ -538,6 +579,9 @@ impl<'a> World<'a> {
             }
             GuestLocation::Lost if migrate.began && !is_lost && self.qemus[home].is_running() => {
                 self.fail("a guest that runs is reported as lost");
+            }
+            GuestLocation::Gone | GuestLocation::Unconfirmed if self.was_committed(id) => {
+                self.fail("a guest that was handed over is reported as if it was not");
             }
             GuestLocation::InDoubt => {
                 self.counts.in_doubt += 1;

@@ -36,7 +36,7 @@ pub(crate) struct SourceQemu {
     /// The guest may have run since its migration began to send it.
     has_gone_on: bool,
     /// The attempt's own migration has not sent the guest. A guest that is found sent was sent by another tool.
-    is_here: bool,
+    pub(super) is_here: bool,
     /// Value for `zero-page-detection`, where QEMU knows it.
     pub(super) zero_pages: Option<String>,
     is_suspended: bool,
@@ -104,7 +104,7 @@ impl SourceQemu {
         let state = self.qemu.state()?;
         self.is_wanted = ALIVE.contains(&state.as_str());
         self.is_suspended = state == "suspended";
-        self.is_here = false;
+        self.is_here = true;
         self.forget();
         Ok(())
     }

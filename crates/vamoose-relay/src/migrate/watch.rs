@@ -63,6 +63,7 @@ impl Migration<'_> {
         source.begin()?;
         let uri = relay.address.to_string();
         source.qemu.execute("migrate", json!({ "uri": uri }))?;
+        source.is_here = false;
         let mut stopping: Option<Stop> = None;
         let mut asked = None;
         let mut without_relay = None;
