@@ -365,8 +365,15 @@ fn settle(
 }
 
 fn by_hand(reason: &str) -> String {
-    format!("settled by hand: {reason}")
+    format!("{BY_HAND}{reason}")
 }
+
+/// Whether this is the cause of an attempt that was settled.
+pub(crate) fn is_by_hand(cause: &str) -> bool {
+    cause.starts_with(BY_HAND)
+}
+
+const BY_HAND: &str = "settled by hand: ";
 
 fn remote(address: &str, config: SessionConfig) -> Result<Remote, AddressError> {
     Remote {

@@ -15,6 +15,7 @@ use crate::{
     control::{ControlError, ask},
     journal::{AtSource, Record},
     qemu::QemuError,
+    settle::is_by_hand,
 };
 
 impl Migration<'_> {
@@ -121,13 +122,13 @@ impl Migration<'_> {
         let before = |now: String| Cause::moved_before(record, now);
         match (guest, cause) {
             // It may lack memory for good.
-            (GuestLocation::Destination, Some(cause)) => {
+            (GuestLocation::Destination, Some(cause)) if !is_by_hand(&cause) => {
                 return Err(failure(Cause::broken(cause), guest));
             }
             (GuestLocation::Gone | GuestLocation::Lost, cause) => {
                 return Err(failure(Cause::broken(cause.unwrap_or_default()), guest));
             }
-            (GuestLocation::Destination, None) if self.is_asked_for(record) => {}
+            (GuestLocation::Destination, _) if self.is_asked_for(record) => {}
             (_, cause) => return Err(failure(before(cause.unwrap_or_default()), guest)),
         }
         let entry = journal.claim(record.clone());

@@ -62,8 +62,10 @@ impl Migration<'_> {
         observe(News::WaitsFor("the source QEMU's monitor"));
         source.begin()?;
         let uri = relay.address.to_string();
-        source.qemu.execute("migrate", json!({ "uri": uri }))?;
-        source.is_here = false;
+        let told = source.qemu.execute("migrate", json!({ "uri": uri }));
+        // Without an answer, QEMU may have begun.
+        source.is_here = told.as_ref().is_err_and(QemuError::is_refusal);
+        told?;
         let mut stopping: Option<Stop> = None;
         let mut asked = None;
         let mut without_relay = None;
