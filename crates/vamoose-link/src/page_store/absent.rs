@@ -15,6 +15,7 @@ pub struct StoreListener(Never);
 pub enum StoreSender {}
 enum Never {}
 pub(crate) enum StoreReader {}
+pub(crate) const MANY_UNDECIDED: usize = 0;
 pub(crate) struct StoreWriter(Never);
 
 #[derive(Clone, Copy)]
@@ -88,6 +89,10 @@ impl StoreWriter {
         match self.0 {}
     }
 
+    pub(crate) fn takes_raw(&self) -> bool {
+        match self.0 {}
+    }
+
     pub(crate) fn table(&self) -> &Table {
         match self.0 {}
     }
@@ -104,7 +109,7 @@ impl StoreWriter {
         match self.0 {}
     }
 
-    pub(crate) fn next_missing(&mut self, _: Option<Instant>) -> io::Result<Option<Undecided>> {
+    pub(crate) fn next_missing(&mut self, _: usize, _: Instant) -> io::Result<Option<Undecided>> {
         match self.0 {}
     }
 }
