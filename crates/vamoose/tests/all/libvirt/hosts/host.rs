@@ -128,7 +128,7 @@ impl Host {
             thread::sleep(Duration::from_millis(20));
         }
         // On a busy machine, libvirtd 9.0 has left its first client without an answer (1 of some hundred starts).
-        let ask = || self.start_virsh(["version"])?.finish(LIMIT / 6);
+        let ask = || self.start_virsh(["version"])?.finish(LIMIT / 3);
         ask().or_else(|_| ask())?.success()?;
         Ok(())
     }
