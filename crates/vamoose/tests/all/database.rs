@@ -5,7 +5,7 @@
 
 mod guest;
 
-use std::{env, fmt, time::Instant};
+use std::{fmt, time::Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use fastrand::Rng;
@@ -21,7 +21,7 @@ use self::guest::{self as database, Committed, Disk, Found, System};
 use crate::common::{
     Host, LIMIT, MIB,
     gate::{Fate, Gate, Message},
-    migrate_from,
+    migrate_from, number,
 };
 
 /// What is broken, by what, and when.
@@ -101,10 +101,6 @@ fn a_database_moves_among_faults() -> Result<()> {
 #[test]
 #[ignore = "a quarter of an hour"]
 fn databases_move_among_faults() -> Result<()> {
-    let number = |name: &'static str, default| {
-        let text = env::var(name).ok();
-        text.map_or(Ok(default), |text| text.parse::<u64>().context(name))
-    };
     let guests = number("DATABASE_GUESTS", 10)?;
     let seed = number("DATABASE_SEED", fastrand::u64(..1_000_000))?;
     let Some(system) = System::build_or_skip()? else {

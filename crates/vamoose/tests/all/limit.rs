@@ -3,7 +3,7 @@
 //! The limit is a rate, so the bytes of a time are compared with the time that they took: a slow machine only takes longer.
 
 use std::{
-    env, fs,
+    fs,
     path::{Path, PathBuf},
     process::Command,
     thread,
@@ -21,7 +21,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::common::{LIMIT, MIB, vamoose};
+use crate::common::{LIMIT, MIB, number, vamoose};
 
 /// What may be on its way when a limit is set: a packet of each channel, and what windows and sockets have.
 const UNDER_WAY: u64 = 4 * MIB;
@@ -38,10 +38,6 @@ fn guests_keep_to_one_limit_and_to_its_change() -> Result<()> {
 #[test]
 #[ignore = "half a minute, 3 GiB of memory, as root"]
 fn many_guests_keep_to_one_limit_and_to_its_change() -> Result<()> {
-    let number = |name: &'static str, default| {
-        let text = env::var(name).ok();
-        text.map_or(Ok(default), |text| text.parse::<u64>().context(name))
-    };
     let (guests, ram) = (number("LIMIT_GUESTS", 8)?, number("LIMIT_RAM", 96)?);
     net::available()?;
     run(guests, ram, [500, 200])?;

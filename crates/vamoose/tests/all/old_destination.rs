@@ -4,8 +4,8 @@
 //! versions. So a relay must not send a mark whose SYNCs may never follow. 7.2 has the most marks: one in every section.
 //! `VAMOOSE_REPEAT` sets how often each is tried.
 
-use crate::common::{LIMIT, MIB, incoming, listen_address, set_up, vamoose};
-use anyhow::{Context as _, Result, ensure};
+use crate::common::{LIMIT, MIB, incoming, listen_address, number, set_up, vamoose};
+use anyhow::{Result, ensure};
 use lab::{
     qemu::{self, Binary, Builder, Qemu},
     ram::Fill,
@@ -56,10 +56,7 @@ impl Scene {
 
 /// Requires that the destination ends after `harm`, at another moment each time.
 fn ends(from: &Binary, to: &Binary, harm: fn(&mut Scene) -> Result<()>) -> Result<()> {
-    let repeat = match std::env::var("VAMOOSE_REPEAT") {
-        Ok(number) => number.parse().context("VAMOOSE_REPEAT")?,
-        Err(_) => 3,
-    };
+    let repeat = number("VAMOOSE_REPEAT", 3)?;
     let mut ended = 0;
     for number in 0..repeat {
         let mut scene = Scene::start(from, to)?;

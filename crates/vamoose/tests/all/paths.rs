@@ -1,7 +1,7 @@
 //! `make paths`: what several paths gain. A guest's memory moves over one wire of 1 Gbit/s, over two, and over two of which one is
 //! slower. The pages are random and the method is none, so that the wires are the limit.
 
-use std::{env, time::Duration};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use lab::{
@@ -13,7 +13,7 @@ use lab::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::common::{MIB, vamoose};
+use crate::common::{MIB, number, vamoose};
 
 /// The wires of each case by their rates in Mbit/s.
 const CASES: [&[u64]; 3] = [&[1000], &[1000, 1000], &[1000, 250]];
@@ -24,10 +24,6 @@ const LIMIT: Duration = Duration::from_secs(300);
 #[test]
 #[ignore = "minutes, as root"]
 fn several_paths_are_measured() -> Result<()> {
-    let number = |name: &'static str, default| {
-        let text = env::var(name).ok();
-        text.map_or(Ok(default), |text| text.parse::<u64>().context(name))
-    };
     let (ram, runs) = (number("PATHS_RAM", 1024)?, number("PATHS_RUNS", 3)?);
     net::available()?;
     let mut times = vec![Vec::new(); CASES.len()];

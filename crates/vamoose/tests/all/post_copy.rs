@@ -14,7 +14,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::{
-    common::{Host, LIMIT, migrate},
+    common::{Host, LIMIT, migrate, number},
     running::{expect_alive, guests},
 };
 
@@ -226,7 +226,7 @@ fn a_killed_server_goes_on_when_it_is_started_again() -> Result<()> {
 #[test]
 #[ignore = "takes two hours"]
 fn many_cuts_and_kills() -> Result<()> {
-    let runs: u32 = std::env::var("POSTCOPY_RUNS").map_or(Ok(20), |text| text.parse())?;
+    let runs: u32 = number("POSTCOPY_RUNS", 20)?;
     let versions = versions()?;
     for seconds in [3, 10, 25] {
         for (number, binary) in (1..=runs).zip(versions.iter().cycle()) {

@@ -12,10 +12,9 @@
 
 use std::{
     collections::BTreeMap,
-    env,
     fs::{self, File},
     io::Write as _,
-    path::Path,
+    path::PathBuf,
     process::Command,
     sync::{
         Mutex,
@@ -38,7 +37,7 @@ use lab::{
 use rustix::process::Signal;
 
 use crate::{
-    common::{LIMIT, MIB},
+    common::{LIMIT, MIB, number, vamoose},
     gateway::load::Crowd,
     libvirt::{
         hosts::{self, Generation},
@@ -58,9 +57,8 @@ const WARM_UP: usize = 50;
 #[test]
 #[ignore = "hours, as root"]
 fn no_promise_is_broken_for_hours() -> Result<()> {
-    let hours = env::var("SOAK_HOURS").map_or(Ok(8.0), |text| text.parse::<f64>());
-    let seed = env::var("SOAK_SEED").map_or(Ok(fastrand::u64(..1_000_000)), |text| text.parse());
-    let (hours, seed) = (hours.context("SOAK_HOURS")?, seed.context("SOAK_SEED")?);
+    let hours: f64 = number("SOAK_HOURS", 8.0)?;
+    let seed = number("SOAK_SEED", fastrand::u64(..1_000_000))?;
     let binary = qemu::available().last().context("there is no QEMU here")?;
     let generation = hosts::available_or_skip()?.pop();
     let generation = generation.context("there is no libvirt here")?;
@@ -100,6 +98,7 @@ struct Soak {
     /// How often each thing was done.
     counts: Mutex<BTreeMap<String, u64>>,
     samples: Mutex<File>,
+    folder: PathBuf,
 }
 
 impl Soak {
@@ -114,6 +113,7 @@ impl Soak {
             is_broken: AtomicBool::new(false),
             counts: Mutex::default(),
             samples: Mutex::new(samples),
+            folder,
         })
     }
 
@@ -263,14 +263,11 @@ impl Soak {
     }
 
     fn faults(&self, seed: u64) -> Result<()> {
-        let own = env::current_exe()?;
-        let folder = own.ancestors().nth(2).map(Path::to_owned);
-        let program = folder.context("no folder of programs")?.join("faults");
         let left = self.time.saturating_sub(self.begun.elapsed());
         let minutes = (left.as_secs_f64() / 60.0).ceil().to_string();
         let seed = seed.to_string();
-        let log = target_dir().join("soak").join("faults.log");
-        let mut campaign = Command::new(program)
+        let log = self.folder.join("faults.log");
+        let mut campaign = Command::new(vamoose().with_file_name("faults"))
             .args(["--jobs", "1", "--minutes", &minutes, "--seed", &seed])
             .stdout(File::create(&log)?)
             .spawn()

@@ -5,10 +5,12 @@ pub(crate) mod monitor;
 pub(crate) mod qcow2;
 
 use std::{
+    env,
     fs::DirBuilder,
     os::unix::fs::{DirBuilderExt as _, symlink},
     path::{Path, PathBuf},
     process::Command,
+    str::FromStr,
     time::Duration,
 };
 
@@ -24,6 +26,15 @@ use tempfile::TempDir;
 /// Longer than anything may take on a machine that is very busy.
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 pub(crate) const MIB: u64 = 1 << 20;
+
+/// The number in an environment variable, or `default`.
+pub(crate) fn number<T: FromStr<Err: std::error::Error + Send + Sync + 'static>>(
+    variable: &'static str,
+    default: T,
+) -> Result<T> {
+    let text = env::var(variable);
+    text.map_or(Ok(default), |text| text.parse().context(variable))
+}
 
 /// The program under test.
 pub(crate) fn vamoose() -> &'static Path {

@@ -27,7 +27,7 @@ use rustix::{
 };
 
 use super::{Host, Hosts, addresses};
-use crate::common::{LIMIT, MIB, set_up, vamoose};
+use crate::common::{LIMIT, MIB, number, set_up, vamoose};
 
 /// A guest with all kinds of pages.
 const RAM: u64 = 16 * MIB;
@@ -48,12 +48,8 @@ fn migrations_at_once_among_strangers() -> Result<()> {
 #[test]
 #[ignore = "a minute, and 3 GiB of memory"]
 fn migrations_at_once_among_many_strangers() -> Result<()> {
-    let number = |name: &'static str, default| {
-        let text = std::env::var(name).ok();
-        text.map_or(Ok(default), |text| text.parse::<u16>().context(name))
-    };
     let migrations = number("LOAD_MIGRATIONS", 64)?;
-    let strangers = number("LOAD_STRANGERS", 10_000)?;
+    let strangers: u16 = number("LOAD_STRANGERS", 10_000)?;
     if let Some(cost) = run(migrations, strangers.into())? {
         cost.print(migrations);
     }

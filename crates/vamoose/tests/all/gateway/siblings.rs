@@ -20,7 +20,7 @@ use super::{
     PORT,
     storage::{DOOR, OWN, credentials, gateways},
 };
-use crate::common::{MIB, expect_equal, set_up};
+use crate::common::{MIB, expect_equal, number, set_up};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
@@ -51,7 +51,6 @@ struct Cost {
 #[test]
 #[ignore = "an hour, as root, and 20 GB of disk: the first time the guests boot and work"]
 fn siblings_are_measured() -> Result<()> {
-    let number = |name, default| env::var(name).map_or(Ok(default), |text| text.parse::<u64>());
     let (runs, rate) = (number("SIBLINGS_RUNS", 1)?, number("SIBLINGS_RATE", 1000)?);
     let only = env::var("SIBLINGS_ONLY").unwrap_or_default();
     net::available()?;
@@ -139,7 +138,7 @@ const FLEETS: [(&str, Make); 7] = [
 ];
 
 fn siblings(binary: &Binary, kind: Real, ram: u64, count: usize) -> Result<Fleet> {
-    let most = env::var("SIBLINGS_GUESTS").map_or(Ok(count), |text| text.parse())?;
+    let most = number("SIBLINGS_GUESTS", count)?;
     let memories =
         (0..count.min(most)).map(|number| kind.sibling(binary, ram, number).map(Fill::Image));
     Ok(Fleet::new(ram, memories.collect::<Result<Vec<_>>>()?))

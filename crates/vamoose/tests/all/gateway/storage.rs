@@ -21,7 +21,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use super::{PORT, PORTS};
-use crate::common::{LIMIT, MIB, vamoose};
+use crate::common::{LIMIT, MIB, number, vamoose};
 
 /// The link's rate in Mbit/s; none for as much as the CPU can.
 const RATES: [Option<u64>; 2] = [Some(1000), None];
@@ -48,10 +48,6 @@ struct Cost {
 #[test]
 #[ignore = "minutes, as root"]
 fn a_mirrored_disk_is_measured() -> Result<()> {
-    let number = |name: &'static str, default| {
-        let text = env::var(name).ok();
-        text.map_or(Ok(default), |text| text.parse::<u64>().context(name))
-    };
     let (size, runs) = (number("STORAGE_SIZE", 4096)?, number("STORAGE_RUNS", 3)?);
     net::available()?;
     let binary = qemu::available().last().context("there is no QEMU here")?;
@@ -157,7 +153,7 @@ fn addresses(way: Way, link: &Link) -> (String, String) {
 #[ignore = "minutes, as root"]
 fn a_disk_survives_cuts() -> Result<()> {
     const SIZE: u64 = 512;
-    let cuts = env::var("STORAGE_CUTS").map_or(Ok(20), |text| text.parse())?;
+    let cuts = number("STORAGE_CUTS", 20)?;
     net::available()?;
     let binary = qemu::available().last().context("there is no QEMU here")?;
     let folder = TempDir::new()?;

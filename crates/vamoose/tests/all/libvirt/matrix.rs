@@ -15,14 +15,14 @@ mod evacuate;
 mod migration;
 mod times;
 
-use std::{env, str::FromStr};
+use std::env;
 
 use anyhow::{Context as _, Result, ensure};
 use lab::{guest::Image, vamoose::Keys};
 
 use self::case::{CASES, Case};
 use super::hosts::{self, Domain, Generation, Hosts, Passage, Storage, Way};
-use crate::common::vamoose;
+use crate::common::{number, vamoose};
 
 /// Bits a second between the hosts.
 const RATE: u64 = 1_000_000_000;
@@ -113,12 +113,4 @@ fn is_chosen(variable: &str, name: &str) -> bool {
     chosen.map_or(true, |chosen| {
         chosen.split(',').any(|text| name.contains(text))
     })
-}
-
-fn number<T: FromStr<Err: std::error::Error + Send + Sync + 'static>>(
-    variable: &'static str,
-    default: T,
-) -> Result<T> {
-    let text = env::var(variable);
-    text.map_or(Ok(default), |text| text.parse().context(variable))
 }

@@ -7,10 +7,9 @@ use lab::{guest::Image, median, vamoose::Keys};
 use super::{
     RATE, generations,
     migration::{self, QUIET, RAM},
-    number,
 };
 use crate::{
-    common::vamoose,
+    common::{number, vamoose},
     libvirt::hosts::{Copied, Domain, Generation, Hosts, Passage, Storage, Way},
 };
 

@@ -9,9 +9,9 @@ use lab::{
 };
 use serde_json::Value;
 
-use super::{RATE, generations, number};
+use super::{RATE, generations};
 use crate::{
-    common::vamoose,
+    common::{number, vamoose},
     libvirt::hosts::{Crowd, Generation, Member, Passage, Way, Where},
 };
 

@@ -10,10 +10,9 @@ use lab::{
 use super::{
     RATE, generations,
     migration::{self, GUEST},
-    number,
 };
 use crate::{
-    common::vamoose,
+    common::{number, vamoose},
     libvirt::hosts::{Domain, Hosts, Passage, Storage, Way},
 };
 
