@@ -335,9 +335,8 @@ impl Destination {
                 post_copy: false, ..
             } if !self.told => self.abort(cause),
             // The source may not be able to continue the guest. The next `commit` tries again.
-            DestinationState::Starting { post_copy, .. } if !self.told => {
-                let post_copy = *post_copy;
-                self.state = DestinationState::Loaded { post_copy };
+            DestinationState::Starting { .. } if !self.told => {
+                self.state = DestinationState::Loaded { post_copy: true };
                 let mut actions = vec![DestinationAction::Persist];
                 actions.extend(unclear(cause));
                 actions

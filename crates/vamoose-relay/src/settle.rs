@@ -332,22 +332,19 @@ fn give_away(
     let qemu = &entry.record.qemu;
     if let Ok(mut source) = SourceQemu::connect(&qemu.monitor, ANSWER_WITHIN)
         && source.instance.is_same(qemu)
-        && let Ok(MigrationStatus::Switched) = source.qemu.migration_status()
     {
-        let reason = "the guest is under post-copy and needs the memory that is here: run the same `vamoose migrate` again";
-        return Err(SettleError::Failed(reason.to_owned()));
-    }
-    // A QEMU that has not sent the guest, or has run it since, is proof of the contrary.
-    if let Ok(mut source) = SourceQemu::connect(&qemu.monitor, ANSWER_WITHIN)
-        && source.instance.is_same(qemu)
-        && let Ok(state) = source.qemu.state()
-        && !is_switchover(&state)
-    {
-        let reason = format!(
-            "the guest is at {}, in the state `{state}`",
-            qemu.monitor.display()
-        );
-        return Err(SettleError::Failed(reason));
+        if let Ok(MigrationStatus::Switched) = source.qemu.migration_status() {
+            let reason = "the guest is under post-copy and needs the memory that is here: run the same `vamoose migrate` again";
+            return Err(SettleError::Failed(reason.to_owned()));
+        }
+        // A QEMU that has not sent the guest, or has run it since, is proof of the contrary.
+        if let Ok(state) = source.qemu.state()
+            && !is_switchover(&state)
+        {
+            let at = qemu.monitor.display();
+            let reason = format!("the guest is at {at}, in the state `{state}`");
+            return Err(SettleError::Failed(reason));
+        }
     }
     settle(entry, guest, decision)
 }

@@ -56,9 +56,7 @@ impl Waiting {
         let images = self.qemu.images()?.into_iter();
         Ok(Some(images.map(|image| image.disk).collect()))
     }
-}
 
-impl Waiting {
     /// What both QEMUs have for post-copy, if that is requested.
     fn post_copy(&mut self) -> Result<Option<PostCopyAbilities>, QemuError> {
         let Some(wanted) = self.request.post_copy else {
