@@ -16,8 +16,9 @@
 //! | the sender for nothing, or for a core | the encoder | a lighter rung, but nothing raw while the link is loaded |
 //!
 //! Rungs are none, and zstd at levels -1, 1, 3 and 5: each slower and denser than the one before. Packets of two neighbouring
-//! rungs are mixed where one leaves the link idle and the other the cores. Steps are small where the direction changes, and become
-//! larger while it does not. A denser rung is worth its CPU time if it saves 4 % of the bytes for each tenth of a core.
+//! rungs are mixed where one leaves the link idle and the other the cores. In a mix with raw packets, those that shrink most are
+//! encoded; a sample of each packet shows how much that is. Steps are small where the direction changes, and become larger while it
+//! does not. A denser rung is worth its CPU time if it saves 4 % of the bytes for each tenth of a core.
 //! To find out, both rungs encode a part of the same packet now and then, while the link limits.
 //!
 //! For a destination with a page store, which keeps encoded pages only, packets go raw only where they do not shrink.
@@ -32,7 +33,7 @@ use vamoose_codec::{EncodeError, Encoded, Encoder, Settings, encoder};
 
 use self::{
     meter::{Activity, WaitMeter},
-    policy::{Cost, Limit, Policy, RAW, RUNGS, Rates, Waits},
+    policy::{Cost, FIRST, Limit, Policy, RAW, RUNGS, Rates, Waits},
 };
 use crate::stats::cpu_timed;
 
@@ -61,6 +62,9 @@ const MOST_UNTRIED: u32 = 5;
 
 /// The part of a packet that two rungs encode to be compared.
 const COMPARED_PART: usize = 4;
+
+/// The part of a packet that shows how much it shrinks.
+const SAMPLED_PART: usize = 64;
 
 /// The method and level of each rung.
 pub(crate) const METHODS: [(Method, Option<i32>); RUNGS] = [
@@ -137,7 +141,14 @@ impl Adaptive {
                 self.policy.compared(rung, [lighter, denser]);
             }
         }
-        let rung = self.rung();
+        let rung = match self.policy.mixes_raw() && !self.avoids_raw {
+            true => {
+                let sample = middle(pages, self.encoders.layout.page_size());
+                let size = self.encoders.measure(FIRST, sample, out)?.size;
+                self.policy.pick(size)
+            }
+            false => self.rung(),
+        };
         let encoded = self.encoders.encode(rung, pages, out)?;
         if rung != RAW {
             self.dense = if encoded.method == Method::None {
@@ -234,6 +245,14 @@ impl Encoders {
             cpu: time.as_secs_f64() * 1e9 / len,
         })
     }
+}
+
+/// A part of the pages, at least one.
+fn middle(pages: &[u8], page_size: usize) -> &[u8] {
+    let count = pages.len() / page_size;
+    let sampled = count.div_ceil(SAMPLED_PART);
+    let start = (count - sampled) / 2 * page_size;
+    &pages[start..start + sampled * page_size]
 }
 
 /// Exact up to 4 GiB, which no packet has.

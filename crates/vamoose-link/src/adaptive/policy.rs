@@ -123,6 +123,8 @@ pub(super) struct Policy {
     /// Part of a packet that the denser rung of the mix is owed.
     owed: f64,
     rung: usize,
+    /// In a mix with raw packets, those that shrink to this part or less are encoded: binary logarithm. `None` before the first.
+    bound: Option<f64>,
 }
 
 /// What the link carries, in bytes per nanosecond: learned while the link limits, and forgotten soon after.
@@ -166,6 +168,9 @@ pub(super) const RAW: usize = 0;
 /// The rung of a new channel: the lightest that encodes. Starting with raw packets on a slow link costs more than starting with encoded
 /// ones on a fast one.
 pub(super) const FIRST: usize = 1;
+
+/// The step by which the bound moves, so that the right part of the packets is encoded.
+const BOUND_STEP: f64 = 0.1;
 
 /// Typical quotients of size, and additional CPU times in nanoseconds per byte of pages, until the guest's own are known.
 const TYPICAL: [(f64, f64); RUNGS - 1] = [(0.36, 1.6), (0.87, 0.6), (0.97, 0.7), (0.97, 3.5)];
@@ -233,12 +238,29 @@ impl Policy {
             looks_up: false,
             owed: 0.0,
             rung: FIRST,
+            bound: None,
         }
     }
 
-    /// The rung of the next packet: the same until [`next_packet`](Self::next_packet).
+    /// The rung of the next packet: the same until [`next_packet`](Self::next_packet). [`pick`](Self::pick) decides in a mix with raw
+    /// packets.
     pub(super) fn rung(&self) -> usize {
         self.rung
+    }
+
+    /// Whether some packets are encoded and others go raw.
+    pub(super) fn mixes_raw(&self) -> bool {
+        0.0 < self.position && self.position < rung_position(FIRST)
+    }
+
+    /// The rung of a packet that shrinks to about this part, in a mix with raw packets: those that shrink most are encoded, as they save
+    /// most bytes and take least CPU time.
+    pub(super) fn pick(&mut self, size: f64) -> usize {
+        let size = size.max(LEAST).log2();
+        let bound = self.bound.get_or_insert(size);
+        let is_below = size <= *bound;
+        *bound += BOUND_STEP * (self.position - f64::from(u8::from(is_below)));
+        if is_below { FIRST } else { RAW }
     }
 
     pub(super) fn limit(&self) -> Limit {
@@ -252,6 +274,10 @@ impl Policy {
 
     /// A packet is out.
     pub(super) fn next_packet(&mut self) {
+        if self.mixes_raw() {
+            self.rung = FIRST;
+            return;
+        }
         let low = self.position.floor();
         self.owed += self.position - low;
         let is_due = self.owed >= 1.0;
@@ -340,7 +366,13 @@ impl Policy {
             // The rate of raw packets was measured too long ago.
             (self.raw_rate, self.mixed_rate) = Default::default();
         }
-        if self.position >= 1.0 || !(is_link || self.limit == Limit::Balance) {
+        // With more packets encoded, an encoder that limits calls for fewer first.
+        let counts = match self.limit {
+            Limit::Link | Limit::Balance => self.position < 1.0,
+            Limit::Encoder => self.position <= LEAST_STEP,
+            Limit::Receiver | Limit::Source => false,
+        };
+        if !counts {
             return false;
         }
         self.mixed_rate.add(rate, MOST_WINDOWS);

@@ -66,7 +66,7 @@ fn a_source_that_limits_is_followed_slowly() {
 }
 
 #[test]
-fn between_two_rungs_packets_of_both_are_mixed() {
+fn with_raw_packets_those_that_shrink_most_are_encoded() {
     let mut policy = Policy::new();
     for _ in 0..4 {
         observe(&mut policy, ENCODER);
@@ -74,19 +74,30 @@ fn between_two_rungs_packets_of_both_are_mixed() {
     // Half a step up, and a quarter down.
     observe(&mut policy, LINK);
     observe(&mut policy, ENCODER);
-    let rungs: Vec<_> = (0..100)
-        .map(|_| {
-            policy.next_packet();
-            policy.rung()
-        })
-        .collect();
-    let dense = rungs.iter().filter(|rung| **rung == 1).count();
-    assert_eq!(
-        rungs.iter().filter(|rung| **rung == RAW).count(),
-        100 - dense
+    assert!(policy.mixes_raw());
+    let sizes = [0.5, 0.04, 0.9, 0.2, 0.6, 0.35, 0.7, 0.8];
+    let mut encoded = [0_u32; 8];
+    for packet in 0..8000 {
+        policy.next_packet();
+        let rung = policy.pick(sizes[packet % 8]);
+        encoded[packet % 8] += u32::try_from(rung).unwrap();
+    }
+    // A quarter of the packets.
+    assert!(
+        encoded.iter().sum::<u32>().abs_diff(2000) < 50,
+        "{encoded:?}"
     );
-    assert_eq!(dense, 25);
-    // Evenly spread.
+    assert!(encoded[1] > 900 && encoded[3] > 900, "{encoded:?}");
+}
+
+#[test]
+fn packets_that_shrink_alike_are_mixed_evenly() {
+    let mut policy = Policy::new();
+    for limit in [ENCODER, ENCODER, ENCODER, ENCODER, LINK, ENCODER] {
+        observe(&mut policy, limit);
+    }
+    let rungs: Vec<_> = (0..200).map(|_| policy.pick(0.3)).skip(100).collect();
+    assert_eq!(rungs.iter().sum::<usize>(), 25);
     assert!(rungs.windows(5).all(|few| few.contains(&1)));
 }
 
@@ -162,10 +173,7 @@ fn a_step_towards_raw_packets_about_doubles_the_bytes_at_most() {
         wire: 0.05,
     };
     policy.observe(waits(0.0, 0.0, 0.0, 0.6), rates);
-    let raw = (0..1000).filter(|_| {
-        policy.next_packet();
-        policy.rung() == RAW
-    });
+    let raw = (0..1000).filter(|_| policy.pick(0.05) == RAW);
     assert!((40..80).contains(&raw.count()));
 }
 

@@ -19,9 +19,9 @@
 use std::{collections::VecDeque, fmt};
 
 use crate::adaptive::{
-    COMPARED_PART, LEAST_PACKETS,
+    COMPARED_PART, LEAST_PACKETS, SAMPLED_PART,
     meter::WINDOW,
-    policy::{Cost, Policy, RAW, RUNGS, Rates, Waits},
+    policy::{Cost, FIRST, Policy, RAW, RUNGS, Rates, Waits},
 };
 
 /// Bytes of pages in a packet.
@@ -522,7 +522,13 @@ impl Channel {
                     work += costs.iter().map(|cost| cost.cpu).sum::<f64>() / COMPARED_PART as f64;
                     policy.compared(rung, costs);
                 }
-                policy.rung()
+                match policy.mixes_raw() {
+                    true => {
+                        work += world.encoding(FIRST, number) / SAMPLED_PART as f64;
+                        policy.pick(data.size(FIRST, number))
+                    }
+                    false => policy.rung(),
+                }
             }
         };
         work += world.encoding(self.rung, number);
