@@ -84,7 +84,7 @@ use idxd::{Kind, Submit};
 use machine::Machine;
 
 /// Version of the model. It is incremented when the devices behave differently.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 
 /// Devices and their clock.
 #[derive(Debug)]

@@ -20,7 +20,7 @@ mod open;
 
 mod zero;
 
-pub use compress::{ByProcessor, Compressor, Tables};
+pub use compress::{ByProcessor, Compressor};
 pub use decompress::Decompressor;
 pub use devices::{Devices, OffloadCounters};
 pub use open::{Choice, DevicesError, Options};

@@ -148,10 +148,6 @@ fn the_drivers_builders_pass_the_checks() {
         (Kind::Iaa, dsa::noop(record)),
         (Kind::Iaa, dsa::drain(record)),
         (Kind::Iaa, iaa::compress(compress, record).with(cache)),
-        (
-            Kind::Iaa,
-            iaa::statistics(source, size, destination, record),
-        ),
         (Kind::Iaa, iaa::decompress(decompress, record).with(cache)),
     ] {
         let limits = limits(kind);

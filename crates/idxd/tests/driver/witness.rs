@@ -113,13 +113,6 @@ fn rows() -> Vec<Row> {
             )
         },
         same(
-            "COMPRESS for statistics",
-            "QPL, hw_iaa_descriptor_init_statistic_collector",
-            "00000000 0c000043 c0ccbbbbaaaa9999 4044333322221111 8088777766665555 40230100 0000 0100 \
-             0000000000000000 00050000 00000000 0000000000000000",
-            iaa::statistics(A, SIZE, B, RECORD),
-        ),
-        same(
             "DECOMPRESS",
             "accel-config, iaa_decompress_multi_task_nodes",
             "00000000 0c000042 c0ccbbbbaaaa9999 4044333322221111 8088777766665555 40230100 0000 1f00 \

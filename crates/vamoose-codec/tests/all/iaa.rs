@@ -19,7 +19,7 @@ use crate::common::pages::{self, PAGE};
 
 const LAYOUT: Layout = Layout::X86;
 const METHOD: Method = Method::Qpl;
-/// Fixed and learned codes.
+/// Of the software that does what the devices leave.
 const LEVELS: [i32; 3] = [0, 1, 6];
 
 /// Engines by devices of a model.
