@@ -28,8 +28,8 @@ pub const fn batch(list: u64, count: u32, record: u64) -> Descriptor {
     }
 }
 
-/// Completes when everything that this process submitted to the queue before has completed; on a dedicated queue,
-/// everything that anyone submitted (DSA 3.0, 3.12). Not allowed in a batch.
+/// Completes when everything that this process submitted to the queue before has completed (DSA 3.0, 3.12). Not allowed in a
+/// batch.
 pub const fn drain(record: u64) -> Descriptor {
     Descriptor::new(opcode::DRAIN, record)
 }

@@ -15,7 +15,6 @@ mod backoff;
 mod compress;
 mod decompress;
 mod devices;
-mod near;
 mod open;
 
 mod zero;

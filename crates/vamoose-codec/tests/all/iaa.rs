@@ -47,7 +47,7 @@ impl Modelled {
             let queue = model.queue(device, 0, PortalKind::Enqcmd);
             Queue::new(queue, shape, tuning).unwrap()
         });
-        let devices = Arc::new(Devices::new(queues, None));
+        let devices = Arc::new(Devices::new(queues));
         Self {
             model,
             devices,
