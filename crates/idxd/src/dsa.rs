@@ -34,16 +34,6 @@ pub const fn drain(record: u64) -> Descriptor {
     Descriptor::new(opcode::DRAIN, record)
 }
 
-/// Copies. The areas must not overlap.
-pub const fn memmove(source: u64, destination: u64, size: u32, record: u64) -> Descriptor {
-    Descriptor {
-        address_1: source,
-        address_2: destination,
-        size,
-        ..Descriptor::new(opcode::MEMMOVE, record)
-    }
-}
-
 /// Compares an area with repetitions of the little-endian bytes of `pattern`. The record's result is 0 if they are
 /// equal and 1 if not; both are success. With pattern 0 it tells whether a
 /// page is all zeros.

@@ -143,7 +143,6 @@ fn the_drivers_builders_pass_the_checks() {
         (Kind::Dsa, dsa::noop(record)),
         (Kind::Dsa, dsa::drain(record)),
         (Kind::Dsa, dsa::batch(64, 2, record)),
-        (Kind::Dsa, dsa::memmove(1, 0x2000, 300, record).with(cache)),
         (Kind::Dsa, dsa::compare_pattern(1, 3, !0, record)),
         (Kind::Iaa, dsa::noop(record)),
         (Kind::Iaa, dsa::drain(record)),
