@@ -469,7 +469,6 @@ fn encode(
     checks: Checks,
     (copy, out): (&mut Vec<u8>, &mut [u8]),
 ) -> Result<Encoded, EncodeError> {
-    let sum_of = |pages: &[u8]| checks.pages.then(|| crc32c::crc32c(pages));
     let pages = pages.gather(copy);
     if let Some(delta) = delta
         && let Some(made) = delta.encode(pages, out)?
