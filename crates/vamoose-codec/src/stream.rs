@@ -22,7 +22,7 @@ pub(crate) struct Step {
     pub(crate) ended: bool,
 }
 
-/// Fills all of `pages` from a packet's part of the stream.
+/// Fills all of `pages` from a packet's part of the stream, which is `payload` behind its first `head` bytes.
 ///
 /// When the pages are full there is input left in a correct packet: the end of the last block and the flush. It has to be
 /// fed to the stream too, so that the next packet starts where this one stopped, and must not decode to anything. One
@@ -31,11 +31,12 @@ pub(crate) fn unpack(
     method: Method,
     stream: &mut impl Stream,
     payload: &[u8],
+    head: usize,
     pages: &mut [u8],
 ) -> Result<(), DecodeError> {
     let corrupt = |reason| DecodeError::Corrupt { method, reason };
     let expected = pages.len();
-    let (mut input, mut found) = (payload, 0);
+    let (mut input, mut found) = (&payload[head.min(payload.len())..], 0);
     loop {
         let full = found == expected;
         let mut spare = [0];

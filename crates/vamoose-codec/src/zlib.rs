@@ -126,27 +126,25 @@ impl<I: Stream> Unpacker<I> {
         }
     }
 
-    /// The raw deflate data in `payload`.
-    fn data<'a>(&mut self, payload: &'a [u8]) -> Result<&'a [u8], &'static str> {
+    /// Bytes of header before the raw deflate data in `payload`.
+    fn head(&mut self, payload: &[u8]) -> Result<usize, &'static str> {
         if self.header_read {
-            return Ok(payload);
+            return Ok(0);
         }
         // The first packet has pages, so it holds the whole header and more.
-        let (header, data) = payload
-            .split_first_chunk()
-            .ok_or("the header is cut short")?;
+        let header = payload.first_chunk().ok_or("the header is cut short")?;
         check_header(*header)?;
         self.header_read = true;
-        Ok(data)
+        Ok(header.len())
     }
 }
 
 impl<I: Stream> Unpack for Unpacker<I> {
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
         let method = Method::Zlib;
-        let data = self.data(payload);
-        let data = data.map_err(|reason| DecodeError::Corrupt { method, reason })?;
-        unpack(method, &mut self.inflate, data, pages)
+        let head = self.head(payload);
+        let head = head.map_err(|reason| DecodeError::Corrupt { method, reason })?;
+        unpack(method, &mut self.inflate, payload, head, pages)
     }
 }
 

@@ -118,7 +118,7 @@ impl Unpacker {
 
 impl Unpack for Unpacker {
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
-        unpack(Method::Zstd, &mut self.0, payload, pages)?;
+        unpack(Method::Zstd, &mut self.0, payload, 0, pages)?;
         if self.0.wanted != BLOCK_HEADER {
             return Err(DecodeError::Corrupt {
                 method: Method::Zstd,
