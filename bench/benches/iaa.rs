@@ -7,8 +7,7 @@
 //! model's default speed (4 GB/s in eight engines, a latency of 1 µs). Looking it up and copying it is the device's
 //! work, and taken out of the time: its clock stands still meanwhile. What is left is the encoder's whole path, as
 //! one thread goes it: building and submitting descriptors, reading records, copying streams into the payload, the
-//! software that does what is late, the check of every 64th packet, and waiting. Waiting counts as processor time:
-//! that it is, with PAUSE and with UMWAIT.
+//! software that does what is late, the check of every 64th packet, and waiting. Waiting counts as processor time, which it is.
 //!
 //! Of each packet the fastest of some rounds counts, so that what else the machine does is not in it: a packet by the
 //! device is shorter than the time slices of the system. Software's is not, and is measured in the thread's CPU time.
@@ -89,7 +88,7 @@ fn by_device(corpus: &Corpus, level: i32, rounds: usize) {
         ..Tuning::default()
     };
     let queue = Queue::new(playback.clone(), shape, tuning).expect("a queue");
-    let devices = Arc::new(Devices::new([queue], None));
+    let devices = Arc::new(Devices::new([queue]));
     let opened = devices.clone();
     let registry = Arc::new(Registry::with_iaa(move || Ok(opened.clone())));
     let engines = registry

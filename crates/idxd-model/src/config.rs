@@ -3,7 +3,7 @@
 use std::{fmt, num::NonZeroU32, sync::Arc, time::Duration};
 
 use super::faults::Faults;
-use idxd::{Capabilities, Kind, Limits, Mode, Operations, opcode};
+use idxd::{Capabilities, Kind, Limits, Operations, opcode};
 
 /// Configuration of a [`Model`](super::Model).
 #[derive(Clone, Debug)]
@@ -90,7 +90,6 @@ pub(super) fn typical(kind: Kind) -> Limits {
     };
     Limits {
         kind,
-        mode: Mode::Shared,
         size: 128,
         threshold: 128,
         max_batch,
@@ -100,7 +99,6 @@ pub(super) fn typical(kind: Kind) -> Limits {
             .fold(Operations::default(), |all, opcode| all.with(*opcode)),
         version: 0x100,
         capabilities,
-        numa_node: Some(0),
     }
 }
 

@@ -28,7 +28,7 @@ pub fn devices(kind: Kind, count: usize, options: &Options) -> Result<Devices, O
         Queue::new(submit, options.shape, options.tuning)
     });
     let queues = queues.collect::<Result<Vec<_>, OpenQueueError>>()?;
-    Ok(Devices::new(queues, None))
+    Ok(Devices::new(queues))
 }
 
 #[cfg(test)]

@@ -115,7 +115,7 @@ impl Driver {
     /// Waits until a client has nothing in flight. Drops descriptors that never complete.
     pub(super) fn close(&self, client: usize) {
         let mut machine = self.lock();
-        let first = !std::mem::replace(&mut machine.clients[client].closed, true);
+        machine.clients[client].closed = true;
         while machine.clients[client].in_flight > 0 {
             if self.time == Time::Virtual && machine.step() {
                 continue;
@@ -134,9 +134,6 @@ impl Driver {
                     machine = self.lock();
                 }
             }
-        }
-        if first {
-            machine.leave(client);
         }
     }
 

@@ -7,7 +7,7 @@
 //! ```
 //! Sources: IAA 2.1, 3.3 to 3.6, 4 and 6. The [`validate`](crate::validate) module checks what both kinds of device have;
 //! DRAIN is the scheduler's. The model has what the driver uses of the first generation of the device (7.2.2): one block
-//! with the codes of an AECS, statistics, and whole streams. It answers other flags of (de)compression with status 0x30,
+//! with the codes of an AECS, and whole streams. It answers other flags of (de)compression with status 0x30,
 //! also those that a device has.
 //!
 //! Assumed, because the specification does not state it: when an operation fails, the destination has as much of the
@@ -18,7 +18,7 @@ mod inflate;
 #[cfg(test)]
 mod tests;
 
-use deflate::{Symbol, TABLE, Writer, symbols};
+use deflate::{Symbol, Writer, symbols};
 use inflate::inflate;
 
 use super::{dsa::Outcome, memory::Memory, validate::status};
@@ -27,7 +27,7 @@ use idxd::{Descriptor, RecordImage, opcode};
 /// Executes `descriptor`, and returns the contents of its completion record.
 pub(crate) fn execute(descriptor: &Descriptor, memory: &mut dyn Memory) -> RecordImage {
     let ended = match descriptor.opcode() {
-        opcode::COMPRESS => compress(descriptor, memory),
+        opcode::COMPRESS => encode(descriptor, memory),
         opcode::DECOMPRESS => decompress(descriptor, memory),
         _ => Err(Outcome::status(status::OPCODE)),
     };
@@ -42,35 +42,10 @@ pub(crate) fn execute(descriptor: &Descriptor, memory: &mut dyn Memory) -> Recor
 }
 
 // Flags of the operations (offset 38).
-const STATISTICS: u16 = 0x01;
 /// Flush, and end the block.
 const BLOCK: u16 = 0x06;
 /// Enable, flush, stop at the end of the last block, which has to be there.
 const STREAM: u16 = 0x1f;
-
-/// Returns the bytes of output.
-fn compress(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Outcome> {
-    match descriptor.operation_flags {
-        STATISTICS => statistics(descriptor, memory),
-        BLOCK => encode(descriptor, memory),
-        _ => Err(Outcome::status(OPERATION_FLAGS)),
-    }
-}
-
-/// Counts the symbols, and one end of a block: a stream needs a code for it. That hardware counts it is assumed.
-fn statistics(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Outcome> {
-    let input = read(memory, descriptor.address_1, descriptor.size)?;
-    let mut histogram = [0_u32; TABLE];
-    for symbol in symbols(&input).iter().chain([&Symbol::END_OF_BLOCK]) {
-        histogram[symbol.index] += 1;
-    }
-    let words = histogram.map(u32::to_le_bytes);
-    let bytes = words.as_flattened();
-    if bytes.len() > limit(descriptor) {
-        return Err(failed(OUTPUT_TOO_SMALL, 0));
-    }
-    write(memory, descriptor, bytes)
-}
 
 /// Compresses with the codes of an AECS:
 ///
@@ -81,12 +56,15 @@ fn statistics(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize,
 /// │     │     │          │ accumulated   │ (256 bytes) │ lengths' codes │ codes     │     │
 /// └─────┴─────┴──────────┴───────────────┴─────────────┴────────────────┴───────────┴─────┘
 /// ```
-/// The model has no checksums.
+/// The model has no checksums. Returns the bytes of output.
 fn encode(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<usize, Outcome> {
     const AECS: u32 = 1568;
     const BITS: usize = 28;
     const ACCUMULATOR: usize = 32;
     const CODES: usize = 288;
+    if descriptor.operation_flags != BLOCK {
+        return Err(Outcome::status(OPERATION_FLAGS));
+    }
     let (address, size) = (descriptor.operands[0], descriptor.high(1));
     if !address.is_multiple_of(32) {
         return Err(Outcome::status(status::ADDRESS_ALIGNMENT));

@@ -84,7 +84,7 @@ use idxd::{Kind, Submit};
 use machine::Machine;
 
 /// Version of the model. It is incremented when the devices behave differently.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 
 /// Devices and their clock.
 #[derive(Debug)]
@@ -95,10 +95,8 @@ pub struct Model {
 /// How descriptors get into a work queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PortalKind {
-    /// A portal of a shared queue: answers whether the descriptor was accepted.
+    /// A portal: answers whether the descriptor was accepted.
     Enqcmd,
-    /// A portal of a dedicated queue: drops a descriptor that does not fit, without a notice.
-    Movdir,
     /// The kernel's `write`: refuses misaligned records, and batches for devices of version 0x100.
     Write,
 }
@@ -106,7 +104,7 @@ pub enum PortalKind {
 /// Counters of a model, without the members of batches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
-    /// Descriptors that were accepted and not dropped.
+    /// Descriptors that were accepted.
     pub accepted: u64,
     /// Descriptors that completed, with a record if they requested one.
     pub completed: u64,
@@ -114,8 +112,6 @@ pub struct Statistics {
     pub unrecorded: u64,
     /// Descriptors that never completed, because their device was reset or their queue closed.
     pub aborted: u64,
-    /// Descriptors that were lost without a refusal: a dedicated queue was full or dead, or a shared one got a MOVDIR64B.
-    pub dropped: u64,
 }
 
 impl Model {
@@ -139,7 +135,7 @@ impl Model {
     }
 
     /// Opens a work queue. Each call is another process on it; dropping the handle closes it. The handle of a queue
-    /// that cannot be opened (it does not exist, its device is disabled or gone, or it is dedicated and in use)
+    /// that cannot be opened (it does not exist, or its device is disabled or gone)
     /// refuses everything with [`Refusal::System`](idxd::Refusal::System).
     pub fn queue(&self, device: usize, queue: usize, portal: PortalKind) -> Arc<dyn Submit> {
         let (client, limits) = match self.driver.lock().open(device, queue) {
@@ -165,7 +161,7 @@ impl Model {
         self.driver.lock().script(on, skip, times, fault);
     }
 
-    /// Makes a shared work queue report `times` times that it is full; [`u32::MAX`] is for ever, 0 ends it. With
+    /// Makes a work queue report `times` times that it is full; [`u32::MAX`] is for ever, 0 ends it. With
     /// [`PortalKind::Write`] each of the kernel's tries counts.
     pub fn refuse(&self, device: usize, queue: usize, times: u32) {
         let mut machine = self.driver.lock();
@@ -176,7 +172,7 @@ impl Model {
     }
 
     /// Resets and disables a device, as after an error that halts it. Outstanding descriptors are dropped, and their records
-    /// are never written. Earlier handles stay dead: shared queues look full, and dedicated ones drop every descriptor.
+    /// are never written. Earlier handles stay dead: their queues look full.
     pub fn reset(&self, device: usize) {
         let mut machine = self.driver.lock();
         if let Some(here) = machine.devices.get_mut(device) {

@@ -36,7 +36,7 @@ pub(super) use admission::gone;
 use batch::Batch;
 use completion::Delivery;
 pub(super) use executor::Executor;
-use idxd::{Descriptor, Kind, Limits, Mode, RecordImage, opcode};
+use idxd::{Descriptor, Kind, Limits, RecordImage, opcode};
 
 /// Never: later than everything.
 pub(super) const NEVER: u64 = u64::MAX;
@@ -77,7 +77,6 @@ pub(super) struct Device {
 #[derive(Debug)]
 pub(super) struct Queue {
     pub(super) limits: Limits,
-    pub(super) opened: u32,
     /// Incremented when the device is disabled, which invalidates earlier handles.
     pub(super) generation: u32,
     /// Number of submissions that will be refused as full.
@@ -269,14 +268,9 @@ impl Machine {
 
     /// Opens a work queue for another client. `None` if it cannot be opened.
     pub(super) fn open(&mut self, device: usize, queue: usize) -> Option<(usize, Limits)> {
-        let here = self.devices.get_mut(device)?;
+        let here = self.devices.get(device)?;
         let is_there = here.enabled && !here.unplugged;
-        let there = here.queues.get_mut(queue)?;
-        let is_taken = there.limits.mode == Mode::Dedicated && there.opened > 0;
-        if !is_there || is_taken {
-            return None;
-        }
-        there.opened += 1;
+        let there = here.queues.get(queue).filter(|_| is_there)?;
         self.clients.push(Client {
             device,
             queue,
@@ -295,25 +289,10 @@ impl Machine {
         self.clients[client].in_flight = 0;
     }
 
-    /// A client has closed its work queue.
-    pub(super) fn leave(&mut self, client: usize) {
-        let Client {
-            device,
-            queue,
-            generation,
-            ..
-        } = self.clients[client];
-        let queue = &mut self.devices[device].queues[queue];
-        if queue.generation == generation {
-            queue.opened = queue.opened.saturating_sub(1);
-        }
-    }
-
     /// Invalidates all handles of a device.
     pub(super) fn revoke(&mut self, device: usize) {
         for queue in &mut self.devices[device].queues {
             queue.generation += 1;
-            queue.opened = 0;
         }
     }
 
@@ -474,7 +453,6 @@ impl Device {
     fn new(config: &DeviceConfig) -> Self {
         let queues = config.queues.iter().map(|limits| Queue {
             limits: limits.clone(),
-            opened: 0,
             generation: 0,
             full: 0,
             entries: VecDeque::new(),

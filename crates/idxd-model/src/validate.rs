@@ -107,7 +107,6 @@ fn rules(descriptor: &Descriptor, limits: &Limits) -> Option<Rules> {
     let is_recorded = descriptor.flags().has(Flags::RECORD_VALID);
     let record = Flags::RECORD_VALID.0 | when(is_recorded, Flags::RECORD_REQUESTED.0);
     let writes = record | when(limits.capabilities.has(CACHE_CONTROL), Flags::CACHE.0);
-    let is_statistics = descriptor.operation_flags & 1 == 1;
     let (flags, required, size, addresses, operands) = match (limits.kind, descriptor.opcode()) {
         (_, opcode::NOOP) => (record, 0, Size::None, 0, 0),
         (_, opcode::DRAIN) => (record, Flags::RECORD_REQUESTED.0, Size::None, 0, 0),
@@ -115,9 +114,6 @@ fn rules(descriptor: &Descriptor, limits: &Limits) -> Option<Rules> {
         (Kind::Dsa, opcode::MEMMOVE) => (writes, 0, Size::Bytes, 2, 0),
         (Kind::Dsa, opcode::COMPARE_PATTERN) => (record, RESULT, Size::Bytes, 2, 0),
         (Kind::Iaa, opcode::DECOMPRESS) => (writes, RESULT, Size::Stream, 2, OUTPUT_SIZE),
-        (Kind::Iaa, opcode::COMPRESS) if is_statistics => {
-            (writes, RESULT, Size::Stream, 2, OUTPUT_SIZE)
-        }
         (Kind::Iaa, opcode::COMPRESS) => {
             let codes = Flags::READ_AECS.0;
             let operands = AECS | OUTPUT_SIZE | AECS_SIZE;

@@ -48,8 +48,8 @@ use std::{
 };
 
 use idxd::{
-    Capabilities, Descriptor, Kind, Limits, Mode, Operations, Queue, Record, Shape, Submit,
-    Submitted, Tuning, dsa,
+    Capabilities, Descriptor, Kind, Limits, Operations, Queue, Record, Shape, Submit, Submitted,
+    Tuning, dsa,
     offload::{Devices, ZeroScanner},
     opcode,
 };
@@ -164,7 +164,7 @@ impl Offload {
         };
         let device = Arc::new(Immediate::new(result));
         let queue = Queue::new(device, shape, Tuning::default()).expect("a queue");
-        let devices = Arc::new(Devices::new([queue], None));
+        let devices = Arc::new(Devices::new([queue]));
         let scanner = ZeroScanner::new(devices, 4096, NonZeroU32::new(1 << 20));
         Self { scanner, result }
     }
@@ -228,7 +228,6 @@ impl Immediate {
     fn new(result: u8) -> Self {
         let limits = Limits {
             kind: Kind::Dsa,
-            mode: Mode::Shared,
             size: 128,
             threshold: 128,
             max_batch: NonZeroU32::new(128),
@@ -236,7 +235,6 @@ impl Immediate {
             operations: Operations([u64::MAX; 4]),
             version: 0x100,
             capabilities: Capabilities::FIRST_DSA,
-            numa_node: None,
         };
         Self {
             limits,

@@ -24,7 +24,7 @@ use std::{
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use self::attributes::{Attributes, flag, node_number, number, operations, small, text, word};
-use crate::{Capabilities, Kind, Limits, Mode, opcode};
+use crate::{Capabilities, Kind, Limits, opcode};
 
 pub use host::{identify, missing, pci_devices};
 pub use name::{DeviceName, NameError, QueueName};
@@ -250,21 +250,15 @@ fn examine(device: &Attributes, queue: &Attributes, kind: Kind) -> Result<Limits
     if queue.may("ats_disable", flag) == Some(true) {
         return Err(Problem::AtsDisabled);
     }
-    let limits = limits(device, queue, kind)?;
-    let clients = queue.may("clients", small);
-    if limits.mode == Mode::Dedicated && clients.is_some_and(|clients| clients > 0) {
-        return Err(Problem::InUse);
-    }
-    Ok(limits)
+    limits(device, queue, kind)
 }
 
 /// Limits of a queue by its attributes and those of its device.
 fn limits(device: &Attributes, queue: &Attributes, kind: Kind) -> Result<Limits, Problem> {
-    let mode = queue.need("mode", |text| match text {
-        "shared" => Some(Mode::Shared),
-        "dedicated" => Some(Mode::Dedicated),
-        _ => None,
-    })?;
+    let mode = queue.need("mode", word)?;
+    if mode != "shared" {
+        return Err(Problem::Mode(mode));
+    }
     let size = queue.need("size", |text| small(text).filter(|size| *size > 0))?;
     let threshold = queue.may("threshold", small);
     let transfer = queue.need("max_transfer_size", number)?;
@@ -284,19 +278,17 @@ fn limits(device: &Attributes, queue: &Attributes, kind: Kind) -> Result<Limits,
     };
     Ok(Limits {
         kind,
-        mode,
         size,
-        threshold: match (mode, threshold) {
-            (Mode::Shared, Some(threshold)) if threshold > 0 => threshold.min(size),
-            _ => size,
-        },
+        threshold: threshold.map_or(size, |threshold| match threshold {
+            0 => size,
+            threshold => threshold.min(size),
+        }),
         // A single descriptor is no batch.
         max_batch: max_batch.filter(|most| *most > 1).and_then(NonZeroU32::new),
         max_transfer: transfer.min(device_transfer.unwrap_or(transfer)),
         operations,
         version: device.need("version", small)?,
         capabilities: Capabilities(device.may("gen_cap", number).unwrap_or(0)),
-        numa_node: device.may("numa_node", node_number).flatten(),
     })
 }
 

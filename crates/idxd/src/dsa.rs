@@ -28,20 +28,10 @@ pub const fn batch(list: u64, count: u32, record: u64) -> Descriptor {
     }
 }
 
-/// Completes when everything that this process submitted to the queue before has completed; on a dedicated queue,
-/// everything that anyone submitted (DSA 3.0, 3.12). Not allowed in a batch.
+/// Completes when everything that this process submitted to the queue before has completed (DSA 3.0, 3.12). Not allowed in a
+/// batch.
 pub const fn drain(record: u64) -> Descriptor {
     Descriptor::new(opcode::DRAIN, record)
-}
-
-/// Copies. The areas must not overlap.
-pub const fn memmove(source: u64, destination: u64, size: u32, record: u64) -> Descriptor {
-    Descriptor {
-        address_1: source,
-        address_2: destination,
-        size,
-        ..Descriptor::new(opcode::MEMMOVE, record)
-    }
 }
 
 /// Compares an area with repetitions of the little-endian bytes of `pattern`. The record's result is 0 if they are

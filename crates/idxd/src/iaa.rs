@@ -1,9 +1,8 @@
 //! Descriptors of IAA's operations.
 //!
 //! ```text
-//!   one pass    AECS with fixed codes ──► compress
-//!   two passes  statistics ──► Histogram ──► AECS with codes made for the data ──► compress
-//!   back        decompress: any raw DEFLATE stream whose matches reach back 4 KiB at most
+//!   compress     with the fixed codes, which an AECS has
+//!   decompress   any raw DEFLATE stream whose matches reach back 4 KiB at most
 //! ```
 //! Compression is raw DEFLATE (RFC 1951), without a zlib or gzip wrapper. Compression reads its codes from an AECS
 //! (analytics engine configuration and state), see [`CompressAecs`]. The device only reads the AECS, so one serves any
@@ -12,10 +11,8 @@
 //! Sources: IAA 2.1, 3.2 to 3.4, 3.10 and 6; `struct iax_hw_desc` of `linux/idxd.h`.
 
 mod aecs;
-mod huffman;
 
-pub use aecs::{CompressAecs, Histogram};
-pub use huffman::{Code, Codes, DISTANCES, Header, LITERALS};
+pub use aecs::CompressAecs;
 
 use crate::{Descriptor, Flags, opcode};
 
@@ -55,18 +52,6 @@ pub const fn compress(compress: Compress, record: u64) -> Descriptor {
     .with(Flags::READ_AECS)
 }
 
-/// Counts which literals, lengths and distances compression of `size` bytes would use, and writes a [`Histogram`].
-pub const fn statistics(source: u64, size: u32, histogram: u64, record: u64) -> Descriptor {
-    Descriptor {
-        address_1: source,
-        address_2: histogram,
-        size,
-        operation_flags: STATISTICS,
-        operands: [0, pair(Histogram::SIZE, 0), 0],
-        ..Descriptor::new(opcode::COMPRESS, record)
-    }
-}
-
 /// Arguments of [`decompress`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Decompress {
@@ -100,7 +85,6 @@ const fn pair(destination_size: u32, aecs_size: u32) -> u64 {
 }
 
 // Flags of compression and decompression (offset 38).
-const STATISTICS: u16 = 1 << 0;
 const ENABLE: u16 = 1 << 0;
 const FLUSH: u16 = 1 << 1;
 /// Of compression: ends the block after the data.

@@ -7,7 +7,7 @@
 //!   queue                       one work queue: credits, deadlines, quarantine
 //!      │
 //!   submit                      the trait `Submit`: a work queue as a process has it
-//!      ├── portal ── discovery  a queue of the host, by ENQCMD, MOVDIR64B or write(2)
+//!      ├── portal ── discovery  a queue of the host, by ENQCMD or write(2)
 //!      └── crate idxd-model     devices in software that fail on request
 //!
 //!   descriptor, dsa, iaa        what a device is to do             record, status    what it reports
@@ -22,7 +22,7 @@ extern crate self as idxd;
 mod tree;
 
 mod arena;
-pub mod cpu;
+mod cpu;
 mod descriptor;
 pub mod discovery;
 pub mod dsa;
@@ -38,7 +38,7 @@ mod submit;
 mod wait;
 
 pub use descriptor::{Descriptor, Flags, opcode};
-pub use limits::{Capabilities, Kind, Limits, Mode, Operations};
+pub use limits::{Capabilities, Kind, Limits, Operations};
 pub use queue::{
     InFlight, OpenQueueError, Outcome, Queue, Shape, Slot, Statistics, SubmitError, Tuning,
     Unanswered,

@@ -23,15 +23,6 @@ impl Kind {
     }
 }
 
-/// How a work queue takes descriptors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Mode {
-    /// From many processes, by ENQCMD, which returns whether the descriptor was accepted.
-    Shared,
-    /// From one process, by MOVDIR64B, which returns nothing. A descriptor that does not fit is lost.
-    Dedicated,
-}
-
 /// The opcodes that a device or a work queue takes: bit N is opcode N.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Operations(pub [u64; 4]);
@@ -88,16 +79,14 @@ impl Capabilities {
     }
 }
 
-/// Limits of one work queue.
+/// Limits of one shared work queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// The device behind it.
     pub kind: Kind,
-    /// How it accepts descriptors.
-    pub mode: Mode,
     /// Number of entries.
     pub size: u32,
-    /// Number of entries that a process may fill; all entries of a dedicated queue.
+    /// Number of entries that a process may fill.
     pub threshold: u32,
     /// Most descriptors of a batch; `None` without batches (IAA).
     pub max_batch: Option<NonZeroU32>,
@@ -109,6 +98,4 @@ pub struct Limits {
     pub version: u32,
     /// The device's other capabilities; none if the kernel does not report them.
     pub capabilities: Capabilities,
-    /// NUMA node of the device, if it has one.
-    pub numa_node: Option<u32>,
 }

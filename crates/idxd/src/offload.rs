@@ -15,12 +15,11 @@ mod backoff;
 mod compress;
 mod decompress;
 mod devices;
-mod near;
 mod open;
 
 mod zero;
 
-pub use compress::{ByProcessor, Compressor, Tables};
+pub use compress::{ByProcessor, Compressor};
 pub use decompress::Decompressor;
 pub use devices::{Devices, OffloadCounters};
 pub use open::{Choice, DevicesError, Options};

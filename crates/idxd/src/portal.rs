@@ -1,9 +1,9 @@
 //! Opening a work queue, and submitting to it.
 //!
 //! ```text
-//!   usable? ─> open(2) ─> its node? ─> mmap ──────────────── Mapped   ENQCMD, MOVDIR64B   ┐
-//!                                        │ EPERM, or no such instruction                  ├─> NOOP answered? ─> Portal
-//!                                        └────────────────── Written  write(2)            ┘
+//!   usable? ─> open(2) ─> its node? ─> mmap ──────────────── Mapped   ENQCMD     ┐
+//!                                        │ EPERM, or no such instruction         ├─> NOOP answered? ─> Portal
+//!                                        └────────────────── Written  write(2)   ┘
 //! ```
 //! The kernel refuses the mapping where submission from processes is not safe (INTEL-SA-01084) and the process lacks
 //! CAP_SYS_RAWIO; write(2) is what it offers instead (`drivers/dma/idxd/cdev.c`).
@@ -14,7 +14,7 @@
 )]
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) mod instructions;
+mod instructions;
 #[cfg(target_arch = "x86_64")]
 mod mapped;
 #[cfg(test)]
@@ -38,8 +38,8 @@ use rustix::{
 use thiserror::Error;
 
 use crate::{
-    Descriptor, Limits, Mode, Record, Refusal, Submit, Submitted,
-    cpu::Features,
+    Descriptor, Limits, Record, Refusal, Submit, Submitted,
+    cpu::has_enqcmd,
     discovery::{Problem, QueueName, WorkQueue},
     fork::Mark,
     opcode,
@@ -122,9 +122,9 @@ impl OpenError {
 /// Opens `queue` for this process, and tests it with a NOOP and, if it takes batches, with a batch: each takes
 /// microseconds, and 10 ms at most.
 ///
-/// Opening binds the process's address space to the device. A dedicated queue can be opened once at a time.
+/// Opening binds the process's address space to the device.
 pub fn open(queue: &WorkQueue) -> Result<Portal, OpenError> {
-    open_with(queue, Features::of_host())
+    open_with(queue, has_enqcmd(Path::new("/proc/cpuinfo")))
 }
 
 /// An open work queue.
@@ -346,12 +346,12 @@ fn probe(
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn open_with(_queue: &WorkQueue, _features: Features) -> Result<Portal, OpenError> {
+fn open_with(_queue: &WorkQueue, _enqcmd: bool) -> Result<Portal, OpenError> {
     Err(OpenError::Unsupported)
 }
 
 #[cfg(target_arch = "x86_64")]
-fn open_with(queue: &WorkQueue, features: Features) -> Result<Portal, OpenError> {
+fn open_with(queue: &WorkQueue, enqcmd: bool) -> Result<Portal, OpenError> {
     use self::{mapped::Mapped, written::Written};
 
     let unusable = |problem| OpenError::unusable(queue, problem);
@@ -360,12 +360,8 @@ fn open_with(queue: &WorkQueue, features: Features) -> Result<Portal, OpenError>
     let system = |source| OpenError::system(path, source);
 
     let file = open_node(queue, path)?;
-    let has_instruction = match limits.mode {
-        Mode::Shared => features.enqcmd,
-        Mode::Dedicated => features.movdir64b,
-    };
-    let mapped = match has_instruction {
-        true => Mapped::of(&file, limits.mode).map_err(system)?,
+    let mapped = match enqcmd {
+        true => Mapped::of(&file).map_err(system)?,
         false => None,
     };
     let (transport, access, limits): (Box<dyn Transport>, _, _) = match mapped {
@@ -384,7 +380,7 @@ fn open_with(queue: &WorkQueue, features: Features) -> Result<Portal, OpenError>
             limits.written(),
         ),
     };
-    let waiting = Waiting::with(features);
+    let waiting = Waiting::new();
     let limits = probe(&*transport, limits, &waiting, queue.name, PROBE)?;
     Portal::new(transport, access, limits, waiting, queue.name).map_err(system)
 }
@@ -397,7 +393,6 @@ fn open_node(queue: &WorkQueue, path: &Path) -> Result<File, OpenError> {
     let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
     let file = rustix::fs::open(path, flags, FileMode::empty()).map_err(|error| match error {
         Errno::ACCESS | Errno::PERM => unusable(Problem::Denied(path.to_path_buf())),
-        Errno::BUSY => unusable(Problem::InUse),
         Errno::NOENT | Errno::NXIO | Errno::NODEV => unusable(Problem::Gone),
         Errno::OPNOTSUPP => unusable(Problem::NoAddressSpace),
         error => system(error.into()),

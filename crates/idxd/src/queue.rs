@@ -12,9 +12,8 @@
 //! single descriptor is submitted as it is, several as a batch, and without batches (IAA; write(2) to the first DSA) one by
 //! one in one call. Nothing allocates once the queue is open.
 //!
-//! **Credits.** A full dedicated queue silently drops a descriptor. A full shared queue rejects it, which costs bus time of
-//! all users, and the process that submits most often gets most. So the entries in use are counted. A slot holds its
-//! entries until it is complete.
+//! **Credits.** A full queue rejects a descriptor, which costs bus time of all users, and the process that submits most often
+//! gets most. So the entries in use are counted. A slot holds its entries until it is complete.
 //!
 //! **Full queues.** A submission is tried once, since a disabled queue also reports that it is full. The caller tries
 //! another queue, or the processor does the work.
@@ -46,7 +45,7 @@ use thiserror::Error;
 
 use self::{credits::Credits, flight::Flight, freelist::FreeList, statistics::Counters};
 use crate::{
-    Limits, Mode, Refusal, Submit,
+    Limits, Refusal, Submit,
     arena::{Arena, Layout},
     opcode,
 };
@@ -99,7 +98,7 @@ pub enum OpenQueueError {
     #[error("a queue needs at least one slot with at least one operation")]
     Nothing,
     /// The work queue is not configured.
-    #[error("the work queue has no entries: it needs a size and, if shared, a threshold")]
+    #[error("the work queue has no entries: it needs a size and a threshold")]
     NoEntries,
     /// The memory cannot be mapped.
     #[error("no memory for the slots of a work queue")]
@@ -148,7 +147,7 @@ impl Queue {
         tuning: Tuning,
     ) -> Result<Self, OpenQueueError> {
         let limits = device.limits();
-        let entries = entries(limits);
+        let entries = limits.threshold.min(limits.size);
         let slots = tuning.slots.min(entries);
         if entries == 0 {
             return Err(OpenQueueError::NoEntries);
@@ -354,14 +353,6 @@ struct Quarantined {
     slot: u32,
     entries: u32,
     flight: Flight,
-}
-
-/// Entries that a process may fill.
-fn entries(limits: &Limits) -> u32 {
-    match limits.mode {
-        Mode::Dedicated => limits.size,
-        Mode::Shared => limits.threshold.min(limits.size),
-    }
 }
 
 /// Most members of a batch; `None` without batches.

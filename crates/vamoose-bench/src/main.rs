@@ -1,7 +1,7 @@
 //! `vamoose bench`: migrates guests on this host by Vamoose and by stock QEMU, and reports tables.
 //!
 //! ```text
-//!  scenarios (TOML) ─> cells ─> plan: rounds, side by side ─> measure ─> results.jsonl ─> report.md, results.csv
+//!  scenarios (TOML) ─> cells ─> plan: rounds, side by side ─> measure ─> results.jsonl ─> report.md
 //! ```
 
 #![forbid(unsafe_code)]
@@ -59,7 +59,7 @@ struct Cli {
 enum Command {
     /// List the scenarios
     List,
-    /// Write the report of a run again: report.md and results.csv
+    /// Write the report of a run again: report.md
     Report {
         /// Folder of results
         #[arg(value_name = "DIR")]

@@ -2,7 +2,6 @@
 //!
 //! ```text
 //!  qemu      source QEMU ────────────────────────link─────────────────────────> destination QEMU
-//!  relay     source QEMU ─unix─> vamoose relay ──link─────────────────────────> destination QEMU, which decodes
 //!  migrate   source QEMU ─unix─> vamoose migrate ═link═> vamoose serve ──unix─> destination QEMU
 //! ```
 //!

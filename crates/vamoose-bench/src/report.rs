@@ -1,13 +1,12 @@
-//! The report of a run: DIR/report.md and DIR/results.csv.
+//! The report of a run: DIR/report.md.
 //!
 //! ```text
-//!  machine.json ─┐                      ┌─> table ──> report.md
-//!                ├─> results::Results ──┤
-//!  results.jsonl ┘   (medians, spread)  └─> results.csv: a line for each migration
+//!  machine.json ─┐
+//!                ├─> results::Results ──> table ──> report.md
+//!  results.jsonl ┘   (medians, spread)
 //! ```
 //! A figure is the median of the rounds, with the minimum and the maximum. Cancelled migrations are reported, too.
 
-mod csv;
 mod markdown;
 mod results;
 mod table;
@@ -24,16 +23,13 @@ use self::results::Results;
 /// Reads the results of a run in `dir`, and writes the report there.
 pub(crate) fn write(dir: &Path) -> Result<()> {
     let results = Results::read(dir)?;
-    save(&dir.join("results.csv"), &csv::of(&results)?)?;
-    save(&dir.join("report.md"), &markdown::of(&results))
+    let path = dir.join("report.md");
+    fs::write(&path, markdown::of(&results))
+        .with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// The medians of a run in `dir`, for a terminal: a table for each group.
 pub(crate) fn comparison(dir: &Path) -> Result<String> {
     let results = Results::read(dir)?;
     Ok(results.groups().map(table::narrow).collect())
-}
-
-fn save(path: &Path, text: &str) -> Result<()> {
-    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }

@@ -118,8 +118,6 @@ pub(crate) struct Contender {
 pub(crate) enum Who {
     /// The two QEMUs alone.
     Qemu,
-    /// `vamoose relay` beside the source; the destination QEMU decodes.
-    Relay,
     /// `vamoose migrate` and `vamoose serve`.
     Migrate,
 }
@@ -349,10 +347,6 @@ impl FromStr for Contender {
         let all = options.len();
         options.retain(|option| option != TLS);
         let tls = options.len() < all;
-        ensure!(
-            !tls || matches!(who, Who::Qemu | Who::Migrate),
-            "`{text}`: only qemu and migrate have {TLS}"
-        );
         if who == Who::Qemu {
             let known = ["none", "zlib", "zstd", "xbzrle", "auto-converge"];
             ensure!(
@@ -479,9 +473,7 @@ mod tests {
         assert!(error("silesia", "silesa").contains("there is no guest `silesa`"));
         assert!(error("open", "10Q").contains("`10Q` is not a link"));
         assert!(error("qemu zstd", "qemu lz4").contains("stock QEMU are none, zlib"));
-        assert!(
-            error("migrate auto --delta off", "relay auto --tls").contains("only qemu and migrate")
-        );
+        assert!(error("migrate auto --delta off", "relay auto").contains("qemu, migrate, then"));
         assert!(error("rounds = 3", "rounds = 0").contains("rounds"));
         assert!(error("1G", "512").contains("append a unit"));
         assert!(error("about", "abuot").contains("abuot"));

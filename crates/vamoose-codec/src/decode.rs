@@ -20,7 +20,7 @@ pub struct Decoder {
     health: Arc<Health>,
     /// By method.
     unpackers: Vec<(Method, Box<dyn Unpack>)>,
-    /// The pages of [`decode_borrowed`](Decoder::decode_borrowed), where the method keeps none.
+    /// The pages of [`decode_borrowed`](Decoder::decode_borrowed).
     pages: Vec<u8>,
     failed: bool,
 }
@@ -83,28 +83,17 @@ impl Decoder {
     }
 
     /// As [`decode`](Decoder::decode), of `len` bytes of pages, which stay in the decoder until its next packet. For callers that
-    /// copy the pages elsewhere anyway: method zstd, whose history they are, then copies nothing.
+    /// copy the pages elsewhere.
     ///
     /// # Errors
     /// As [`decode`](Decoder::decode).
-    pub fn decode_borrowed<'a>(
-        &'a mut self,
+    pub fn decode_borrowed(
+        &mut self,
         method: Method,
-        payload: &'a [u8],
+        payload: &[u8],
         len: usize,
-    ) -> Result<&'a [u8], DecodeError> {
+    ) -> Result<&[u8], DecodeError> {
         self.check(len)?;
-        if method != Method::None && len > 0 {
-            // Until it has succeeded.
-            self.failed = true;
-            let index = self.index_of(method)?;
-            if let Some(result) = self.unpackers[index].1.unpack_into_history(payload, len) {
-                result?;
-                self.failed = false;
-                return Ok(self.unpackers[index].1.history());
-            }
-            self.failed = false;
-        }
         let mut pages = std::mem::take(&mut self.pages);
         pages.resize(self.layout.packet_bytes(), 0);
         let result = self.decode(method, payload, &mut pages[..len]);

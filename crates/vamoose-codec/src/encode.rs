@@ -123,37 +123,6 @@ impl Encoder {
         }
     }
 
-    /// A buffer of the encoder for the pages of the next packet, for callers that have to copy them
-    /// anyway: [`encode_buffered`](Encoder::encode_buffered) then saves a second copy. `None` if the
-    /// encoder copies nothing.
-    pub fn input_buffer(&mut self) -> Option<&mut [u8]> {
-        let packet_bytes = self.layout.packet_bytes();
-        self.engine
-            .as_mut()?
-            .input_buffer()?
-            .get_mut(..packet_bytes)
-    }
-
-    /// As [`encode`](Encoder::encode), of the pages that are the first `len` bytes of the
-    /// [`input_buffer`](Encoder::input_buffer).
-    ///
-    /// # Errors
-    /// As [`encode`](Encoder::encode), and where there is no such buffer.
-    pub fn encode_buffered<'a>(
-        &mut self,
-        len: usize,
-        out: &'a mut [u8],
-    ) -> Result<Encoded<'a>, EncodeError> {
-        self.check(len)?;
-        let out = limited(out, self.layout);
-        let result = match (&mut self.engine, len) {
-            (None, _) => return Err(EncodeError::Input { len, max: 0 }),
-            (Some(_), 0) => Ok(0),
-            (Some(engine), _) => engine.compress_buffered(len, out),
-        };
-        self.finish(result, len, out)
-    }
-
     fn check(&self, len: usize) -> Result<(), EncodeError> {
         if self.failed {
             let method = self.method;

@@ -40,18 +40,6 @@ pub(crate) trait Compress: Send {
     fn add_checksums(&mut self) -> Result<(), &'static str> {
         Ok(())
     }
-
-    /// The engine's own buffer for the next pages; `None` if it reads pages from anywhere.
-    fn input_buffer(&mut self) -> Option<&mut [u8]> {
-        None
-    }
-
-    /// As [`compress`](Compress::compress), of the first `len` bytes of the
-    /// [`input_buffer`](Compress::input_buffer).
-    fn compress_buffered(&mut self, len: usize, out: &mut [u8]) -> Result<usize, CompressError> {
-        let _ = (len, out);
-        Err(CompressError::Refused("it has no input buffer"))
-    }
 }
 
 /// Only zstd-frames uses earlier versions.
@@ -90,22 +78,6 @@ pub(crate) trait Unpack: Send {
         let _ = (earlier, payload, pages);
         let (method, reason) = (Method::Delta, NO_EARLIER);
         Err(DecodeError::Engine { method, reason })
-    }
-
-    /// As [`unpack`](Unpack::unpack), of `len` bytes of pages, which become a part of the decoder's
-    /// [`history`](Unpack::history). `None` if the decoder keeps no history.
-    fn unpack_into_history(
-        &mut self,
-        payload: &[u8],
-        len: usize,
-    ) -> Option<Result<(), DecodeError>> {
-        let _ = (payload, len);
-        None
-    }
-
-    /// The pages of the last packet in the history.
-    fn history(&self) -> &[u8] {
-        &[]
     }
 
     /// Whether `payload` can be a packet with `pages_len` bytes of pages, without decoding it. Only devices' packets are

@@ -11,27 +11,13 @@
 //! queues are dead: then the guard of this engine switches it off (module `accelerated`).
 //!
 //! # Levels
-//! IAA has one way to search for matches. The level chooses the Huffman code:
-//!
-//! - Level 0: the code that is built into the format. One operation a page, without waiting.
-//! - Levels 1 and above: a learned code. Before a packet, the devices count the symbols of every 16th page; the code for them
-//!   is sent with each page, 60 to 110 bytes. That costs a wait of microseconds per packet and the construction of the code.
-//!   A page that does not become shorter is sent as it is.
-//!
-//! For pages that a device does not compress, qpl's software engine of the same level does.
-//!
-//! `bench/benches/iaa.rs` measures with the **model** of an IAA: at level 0 the device takes most of the time, at level 1 the
-//! construction of the code, about 150 µs a packet.
-//!
-//! # Canned mode
-//! In IAA's canned mode the learned code would be sent once per packet instead of with each page. It is not used: the packet
-//! would need a format that only another Vamoose reads, to save 5 % of the bytes of [`qpl`]'s table, and between two Vamooses
-//! lz4 and zstd-frames are better without any device. It would also lose the format's fallback for data that the code does
-//! not suit.
+//! IAA has one way to search for matches, and here always uses the code that is built into the format: one operation a page.
+//! The level is that of qpl's software engine, for pages that a device does not compress. Codes learned from a part of each
+//! packet saved 4 % of the bytes ([`qpl`]), for a wait and the construction of a code per packet.
 
 use std::sync::Arc;
 
-use idxd::offload::{Compressor, Decompressor, Devices, OffloadCounters, Tables};
+use idxd::offload::{Compressor, Decompressor, Devices, OffloadCounters};
 use multifd::{Layout, Method};
 
 use crate::{
@@ -134,12 +120,8 @@ impl Device for IaaDevice {
 
 impl Encoding {
     fn new(devices: &Arc<Devices>, level: i32, pages: usize) -> Result<Self, DeviceError> {
-        let tables = match level {
-            0 => Tables::Fixed,
-            _ => Tables::Learned,
-        };
         Ok(Self {
-            compressor: Compressor::new(devices.clone(), PAGE_SIZE, pages, tables),
+            compressor: Compressor::new(devices.clone(), PAGE_SIZE, pages),
             software: qpl::deflate(level).map_err(|reason| failed(&reason))?,
         })
     }

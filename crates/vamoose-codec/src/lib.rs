@@ -66,6 +66,7 @@ mod qpl;
 mod registry;
 mod settings;
 pub mod shared;
+mod stream;
 #[cfg(feature = "fault-injection")]
 mod testing;
 #[cfg(feature = "zstd")]

@@ -97,7 +97,7 @@ pub fn info(method: Method) -> Option<MethodInfo> {
             levels: Some(Levels::of_zstd()),
             software: zstd::ENGINES,
             framing: Framing::Stream,
-            unpacker: Some(|layout| Ok(Box::new(zstd::decompressor(layout)?))),
+            unpacker: Some(|_| Ok(Box::new(zstd::Unpacker::new()?))),
         },
         #[cfg(feature = "deflate")]
         Method::Qpl => MethodInfo {

@@ -40,6 +40,7 @@ use multifd::Method;
 use crate::{
     DecodeError,
     engine::{Compress, CompressError, Software, Unpack},
+    stream::{Stream, unpack},
 };
 
 mod pure;
@@ -100,24 +101,6 @@ impl<E: Compress> Compress for WithHeader<E> {
     }
 }
 
-/// Inflates one raw deflate stream.
-pub(crate) trait Inflate: Send {
-    /// Inflates some of `input` into some of `output`, at least one byte of one of them if that is
-    /// possible at all. An error is the library's description of what is wrong with the input.
-    fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<Step, &'static str>;
-}
-
-/// What one [`Inflate::step`] has done.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Step {
-    /// Bytes taken from the start of the input.
-    pub(crate) consumed: usize,
-    /// Bytes written to the start of the output.
-    pub(crate) produced: usize,
-    /// Whether the stream ended here.
-    pub(crate) ended: bool,
-}
-
 #[cfg(feature = "isal")]
 type Engine = isal::Inflate;
 #[cfg(not(feature = "isal"))]
@@ -135,7 +118,7 @@ impl Unpacker {
     }
 }
 
-impl<I: Inflate> Unpacker<I> {
+impl<I: Stream> Unpacker<I> {
     fn by(inflate: I) -> Self {
         Self {
             inflate,
@@ -143,61 +126,25 @@ impl<I: Inflate> Unpacker<I> {
         }
     }
 
-    /// The raw deflate data in `payload`.
-    fn data<'a>(&mut self, payload: &'a [u8]) -> Result<&'a [u8], &'static str> {
+    /// Bytes of header before the raw deflate data in `payload`.
+    fn head(&mut self, payload: &[u8]) -> Result<usize, &'static str> {
         if self.header_read {
-            return Ok(payload);
+            return Ok(0);
         }
         // The first packet has pages, so it holds the whole header and more.
-        let (header, data) = payload
-            .split_first_chunk()
-            .ok_or("the header is cut short")?;
+        let header = payload.first_chunk().ok_or("the header is cut short")?;
         check_header(*header)?;
         self.header_read = true;
-        Ok(data)
+        Ok(header.len())
     }
 }
 
-impl<I: Inflate> Unpack for Unpacker<I> {
-    /// When the pages are full there is input left in a correct packet: the end of the last block and the flush. It has to be
-    /// fed to the stream too, so that the next packet starts where this one stopped, and must not decode to anything. One
-    /// spare byte of room shows whether it would.
+impl<I: Stream> Unpack for Unpacker<I> {
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
         let method = Method::Zlib;
-        let corrupt = |reason| DecodeError::Corrupt { method, reason };
-        let expected = pages.len();
-        let (mut input, mut found) = (self.data(payload).map_err(corrupt)?, 0);
-        loop {
-            let full = found == expected;
-            let mut spare = [0];
-            let output = if full {
-                &mut spare[..]
-            } else {
-                &mut pages[found..]
-            };
-            let step = self.inflate.step(input, output).map_err(corrupt)?;
-            if step.ended {
-                return Err(DecodeError::Ended { method });
-            }
-            if full && step.produced > 0 {
-                return Err(DecodeError::too_long(method, payload.len(), expected));
-            }
-            input = &input[step.consumed.min(input.len())..];
-            found += step.produced;
-            if full && input.is_empty() {
-                return Ok(());
-            }
-            // Libraries report "no progress" each in their own way, some as success: the counts decide.
-            if step.consumed == 0 && step.produced == 0 {
-                let left = input.len();
-                return match (full, left) {
-                    (true, _) => Err(DecodeError::trailing(method, left, expected)),
-                    // Too short.
-                    (false, 0) => DecodeError::check_len(method, payload.len(), found, expected),
-                    (false, _) => Err(corrupt("decoding makes no progress")),
-                };
-            }
-        }
+        let head = self.head(payload);
+        let head = head.map_err(|reason| DecodeError::Corrupt { method, reason })?;
+        unpack(method, &mut self.inflate, payload, head, pages)
     }
 }
 
@@ -221,6 +168,7 @@ fn check_header([cmf, flg]: [u8; 2]) -> Result<(), &'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::stream::Step;
 
     #[test]
     fn only_headers_of_rfc_1950_without_dictionary_are_taken() {
@@ -253,7 +201,7 @@ mod tests {
                 .filter(|engine| engine.levels.contains(&level))
             {
                 let mut writer = (engine.compressor)(level).unwrap();
-                let mut readers: [Box<dyn Inflate>; 2] =
+                let mut readers: [Box<dyn Stream>; 2] =
                     [Box::new(Engine::new()), Box::new(pure::Inflate::new())];
                 for number in 0..40 {
                     let packet = page(number);
@@ -276,7 +224,7 @@ mod tests {
     }
 
     /// Steps of every size, until the payload is used up.
-    fn read(reader: &mut dyn Inflate, payload: &[u8], pages: &mut [u8]) {
+    fn read(reader: &mut dyn Stream, payload: &[u8], pages: &mut [u8]) {
         let (mut input, mut found, mut size) = (payload, 0, 1);
         while !input.is_empty() {
             let given = &input[..input.len().min(size + 1)];
@@ -304,7 +252,7 @@ mod tests {
     /// A stream whose steps are given.
     struct Scripted(Vec<Result<Step, &'static str>>);
 
-    impl Inflate for Scripted {
+    impl Stream for Scripted {
         fn step(&mut self, _input: &[u8], _output: &mut [u8]) -> Result<Step, &'static str> {
             self.0.remove(0)
         }

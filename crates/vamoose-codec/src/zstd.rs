@@ -4,33 +4,27 @@
 //! format is all there is: no checksum, no content size, since neither is known before the end.
 //!
 //! # Memory
-//! Per channel: an encoder has 2 MiB of packets, its history, and zstd's tables: together 3 MiB up to level 2,
-//! up to 5 MiB at level 6, 13 MiB at level 12 and 20 MiB above. A decoder has 1 MiB, or 1.8 MiB from level 2
-//! on, as long as the peer is one of us. Any other peer may ask for a window of up to 128 MiB, which takes up
-//! memory as it fills.
+//! Per channel: an encoder has 3 MiB up to level 2, up to 5 MiB at level 6, 13 MiB at level 12 and 20 MiB above. A decoder has
+//! 2 MiB at most, as long as the peer is one of us. Any other peer may ask for a window of up to 128 MiB, the limit of stock
+//! QEMU, so that every stream that a QEMU accepts is accepted here, too.
 //!
 //! # Speed
-//! In units of zstd's streaming functions called as QEMU calls them (level 1, a page a call; `paged zstd` in
-//! `benches/methods.rs`), CPU time of Silesia / of the memory corpus on a Cascade Lake server: each packet the
-//! least of 6 runs, in which all variants took turns. The bytes are 1.003 of those.
-//!
-//! | level 1                                             | encode        | decode        | both          |
-//! |-----------------------------------------------------|---------------|---------------|---------------|
-//! | streaming functions, a packet a call, same window   | 0.915 / 0.935 | 1.000 / 0.996 | 0.934 / 0.950 |
-//! | history in place                                    | 0.854 / 0.846 | 0.967 / 0.973 | 0.880 / 0.877 |
-//! | the same, pages gathered and read there             | 0.815 / 0.784 | 0.849 / 0.857 | 0.823 / 0.802 |
-//!
-//! The last row is [`input_buffer`](crate::Encoder::input_buffer) and
-//! [`decode_borrowed`](crate::Decoder::decode_borrowed).
+//! A packet a call takes 0.92 of the CPU time of a page a call, as QEMU does it, to encode, and the same to decode (level 1).
+//! Packets whose history stays in place, by zstd's buffer-less functions, would take 0.85 and 0.97: not worth their unsafe
+//! code for a method that only stock QEMUs need.
 
 use std::ops::RangeInclusive;
 
-use multifd::{Layout, Method};
+use multifd::Method;
+use zstd_safe::{
+    CCtx, CParameter, DCtx, InBuffer, OutBuffer, get_error_name, zstd_sys::ZSTD_EndDirective,
+};
 
 use crate::{
     DecodeError,
-    engine::{Compress, CompressError, Software},
-    ffi::zstd as frame,
+    engine::{Compress, CompressError, Software, Unpack},
+    ffi::zstd::refused,
+    stream::{Step, Stream, unpack},
 };
 
 /// The level that 0 stands for.
@@ -45,26 +39,8 @@ pub(crate) fn levels() -> RangeInclusive<i32> {
 pub(crate) const ENGINES: &[Software] = &[Software {
     name: "zstd",
     levels: i32::MIN..=i32::MAX,
-    compressor: |level| {
-        Ok(Box::new(Compressor(frame::Compress::new(
-            parameters(level),
-            RING_LEN,
-        )?)))
-    },
+    compressor: |level| Ok(Box::new(Compressor(context(level)?))),
 }];
-
-/// The decoding side of a new channel.
-pub(crate) fn decompressor(layout: Layout) -> Result<frame::Decompress, DecodeError> {
-    let window = 1 << MAX_DECODER_WINDOW_LOG;
-    frame::Decompress::new(layout.packet_bytes(), window).map_err(|reason| DecodeError::Engine {
-        method: Method::Zstd,
-        reason,
-    })
-}
-
-/// Bytes of an encoder's ring of packets: 4 packets of QEMU's, 8 windows of the fast levels. 768 KiB
-/// cost 1 % more time, 4 MiB save less than that.
-const RING_LEN: usize = 2 << 20;
 
 /// Log of the largest window that we encode with: 1 MiB.
 ///
@@ -94,50 +70,91 @@ const MAX_TABLE_LOG: u32 = MAX_ENCODER_WINDOW_LOG + 1;
 /// Levels up to this one have tables within [`MAX_TABLE_LOG`] by themselves.
 const LAST_LEVEL_WITH_SMALL_TABLES: i32 = 9;
 
-/// Log of the largest window that a peer may ask us to keep: 128 MiB, the limit of stock QEMU, so
-/// that every stream that a QEMU accepts is accepted here, too.
-const MAX_DECODER_WINDOW_LOG: u32 = 27;
-
-fn parameters(level: i32) -> frame::Parameters {
-    let mut parameters = frame::parameters(level);
+fn context(level: i32) -> Result<CCtx<'static>, &'static str> {
+    let mut context = CCtx::try_create().ok_or(NO_MEMORY)?;
+    let mut set = |parameter| context.set_parameter(parameter).map_err(get_error_name);
+    set(CParameter::CompressionLevel(level))?;
     if level <= LAST_FAST_LEVEL {
-        parameters.windowLog = FAST_WINDOW_LOG;
+        set(CParameter::WindowLog(FAST_WINDOW_LOG))?;
     }
     if level > LAST_LEVEL_WITH_SMALL_WINDOW {
-        parameters.windowLog = MAX_ENCODER_WINDOW_LOG;
+        set(CParameter::WindowLog(MAX_ENCODER_WINDOW_LOG))?;
     }
     if level > LAST_LEVEL_WITH_SMALL_TABLES {
-        parameters.hashLog = MAX_TABLE_LOG;
-        parameters.chainLog = MAX_TABLE_LOG;
+        set(CParameter::HashLog(MAX_TABLE_LOG))?;
+        set(CParameter::ChainLog(MAX_TABLE_LOG))?;
     }
-    parameters
+    Ok(context)
 }
 
-struct Compressor(frame::Compress);
+const NO_MEMORY: &str = "no memory for a context";
+
+struct Compressor(CCtx<'static>);
 
 impl Compress for Compressor {
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
-        let mut written = 0;
-        for piece in pages.chunks(frame::Compress::PIECE) {
-            self.0.input_buffer()[..piece.len()].copy_from_slice(piece);
-            written += self.0.compress(piece.len(), &mut out[written..])?;
+        let (mut input, mut output) = (InBuffer::around(pages), OutBuffer::around(out));
+        let flush = ZSTD_EndDirective::ZSTD_e_flush;
+        let flushed = self.0.compress_stream2(&mut output, &mut input, flush);
+        match flushed.map_err(refused)? {
+            0 => Ok(output.pos()),
+            _ => Err(CompressError::OutputFull),
         }
-        Ok(written)
     }
+}
 
-    fn input_buffer(&mut self) -> Option<&mut [u8]> {
-        Some(self.0.input_buffer())
+/// The decoding side of a channel.
+pub(crate) struct Unpacker(Frame);
+
+impl Unpacker {
+    pub(crate) fn new() -> Result<Self, DecodeError> {
+        let context = DCtx::try_create().ok_or(DecodeError::Engine {
+            method: Method::Zstd,
+            reason: NO_MEMORY,
+        })?;
+        Ok(Self(Frame { context, wanted: 0 }))
     }
+}
 
-    fn compress_buffered(&mut self, len: usize, out: &mut [u8]) -> Result<usize, CompressError> {
-        self.0.compress(len, out)
+impl Unpack for Unpacker {
+    fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
+        unpack(Method::Zstd, &mut self.0, payload, 0, pages)?;
+        if self.0.wanted != BLOCK_HEADER {
+            return Err(DecodeError::Corrupt {
+                method: Method::Zstd,
+                reason: "the packet ends within a header or block",
+            });
+        }
+        Ok(())
+    }
+}
+
+/// One frame being read.
+struct Frame {
+    context: DCtx<'static>,
+    /// Bytes that zstd asks for next.
+    wanted: usize,
+}
+
+/// What it asks for between two blocks.
+const BLOCK_HEADER: usize = 3;
+
+impl Stream for Frame {
+    fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<Step, &'static str> {
+        let (mut input, mut output) = (InBuffer::around(input), OutBuffer::around(output));
+        let wanted = self.context.decompress_stream(&mut output, &mut input);
+        self.wanted = wanted.map_err(get_error_name)?;
+        Ok(Step {
+            consumed: input.pos(),
+            produced: output.pos(),
+            ended: self.wanted == 0,
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::Unpack as _;
 
     #[test]
     fn memory_per_channel_is_what_the_module_says() {
@@ -150,18 +167,18 @@ mod tests {
             (13..=22, 20),
         ] {
             for level in levels {
-                let frame = frame::Compress::new(parameters(level), RING_LEN).unwrap();
-                let mut compressor = Compressor(frame);
+                let mut compressor = Compressor(context(level).unwrap());
                 let (pages, mut out) = ([7; 1 << 19], vec![0; 1 << 20]);
                 let len = compressor.compress(&pages, &mut out).unwrap();
-                let size = compressor.0.size();
+                let size = compressor.0.sizeof();
                 assert!(mib(size) <= most, "level {level}: {size} bytes");
 
-                let mut decompressor = decompressor(Layout::X86).unwrap();
+                let mut unpacker = Unpacker::new().unwrap();
                 let mut back = vec![0; pages.len()];
-                decompressor.unpack(&out[..len], &mut back).unwrap();
+                unpacker.unpack(&out[..len], &mut back).unwrap();
                 assert!(back == pages);
-                assert!(mib(decompressor.size()) <= 2, "level {level}");
+                let size = unpacker.0.context.sizeof();
+                assert!(mib(size) <= 2, "level {level}: {size} bytes");
             }
         }
     }

@@ -460,7 +460,7 @@ struct Checks {
 }
 
 /// Encodes `pages` into the second buffer, as differences where `delta` has planned some, or without those that the receiver's store
-/// has. Guest memory is copied first: to the encoder's own input buffer, or else to the first buffer.
+/// has. Guest memory is copied first, to the first buffer.
 fn encode(
     encoder: &mut PacketEncoder,
     (delta, store): (Option<&mut Outgoing>, Option<&mut StoreWriter>),
@@ -469,22 +469,6 @@ fn encode(
     checks: Checks,
     (copy, out): (&mut Vec<u8>, &mut [u8]),
 ) -> Result<Encoded, EncodeError> {
-    let sum_of = |pages: &[u8]| checks.pages.then(|| crc32c::crc32c(pages));
-    if delta.is_none()
-        && store.is_none()
-        && let (PageSource::Guest(slices), PacketEncoder::Fixed(encoder)) = (&*pages, &mut *encoder)
-        && let Some(buffer) = encoder.input_buffer()
-    {
-        let pages = copy_from_guest(slices, buffer);
-        let (len, sum) = (pages.len(), sum_of(pages));
-        let encoded = encoder.encode_buffered(len, out)?;
-        return Ok(Encoded {
-            method: encoded.method,
-            len: Some(encoded.payload.len()),
-            sum,
-            ..Encoded::default()
-        });
-    }
     let pages = pages.gather(copy);
     if let Some(delta) = delta
         && let Some(made) = delta.encode(pages, out)?

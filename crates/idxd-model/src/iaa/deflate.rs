@@ -2,12 +2,9 @@
 //!
 //! Functions that run for every symbol are `inline(always)`, because tests are built with few optimisations.
 
-/// Entries of a table by [`Symbol::index`], as histograms and AECS have them: 286 for literals, the end of a block and lengths, then
-/// 30 for distances, each with two unused ones behind them.
-pub(super) const TABLE: usize = 320;
 /// Bytes that IAA's compressor and decompressor can reach back.
 pub(super) const WINDOW: usize = 4096;
-/// Indices of the end of a block, and of the first symbols for lengths and distances.
+/// Places in an AECS of the end of a block, and of the first symbols for lengths and distances.
 const END_OF_BLOCK: usize = 256;
 const FIRST_LENGTH: usize = 257;
 const FIRST_DISTANCE: usize = 288;

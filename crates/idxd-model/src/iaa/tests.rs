@@ -60,28 +60,6 @@ fn copies_reach_back_4096_bytes_and_no_further() {
 }
 
 #[test]
-fn statistics_are_those_of_the_tokens() {
-    let counters = |data: &[u8]| {
-        let mut job = Job::statistics(data);
-        let record = job.execute();
-        assert_eq!((record.status(), output_size(&record)), (1, 1280));
-        let output = job.output(&record);
-        let words = output.as_chunks::<4>().0.iter();
-        words
-            .map(|word| u32::from_le_bytes(*word))
-            .collect::<Vec<_>>()
-    };
-    let mut data = vec![b'a'; 260];
-    data.push(b'b');
-    let counts = counters(&data);
-    assert_eq!(counts.len(), 320);
-    // One a, 258 of them and another, one b.
-    let at = |symbol: usize| counts[symbol];
-    assert_eq!((at(97), at(98), at(256), at(285), at(288)), (2, 1, 1, 1, 1));
-    assert_eq!(counts.iter().sum::<u32>(), 6);
-}
-
-#[test]
 fn too_small_a_destination_fails() {
     let data = noise(4096, 2);
     for limit in [1, 2, 3, 4, 100, 4095, 4096] {
@@ -98,9 +76,6 @@ fn too_small_a_destination_fails() {
         job.limit(limit);
         assert_eq!(job.execute().status(), status);
     }
-    let mut job = Job::statistics(&data);
-    job.limit(1279);
-    assert_eq!(job.execute().result(), 25);
 }
 
 #[test]
@@ -397,10 +372,6 @@ impl Job {
         job.add(Flags::READ_AECS);
         job.aecs(AECS, AECS_SIZE);
         job
-    }
-
-    fn statistics(data: &[u8]) -> Self {
-        Self::with(opcode::COMPRESS, data, 1, 2000)
     }
 
     fn decompress(stream: &[u8], limit: u32) -> Self {

@@ -4,7 +4,7 @@ use std::{hash::Hash as _, io};
 
 use super::{Client, Machine, Unit, is_due};
 use crate::PortalKind;
-use idxd::{Descriptor, Mode, Refusal, opcode};
+use idxd::{Descriptor, Refusal, opcode};
 
 /// How often the kernel's `write` retries a full queue (`enqcmds_retries` in sysfs).
 const WRITE_RETRIES: u32 = 32;
@@ -49,31 +49,15 @@ impl Machine {
         {
             return Err(Refusal::Invalid);
         }
-        let here = &mut here.queues[queue];
-        match (portal, here.limits.mode) {
-            (PortalKind::Enqcmd, _) | (PortalKind::Write, Mode::Shared) if dead => {
-                return Err(Refusal::Full);
-            }
-            // The wrong instruction for a queue is never accepted (DSA 3.0, 5.3).
-            (PortalKind::Enqcmd, Mode::Dedicated) => return Err(Refusal::Full),
-            (PortalKind::Enqcmd, Mode::Shared) => {
-                if self.full(device, queue) {
-                    return Err(Refusal::Full);
-                }
-            }
-            (PortalKind::Write, Mode::Shared) => {
-                if !(0..=WRITE_RETRIES).any(|_| !self.full(device, queue)) {
-                    return Err(Refusal::Full);
-                }
-            }
-            // Posted writes: the device ignores those that are not for the queue; only a full queue is an error (0x53).
-            (PortalKind::Movdir, Mode::Shared) => return self.lose(),
-            (_, Mode::Dedicated) if dead => return self.lose(),
-            (_, Mode::Dedicated) => {
-                if here.entries.len() as u64 >= u64::from(here.limits.size) {
-                    return self.lose();
-                }
-            }
+        if dead {
+            return Err(Refusal::Full);
+        }
+        let tries = match portal {
+            PortalKind::Enqcmd => 1,
+            PortalKind::Write => 1 + WRITE_RETRIES,
+        };
+        if (0..tries).all(|_| self.full(device, queue)) {
+            return Err(Refusal::Full);
         }
         let sequence = self.next_sequence();
         let unit = Unit {
@@ -94,7 +78,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Whether a shared queue is full.
+    /// Whether a queue is full.
     fn full(&mut self, device: usize, queue: usize) -> bool {
         let competitor = self.random.u64(..=u64::from(self.faults.competitor));
         let unlucky = is_due(&mut self.random, self.faults.full_per_mille);
@@ -108,10 +92,5 @@ impl Machine {
         }
         let taken = queue.entries.len() as u64 + competitor;
         unlucky || taken >= u64::from(queue.limits.threshold)
-    }
-
-    fn lose(&mut self) -> Result<(), Refusal> {
-        self.statistics.dropped += 1;
-        Ok(())
     }
 }

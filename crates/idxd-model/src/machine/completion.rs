@@ -4,7 +4,7 @@ use std::hash::Hash as _;
 
 use super::{Machine, NEVER, Unit};
 use crate::{dsa::Outcome, faults::InjectedFault, memory::PAGE, nanoseconds, validate::status};
-use idxd::{Flags, Kind, Mode, RecordImage, opcode};
+use idxd::{Flags, Kind, RecordImage, opcode};
 
 /// A pending completion.
 #[derive(Debug)]
@@ -82,13 +82,12 @@ impl Machine {
         }
     }
 
-    /// Completes drains without outstanding earlier descriptors (in a shared queue, of the same process).
+    /// Completes drains without outstanding earlier descriptors of the same process.
     pub(super) fn check_drains(&mut self) {
         while let Some(index) = self.drains.iter().position(|drain| {
             let queue = &self.devices[drain.device].queues[drain.queue];
-            let is_shared = queue.limits.mode == Mode::Shared;
             let mut before = queue.outstanding.range(..drain.sequence);
-            before.all(|(_, client)| is_shared && *client != drain.client)
+            before.all(|(_, client)| *client != drain.client)
         }) {
             let drain = self.drains.swap_remove(index);
             let image = Outcome {

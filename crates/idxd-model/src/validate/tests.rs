@@ -143,15 +143,10 @@ fn the_drivers_builders_pass_the_checks() {
         (Kind::Dsa, dsa::noop(record)),
         (Kind::Dsa, dsa::drain(record)),
         (Kind::Dsa, dsa::batch(64, 2, record)),
-        (Kind::Dsa, dsa::memmove(1, 0x2000, 300, record).with(cache)),
         (Kind::Dsa, dsa::compare_pattern(1, 3, !0, record)),
         (Kind::Iaa, dsa::noop(record)),
         (Kind::Iaa, dsa::drain(record)),
         (Kind::Iaa, iaa::compress(compress, record).with(cache)),
-        (
-            Kind::Iaa,
-            iaa::statistics(source, size, destination, record),
-        ),
         (Kind::Iaa, iaa::decompress(decompress, record).with(cache)),
     ] {
         let limits = limits(kind);
@@ -356,7 +351,7 @@ fn an_iaa_allows_its_flags_whatever_its_version() {
 }
 
 #[test]
-fn an_iaa_compresses_with_codes_and_counts_without() {
+fn an_iaa_compresses_with_codes_alone() {
     let limits = limits(Kind::Iaa);
     let compress = valid_for_iaa()[3];
     let without = Descriptor {
@@ -365,11 +360,6 @@ fn an_iaa_compresses_with_codes_and_counts_without() {
         ..compress
     };
     assert_eq!(validate(&without, &limits, false), invalid(1 << 16));
-    let statistics = Descriptor {
-        operation_flags: 1,
-        ..without
-    };
-    assert_eq!(status_for(&limits, &statistics), 1);
 }
 
 #[test]

@@ -79,62 +79,6 @@ fn a_queue_is_full_by_chance() {
 }
 
 #[test]
-fn a_full_dedicated_queue_drops_descriptors_silently() {
-    let mut config = Config::dsa();
-    config.devices[0].queues[0].mode = Mode::Dedicated;
-    for portal in [PortalKind::Movdir, PortalKind::Write] {
-        let model = clogged(&config);
-        let queue = model.queue(0, 0, portal);
-        let record = Record::default();
-        // It has one user.
-        assert_eq!(fill_up(&model.queue(0, 0, portal), &record, 1).accepted, 0);
-        accepted(&queue, &[noop(&record); 4]);
-        assert_eq!(wait(&queue, &record, TIMEOUT), None);
-        let submitted = fill_up(&queue, &record, 130);
-        assert_eq!(
-            (submitted.accepted, submitted.refusal.is_none()),
-            (130, true)
-        );
-        assert_eq!(model.statistics().dropped, 2);
-        queue.close();
-        assert_eq!(fill_up(&model.queue(0, 0, portal), &record, 1).accepted, 1);
-    }
-}
-
-#[test]
-fn the_wrong_instruction_gets_nothing_in() {
-    let mut config = Config::dsa();
-    let model = Model::deterministic(&config);
-    let (queue, record) = (model.queue(0, 0, PortalKind::Movdir), Record::default());
-    assert_eq!(fill_up(&queue, &record, 1).accepted, 1);
-    assert_eq!(wait(&queue, &record, TIMEOUT), None);
-    // It is ignored, and no error.
-    assert_eq!(model.statistics().dropped, 1);
-    config.devices[0].queues[0].mode = Mode::Dedicated;
-    let model = Model::deterministic(&config);
-    let queue = model.queue(0, 0, PortalKind::Enqcmd);
-    assert!(matches!(
-        fill_up(&queue, &record, 1).refusal,
-        Some(Refusal::Full)
-    ));
-}
-
-#[test]
-fn a_dead_dedicated_queue_ignores_what_comes() {
-    let mut config = Config::dsa();
-    config.devices[0].queues[0].mode = Mode::Dedicated;
-    for portal in [PortalKind::Movdir, PortalKind::Write] {
-        let model = Model::deterministic(&config);
-        let (queue, record) = (model.queue(0, 0, portal), Record::default());
-        model.reset(0);
-        let submitted = fill_up(&queue, &record, 3);
-        assert_eq!((submitted.accepted, submitted.refusal.is_none()), (3, true));
-        assert_eq!(model.statistics().dropped, 3);
-        assert_eq!(wait(&queue, &record, TIMEOUT), None);
-    }
-}
-
-#[test]
 fn write_takes_what_it_can() {
     let model = Model::deterministic(&Config::dsa());
     let queue = model.queue(0, 0, PortalKind::Write);

@@ -25,7 +25,7 @@ use std::{
     time::Duration,
 };
 
-use idxd::{Descriptor, Flags, Mode, Record, RecordImage, Refusal, Submit, Submitted, opcode};
+use idxd::{Descriptor, Flags, Record, RecordImage, Refusal, Submit, Submitted, opcode};
 use idxd_model::*;
 
 /// Memory for devices: whole pages, which devices change behind the back of who reads them.

@@ -36,10 +36,6 @@ const PAGES: Shape = Shape {
 
 /// The first work queue of each of the model's first `count` devices.
 fn devices(model: &Model, count: usize, shape: Shape) -> Arc<Devices> {
-    devices_near(model, count, shape, None)
-}
-
-fn devices_near(model: &Model, count: usize, shape: Shape, node: Option<u32>) -> Arc<Devices> {
     let queues = (0..count).map(|device| {
         let tuning = Tuning {
             slots: 64,
@@ -48,7 +44,7 @@ fn devices_near(model: &Model, count: usize, shape: Shape, node: Option<u32>) ->
         let submit = model.queue(device, 0, PortalKind::Enqcmd);
         Queue::new(submit, shape, tuning).unwrap()
     });
-    Arc::new(Devices::new(queues, node))
+    Arc::new(Devices::new(queues))
 }
 
 /// The counters of each queue.

@@ -29,45 +29,24 @@ fn scan(devices: &Arc<Devices>, clock: &Arc<dyn Submit>, times: usize) {
 }
 
 #[test]
-fn those_that_are_near_are_first_and_the_others_when_they_take_nothing() {
-    let mut config = Config::devices(Kind::Dsa, 4);
-    for (device, node) in [0, 1, 0, 1].into_iter().enumerate() {
-        config.devices[device].queues[0].numa_node = Some(node);
-    }
-    let model = Model::deterministic(&config);
+fn they_take_turns_and_those_that_take_nothing_are_tried_again() {
+    let model = Model::deterministic(&Config::devices(Kind::Dsa, 4));
     let clock = model.queue(0, 0, PortalKind::Enqcmd);
-    for (node, expected) in [
-        (Some(1), [320, 320, 0, 0]),
-        (Some(0), [320, 320, 0, 0]),
-        (Some(7), [192, 192, 128, 128]),
-        (None, [192, 192, 128, 128]),
-    ] {
-        let devices = devices_near(&model, 4, BATCHES, node);
-        scan(&devices, &clock, 10);
-        assert_eq!(operations(&devices), expected, "{node:?}");
-        let nodes = devices
-            .queues()
-            .map(|queue| queue.limits().numa_node)
-            .collect::<Vec<_>>();
-        match node {
-            Some(1) => assert_eq!(nodes, [Some(1), Some(1), Some(0), Some(0)]),
-            Some(0) => assert_eq!(nodes, [Some(0), Some(0), Some(1), Some(1)]),
-            _ => assert_eq!(nodes, [Some(0), Some(1), Some(0), Some(1)]),
-        }
-    }
-    let devices = devices_near(&model, 4, BATCHES, Some(1));
+    let devices = devices(&model, 4, BATCHES);
+    scan(&devices, &clock, 10);
+    assert_eq!(operations(&devices), [192, 192, 128, 128]);
     model.refuse(1, 0, u32::MAX);
     model.refuse(3, 0, u32::MAX);
     scan(&devices, &clock, 100);
-    let [near_1, near_2, far_1, far_2] = operations(&devices)[..] else {
+    let [first, second, third, fourth] = operations(&devices)[..] else {
         panic!()
     };
-    assert_eq!((near_1, near_2), (0, 0));
-    assert!(far_1 + far_2 > 90 * 64, "{far_1} {far_2}");
+    assert_eq!((second, fourth), (192, 128));
+    assert!(first + third > 90 * 64, "{first} {third}");
     model.refuse(1, 0, 0);
     model.refuse(3, 0, 0);
     scan(&devices, &clock, 1100);
-    assert!(operations(&devices)[0] > 0 && operations(&devices)[1] > 0);
+    assert!(operations(&devices)[1] > 192 && operations(&devices)[3] > 128);
 }
 
 #[test]

@@ -261,7 +261,7 @@ fn a_device_with_wrong_verdicts_is_detected_among_others() {
     let queues = submits
         .clone()
         .map(|submit| Queue::new(submit, BATCHES, Tuning::default()).unwrap());
-    let devices = Arc::new(Devices::new(queues, None));
+    let devices = Arc::new(Devices::new(queues));
     let memory = Memory::of(&vec![1; 64 * PAGE]);
     let mut scanner = ZeroScanner::new(devices.clone(), 4096, one_in(1));
     let pages = memory.addresses(64);

@@ -3,7 +3,7 @@
 use std::fs;
 
 use super::{Device, Root, entries};
-use crate::{Kind, cpu::Features};
+use crate::{Kind, cpu::has_enqcmd};
 
 /// What the host lacks, as one sentence each. `devices` are those of [`scan`](super::scan).
 pub fn missing(root: &Root, devices: &[Device]) -> Vec<&'static str> {
@@ -14,20 +14,15 @@ pub fn missing(root: &Root, devices: &[Device]) -> Vec<&'static str> {
              be given the device",
         ];
     }
-    let cpu = Features::of_file(&root.proc.join("cpuinfo"));
     let checks = [
         (
             !root.devices().is_dir(),
             "the kernel's driver is not loaded: modprobe idxd",
         ),
         (
-            !cpu.enqcmd,
+            !has_enqcmd(&root.proc.join("cpuinfo")),
             "no ENQCMD, so no shared work queue can be mapped: it takes a Xeon of the fourth generation, Linux 5.18, and \
              intel_iommu=on,sm_on at its start",
-        ),
-        (
-            !cpu.movdir64b,
-            "the processor has no MOVDIR64B: no dedicated work queue can be mapped",
         ),
         (
             devices

@@ -26,9 +26,9 @@ pub enum Problem {
          queue is disabled"
     )]
     AtsDisabled,
-    /// The work queue is dedicated, and in use.
-    #[error("it is dedicated and in use")]
-    InUse,
+    /// The work queue is dedicated: a descriptor for which it has no room would be lost without a notice.
+    #[error("its mode is {0}; it has to be shared")]
+    Mode(String),
     /// There is no character device: none of these paths exists.
     #[error("it has no character device: there is no {}", list(.0))]
     NoNode(Vec<PathBuf>),

@@ -16,27 +16,15 @@ use std::{collections::VecDeque, sync::Arc, time::Duration};
 use super::{Devices, OffloadCounters, devices::Pending};
 use crate::{
     Descriptor, Outcome, Slot,
-    iaa::{self, CompressAecs, Histogram},
+    iaa::{self, CompressAecs},
     status::{IaaOutcome, SUCCESS},
 };
-
-/// Which Huffman codes compression uses.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Tables {
-    /// The fixed codes of the format: one operation per page.
-    #[default]
-    Fixed,
-    /// Codes for the symbols of a sample of the pages, which a device counts first. Each compressed page contains the
-    /// description of the codes.
-    Learned,
-}
 
 /// Compresses pages, for one thread.
 #[derive(Debug)]
 pub struct Compressor {
     page_bytes: usize,
-    tables: Tables,
-    /// The fixed codes, or those learned last. Devices read them at any time.
+    /// The fixed codes. Devices read them at any time.
     aecs: Box<CompressAecs>,
     /// Streams of the pages that the processor has compressed, and their lengths: `None` for a raw page.
     side: Box<[u8]>,
@@ -48,16 +36,12 @@ pub struct Compressor {
 /// not fit.
 pub type ByProcessor<'a> = dyn FnMut(&[u8], &mut [u8]) -> Option<usize> + 'a;
 
-/// One in this number of pages is counted for learned codes.
-const SAMPLE: usize = 16;
-
 impl Compressor {
     /// For up to `pages` pages of `page_bytes` bytes at once, with the IAAs of `devices`. The slots' buffers must hold a
     /// page.
-    pub fn new(devices: Arc<Devices>, page_bytes: usize, pages: usize, tables: Tables) -> Self {
+    pub fn new(devices: Arc<Devices>, page_bytes: usize, pages: usize) -> Self {
         Self {
             page_bytes,
-            tables,
             aecs: Box::new(CompressAecs::fixed()),
             side: vec![0; page_bytes * pages].into(),
             lengths: vec![None; pages],
@@ -77,12 +61,6 @@ impl Compressor {
         let size = self.page_bytes;
         let page = |index: usize| &pages[index * size..][..size];
         self.flights.begin();
-        if self.tables == Tables::Learned {
-            *self.aecs = match self.learn(count, &page) {
-                Some(histogram) => CompressAecs::dynamic(&histogram, true),
-                None => CompressAecs::fixed(),
-            };
-        }
         let mut done = OffloadCounters::default();
         let (mut next, mut begun, mut tail) = (0, 0, count);
         while next < count {
@@ -121,40 +99,6 @@ impl Compressor {
             next += 1;
         }
         self.flights.devices.counters().add(done);
-    }
-
-    /// Lets a device count the symbols of some pages. `None` if no page could be counted.
-    fn learn<'a>(&mut self, count: usize, page: &dyn Fn(usize) -> &'a [u8]) -> Option<Histogram> {
-        let size = u32::try_from(self.page_bytes).ok()?;
-        let mut pending = 0;
-        for index in (0..count).step_by(SAMPLE) {
-            let source = address(page(index));
-            let capacity = Histogram::SIZE as usize;
-            // SAFETY: statistics write a histogram, to the slot's buffer.
-            let taken = unsafe {
-                self.flights.submit(capacity, &mut |slot| {
-                    let buffer = slot.buffer_address();
-                    iaa::statistics(source, size, buffer, 0)
-                })
-            };
-            if !taken {
-                break;
-            }
-            pending += 1;
-        }
-        let mut sum = None;
-        for _ in 0..pending {
-            let Some(outcome) = self.flights.next().filter(Outcome::all_succeeded) else {
-                continue;
-            };
-            let bytes = outcome.buffer(0..Histogram::SIZE as usize);
-            if let Some(Ok(bytes)) = bytes.map(TryInto::try_into) {
-                let histogram = Histogram::from_bytes(bytes);
-                sum.get_or_insert_with(Histogram::new).add(&histogram);
-            }
-        }
-        // A page that was not counted may have any symbol.
-        sum.map(|sum: Histogram| sum.covering())
     }
 
     fn submit(&mut self, page: &[u8]) -> bool {

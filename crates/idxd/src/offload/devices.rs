@@ -12,8 +12,6 @@ use crate::{InFlight, Queue, Slot};
 #[derive(Debug)]
 pub struct Devices {
     members: Box<[Member]>,
-    /// Number of near members, which come first.
-    near: usize,
     turn: AtomicUsize,
     work: Counters,
 }
@@ -67,19 +65,14 @@ pub(super) struct Counters {
 }
 
 impl Devices {
-    /// Uses `queues` in turn: first those of NUMA node `node`, and the others when these accept nothing.
-    pub fn new(queues: impl IntoIterator<Item = Queue>, node: Option<u32>) -> Self {
-        let is_near = |member: &Member| node.is_none() || member.queue.limits().numa_node == node;
+    /// Uses `queues` in turn.
+    pub fn new(queues: impl IntoIterator<Item = Queue>) -> Self {
         let members = queues.into_iter().map(|queue| Member {
             queue,
             backoff: Backoff::default(),
         });
-        let (mut members, far): (Vec<_>, Vec<_>) = members.partition(is_near);
-        let near = members.len();
-        members.extend(far);
         Self {
-            near,
-            members: members.into(),
+            members: members.collect(),
             turn: AtomicUsize::new(0),
             work: Counters::default(),
         }
@@ -87,10 +80,10 @@ impl Devices {
 
     /// No devices: the processor does everything.
     pub fn none() -> Self {
-        Self::new([], None)
+        Self::new([])
     }
 
-    /// The queues, the near ones first.
+    /// The queues.
     pub fn queues(&self) -> impl Iterator<Item = &Queue> {
         self.members.iter().map(|member| &member.queue)
     }
@@ -118,9 +111,9 @@ impl Devices {
         fill: &mut dyn FnMut(&mut Slot) -> usize,
     ) -> Option<Pending> {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        let far = self.members.len() - self.near;
+        let count = self.members.len();
         let mut refusals = 0;
-        for member in rotated(0, self.near, turn).chain(rotated(self.near, far, turn)) {
+        for member in (0..count).map(|index| turn.wrapping_add(index) % count) {
             if !self.members[member].backoff.is_over() {
                 continue;
             }
@@ -167,11 +160,6 @@ impl Devices {
     pub(super) fn counters(&self) -> &Counters {
         &self.work
     }
-}
-
-/// `count` indices from `first` on, starting with another one each turn.
-fn rotated(first: usize, count: usize, turn: usize) -> impl Iterator<Item = usize> {
-    (0..count).map(move |index| first + turn.wrapping_add(index) % count)
 }
 
 /// Queues that may refuse one submission. Then it is cheaper to do the work.

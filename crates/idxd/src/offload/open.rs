@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr, sync::Arc};
 
 use thiserror::Error;
 
-use super::{Devices, near::bound_node};
+use super::Devices;
 use crate::{
     Kind, OpenQueueError, Queue, Shape, Tuning,
     discovery::{self, NameError, QueueName, Root},
@@ -133,7 +133,7 @@ impl Devices {
             }
         };
         let queues = queues.into_iter().collect::<Result<Vec<_>, _>>()?;
-        Ok(Self::new(queues, bound_node(&options.root)))
+        Ok(Self::new(queues))
     }
 }
 

@@ -1,4 +1,4 @@
-//! The mapped portal: one ENQCMD or MOVDIR64B for each descriptor, no system call.
+//! The mapped portal: one ENQCMD for each descriptor, no system call.
 
 use std::{
     fs::File,
@@ -13,7 +13,7 @@ use rustix::{
 };
 
 use super::{Transport, instructions};
-use crate::{Descriptor, Mode, Refusal, Submitted};
+use crate::{Descriptor, Refusal, Submitted};
 
 /// The driver maps one page: the limited portal.
 const PAGE: usize = 4096;
@@ -24,7 +24,6 @@ const STEP: usize = size_of::<Descriptor>();
 #[derive(Debug)]
 pub(super) struct Mapped {
     page: NonNull<u8>,
-    mode: Mode,
     /// Index of the next address to write to. Any address of the page works, but writes to the same one might combine.
     next: AtomicUsize,
 }
@@ -36,7 +35,7 @@ unsafe impl Sync for Mapped {}
 
 impl Mapped {
     /// Maps the portal of `file`; `None` if the kernel forbids it. The mapping keeps the queue open when the file is closed.
-    pub(super) fn of(file: &File, mode: Mode) -> io::Result<Option<Self>> {
+    pub(super) fn of(file: &File) -> io::Result<Option<Self>> {
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
         // SAFETY: a new mapping, at an address of the kernel's choice.
         let page =
@@ -47,7 +46,6 @@ impl Mapped {
         let page = NonNull::new(page.cast()).ok_or(io::ErrorKind::InvalidData)?;
         Ok(Some(Self {
             page,
-            mode,
             next: AtomicUsize::new(0),
         }))
     }
@@ -71,17 +69,9 @@ impl Transport for Mapped {
         let first = self.places(descriptors.len());
         for (index, descriptor) in descriptors.iter().enumerate() {
             let place = self.place(first.wrapping_add(index));
-            let accepted = match self.mode {
-                // SAFETY: `open` has checked for the instruction; the place is aligned and within the portal,
-                // which is mapped as long as `self` is; the rest is the caller's promise.
-                Mode::Shared => unsafe { instructions::enqcmd(place, descriptor) },
-                Mode::Dedicated => {
-                    // SAFETY: as above.
-                    unsafe { instructions::movdir64b(place, descriptor) };
-                    true
-                }
-            };
-            if !accepted {
+            // SAFETY: `open` has checked for the instruction; the place is aligned and within the portal,
+            // which is mapped as long as `self` is; the rest is the caller's promise.
+            if !unsafe { instructions::enqcmd(place, descriptor) } {
                 return Submitted {
                     accepted: index,
                     refusal: Some(Refusal::Full),
@@ -116,7 +106,7 @@ mod tests {
     fn a_portal_comes_and_goes() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(PAGE as u64).unwrap();
-        let mapped = Mapped::of(&file, Mode::Shared).unwrap().unwrap();
+        let mapped = Mapped::of(&file).unwrap().unwrap();
         let first = mapped.places(63);
         let places: Vec<usize> = (first..first + 65)
             .map(|index| mapped.place(index) as usize)
@@ -140,15 +130,15 @@ mod tests {
         let file = File::from(file);
         file.set_len(PAGE as u64).unwrap();
         fcntl_add_seals(&file, SealFlags::WRITE).unwrap();
-        assert!(Mapped::of(&file, Mode::Shared).unwrap().is_none());
+        assert!(Mapped::of(&file).unwrap().is_none());
     }
 
     #[test]
     fn a_failed_mapping_reports_the_error() {
-        let error = Mapped::of(&File::open("/dev/null").unwrap(), Mode::Shared).unwrap_err();
+        let error = Mapped::of(&File::open("/dev/null").unwrap()).unwrap_err();
         assert!(error.raw_os_error().is_some());
         let read_only = File::open("/proc/self/exe").unwrap();
-        let error = Mapped::of(&read_only, Mode::Dedicated).unwrap_err();
+        let error = Mapped::of(&read_only).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
     }
 }

@@ -71,7 +71,6 @@ impl Drop for Handle {
 fn limits() -> Limits {
     Limits {
         kind: Kind::Dsa,
-        mode: Mode::Shared,
         size: 16,
         threshold: 16,
         max_batch: std::num::NonZeroU32::new(32),
@@ -79,20 +78,16 @@ fn limits() -> Limits {
         operations: Operations([0x1_003f_03ff, 0, 0, 0]),
         version: 0x100,
         capabilities: Capabilities::FIRST_DSA,
-        numa_node: None,
     }
 }
 
 fn portal(fake: &Arc<Fake>) -> Portal {
-    let (transport, waiting) = (
-        Box::new(Handle(fake.clone())),
-        Waiting::with(Features::default()),
-    );
+    let (transport, waiting) = (Box::new(Handle(fake.clone())), Waiting::new());
     Portal::new(transport, Access::Written, limits(), waiting, QUEUE).unwrap()
 }
 
 fn probe_fake(fake: &Arc<Fake>, timeout: Duration) -> Result<Limits, OpenError> {
-    let waiting = Waiting::with(Features::default());
+    let waiting = Waiting::new();
     probe(&Handle(fake.clone()), limits(), &waiting, QUEUE, timeout)
 }
 
@@ -258,15 +253,15 @@ fn write_takes_no_batches_of_old_devices() {
     );
 }
 
-fn open_first(tree: &Tree, features: Features) -> OpenError {
-    open_with(&discovery::scan(&tree.root())[0].queues[0], features).unwrap_err()
+fn open_first(tree: &Tree, enqcmd: bool) -> OpenError {
+    open_with(&discovery::scan(&tree.root())[0].queues[0], enqcmd).unwrap_err()
 }
 
 #[test]
 fn a_queue_that_does_not_answer_is_not_opened() {
     // /dev/null takes all descriptors.
     let tree = Tree::of(&[Kind::Dsa]);
-    let error = open_first(&tree, Features::default());
+    let error = open_first(&tree, false);
     assert!(matches!(error, OpenError::NoAnswer(QUEUE)), "{error}");
 }
 
@@ -275,7 +270,7 @@ fn a_queue_that_refuses_is_not_opened() {
     let tree = Tree::of(&[Kind::Dsa]);
     tree.link("dsa/wq0.0", "/dev/full");
     tree.set("dsa0/wq0.0/cdev_minor", "7");
-    let error = open_first(&tree, Features::default());
+    let error = open_first(&tree, false);
     assert!(
         matches!(
             error,
@@ -290,13 +285,8 @@ fn a_queue_that_refuses_is_not_opened() {
 
 #[test]
 fn a_portal_that_cannot_be_mapped_is_an_error_unless_the_kernel_forbids_it() {
-    let all = Features {
-        enqcmd: true,
-        movdir64b: true,
-        waitpkg: false,
-    };
     // /dev/null has no mmap: ENODEV. No instruction is executed.
-    let error = open_first(&Tree::of(&[Kind::Dsa]), all);
+    let error = open_first(&Tree::of(&[Kind::Dsa]), true);
     assert!(matches!(error, OpenError::System { .. }), "{error}");
 }
 
@@ -304,7 +294,7 @@ fn a_portal_that_cannot_be_mapped_is_an_error_unless_the_kernel_forbids_it() {
 fn an_unusable_queue_is_not_touched() {
     let tree = Tree::of(&[Kind::Dsa]);
     tree.set("dsa0/wq0.0/state", "disabled");
-    let error = open_first(&tree, Features::default());
+    let error = open_first(&tree, false);
     assert!(
         matches!(
             error,
@@ -324,7 +314,7 @@ fn a_queue_that_changes_after_the_scan_is_not_opened() {
     let queue = &devices[0].queues[0];
     let node = tree.file("dev/dsa/wq0.0");
     tree.link("dsa/wq0.0", "/dev/zero");
-    let error = open_with(queue, Features::default()).unwrap_err();
+    let error = open_with(queue, false).unwrap_err();
     assert!(
         matches!(
             error,

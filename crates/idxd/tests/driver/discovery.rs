@@ -56,7 +56,6 @@ fn limits_are_those_of_the_queue() {
     let operations = Operations([0x1_003f_03ff, 0, 0, 0]);
     let wanted = Limits {
         kind: Kind::Dsa,
-        mode: Mode::Shared,
         size: 16,
         threshold: 12,
         max_batch: NonZeroU32::new(32),
@@ -64,16 +63,12 @@ fn limits_are_those_of_the_queue() {
         operations,
         version: 0x100,
         capabilities: Capabilities::FIRST_DSA,
-        numa_node: Some(0),
     };
     assert_eq!(dsa.usable(), Ok(&wanted));
     let iaa = queue(&tree, "iax1/wq1.0");
     let limits = iaa.usable().unwrap();
     assert_eq!((limits.kind, limits.max_batch), (Kind::Iaa, None));
     assert!(limits.operations.has(opcode::DECOMPRESS) && limits.operations.has(opcode::COMPRESS));
-    let dedicated = queue(&tree, "dsa0/wq0.2");
-    let limits = dedicated.usable().unwrap();
-    assert_eq!((limits.mode, limits.threshold), (Mode::Dedicated, 16));
 }
 
 #[test]
@@ -84,13 +79,12 @@ fn limits_stay_within_the_devices() {
     tree.set("dsa0/wq0.0/threshold", "4294967295");
     tree.set("dsa0/wq0.1/max_batch_size", "1");
     tree.set("dsa0/wq0.1/op_config", "bf067f");
-    tree.set("dsa0/numa_node", "-1");
     let limits = queue(&tree, "wq0.0").usable().cloned().unwrap();
     assert_eq!(
         (limits.max_batch, limits.max_transfer),
         (NonZeroU32::new(1024), 1 << 31)
     );
-    assert_eq!((limits.threshold, limits.numa_node), (16, None));
+    assert_eq!(limits.threshold, 16);
     let limits = queue(&tree, "wq0.1").usable().cloned().unwrap();
     assert_eq!(
         (limits.max_batch, limits.operations),
@@ -138,14 +132,7 @@ fn every_problem_is_named_and_affects_no_other_queue() {
                 value: String::new(),
             },
         ),
-        (
-            "mode",
-            "shred",
-            Problem::Garbled {
-                attribute: "mode",
-                value: "shred".to_owned(),
-            },
-        ),
+        ("mode", "dedicated", Problem::Mode("dedicated".to_owned())),
         (
             "max_transfer_size",
             "-1",
@@ -245,15 +232,6 @@ fn pasid_enabled_0_does_not_make_a_queue_unusable() {
 }
 
 #[test]
-fn a_dedicated_queue_has_one_user() {
-    let tree = Tree::of(&BOTH);
-    tree.set("dsa0/wq0.2/clients", "1");
-    tree.set("dsa0/wq0.0/clients", "7");
-    assert_eq!(problem(&tree, "wq0.2"), Problem::InUse);
-    others_are_usable(&tree, "wq0.2");
-}
-
-#[test]
 fn optional_attributes_may_be_missing() {
     let tree = Tree::of(&BOTH);
     for attribute in [
@@ -263,17 +241,10 @@ fn optional_attributes_may_be_missing() {
         "cdev_minor",
         "block_on_fault",
         "priority",
-        "clients",
     ] {
         tree.remove(&format!("dsa0/wq0.0/{attribute}"));
     }
-    for attribute in [
-        "pasid_enabled",
-        "gen_cap",
-        "numa_node",
-        "max_batch_size",
-        "clients",
-    ] {
+    for attribute in ["pasid_enabled", "gen_cap", "numa_node", "max_batch_size"] {
         tree.remove(&format!("dsa0/{attribute}"));
     }
     let queue = queue(&tree, "wq0.0");
@@ -423,7 +394,7 @@ fn hardware_without_its_driver_is_seen() {
 fn devices_are_printed_with_their_queues() {
     let tree = Tree::of(&BOTH);
     tree.set("dsa0/wq0.1/state", "disabled");
-    tree.set("dsa0/wq0.2/clients", "1");
+    tree.set("dsa0/wq0.2/mode", "dedicated");
     for queue in 0..3 {
         tree.set(&format!("iax1/wq1.{queue}/type"), "none");
     }
@@ -432,7 +403,7 @@ fn devices_are_printed_with_their_queues() {
 dsa0, version 0x100, enabled, NUMA node 0
   dsa0/wq0.0 can be used
   dsa0/wq0.1 cannot be used: it is disabled; it has to be enabled
-  dsa0/wq0.2 cannot be used: it is dedicated and in use
+  dsa0/wq0.2 cannot be used: its mode is dedicated; it has to be shared
 iax1, version 0x100, enabled, NUMA node 0
   iax1/wq1.0 cannot be used: its type is none; it has to be user
   iax1/wq1.1 cannot be used: its type is none; it has to be user; without page requests (prs_disable), a missing page is a fault

@@ -9,7 +9,6 @@
 
 mod discovery;
 mod dsa;
-mod huffman;
 mod iaa;
 mod offload;
 mod queue;

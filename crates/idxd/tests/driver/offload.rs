@@ -27,7 +27,6 @@ impl Iaa {
     fn new(capabilities: Capabilities, answers: &[(u8, u8)]) -> Arc<Self> {
         let limits = Limits {
             kind: Kind::Iaa,
-            mode: Mode::Shared,
             size: 16,
             threshold: 16,
             max_batch: None,
@@ -35,7 +34,6 @@ impl Iaa {
             operations: Operations([u64::MAX; 4]),
             version: 0x100,
             capabilities,
-            numa_node: None,
         };
         Arc::new(Self {
             limits,
@@ -98,7 +96,7 @@ fn decompress(iaa: &Arc<Iaa>) -> OffloadCounters {
         buffer_bytes: PAGE,
     };
     let queue = Queue::new(iaa.clone(), shape, Tuning::default()).unwrap();
-    let devices = Arc::new(Devices::new([queue], None));
+    let devices = Arc::new(Devices::new([queue]));
     let mut page = vec![0; PAGE];
     Decompressor::new(devices.clone(), PAGE)
         .decompress(&|_| &[1, 2, 3], &mut page, &mut |_, page| {

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use fake::{Fake, Pace, dedicated, shared, write};
+use fake::{Fake, Pace, shared, write};
 use idxd::*;
 use idxd::{Flags, Kind, Operations};
 
@@ -428,48 +428,6 @@ fn the_entries_of_a_shared_queue_are_never_exceeded() {
     assert_eq!(in_flight.len(), 1);
     in_flight.extend(fill());
     assert_eq!((in_flight.len(), fake.state().most_taken), (4, 4));
-}
-
-#[test]
-fn a_dedicated_queue_is_never_overfilled() {
-    let tuning = Tuning {
-        slots: 100,
-        ..Tuning::default()
-    };
-    for (most_batch, expected) in [(32, 6), (1, 2)] {
-        let (fake, queue) = open_with(dedicated(6, most_batch), Pace::Never, tuning);
-        let slots: Vec<_> = std::iter::from_fn(|| queue.slot()).collect();
-        assert_eq!(slots.len(), expected);
-        let full = |slot: Slot| {
-            let capacity = slot.capacity();
-            submit_slot(slot, capacity).unwrap()
-        };
-        let in_flight: Vec<_> = slots.into_iter().map(full).collect();
-        assert_eq!(fake.state().taken.len(), 6);
-        assert_eq!(fake.state().dropped, 0);
-        (0..6).for_each(|_| fake.complete(0));
-        assert!(
-            in_flight
-                .into_iter()
-                .all(|one| one.poll().unwrap().all_succeeded())
-        );
-    }
-}
-
-#[test]
-fn foreign_descriptors_in_a_dedicated_queue_cost_slots_only() {
-    let (fake, queue) = open(dedicated(2, 32), Pace::Never);
-    fake.state().foreign = 1;
-    let kept = submit(&queue, 2).unwrap();
-    let lost = submit(&queue, 2).unwrap();
-    assert_eq!(fake.state().dropped, 1);
-    fake.complete(0);
-    assert!(kept.poll().unwrap().all_succeeded());
-    assert_eq!(
-        lost.wait(after(&queue, 5)).unwrap_err(),
-        Unanswered::TimedOut
-    );
-    assert_eq!(queue.statistics().entries, 1);
 }
 
 #[test]

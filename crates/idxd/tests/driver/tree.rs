@@ -24,7 +24,6 @@ const DEVICE: &[(&str, &str)] = &[
     ("pasid_enabled", "1"),
     ("configurable", "1"),
     ("cdev_major", "1"),
-    ("clients", "0"),
 ];
 
 /// Attributes of a work queue for processes; of its character device there is /dev/null, 1:3.
@@ -40,7 +39,6 @@ const QUEUE: &[(&str, &str)] = &[
     ("priority", "10"),
     ("block_on_fault", "0"),
     ("max_transfer_size", "2097152"),
-    ("clients", "0"),
     ("cdev_minor", "3"),
 ];
 
@@ -50,7 +48,7 @@ const IAA_OPERATIONS: &str =
     "00000000,00000000,00000000,00000000,00000000,007f331c,00000000,0000000d";
 
 impl Tree {
-    /// Devices 0, 1 and so on of these kinds. Each has a queue for processes, another, and a dedicated one.
+    /// Devices 0, 1 and so on of these kinds. Each has three queues for processes.
     pub(crate) fn of(kinds: &[Kind]) -> Self {
         let tree = Self {
             directory: tempfile::tempdir().unwrap(),
@@ -131,7 +129,5 @@ impl Tree {
             };
             self.link(&format!("{device}/wq{number}.{part}"), "/dev/null");
         }
-        self.set(&format!("{name}/wq{number}.2/mode"), "dedicated\n");
-        self.set(&format!("{name}/wq{number}.2/threshold"), "0\n");
     }
 }

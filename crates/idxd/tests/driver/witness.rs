@@ -81,13 +81,6 @@ fn rows() -> Vec<Row> {
             dsa::batch(A, 16, RECORD),
         ),
         same(
-            "MEMMOVE",
-            "accel-config, dsa_prep_memcpy",
-            "00000000 0c000003 c0ccbbbbaaaa9999 4044333322221111 8088777766665555 40230100 0000 0000 \
-             0000000000000000 0000000000000000 0000000000000000",
-            dsa::memmove(A, B, SIZE, RECORD),
-        ),
-        same(
             "COMPVAL",
             "accel-config, dsa_prep_compval",
             "00000000 0c000006 c0ccbbbbaaaa9999 4044333322221111 efcdab8967452301 40230100 0000 0000 \
@@ -112,13 +105,6 @@ fn rows() -> Vec<Row> {
                 iaa::compress(compress, RECORD),
             )
         },
-        same(
-            "COMPRESS for statistics",
-            "QPL, hw_iaa_descriptor_init_statistic_collector",
-            "00000000 0c000043 c0ccbbbbaaaa9999 4044333322221111 8088777766665555 40230100 0000 0100 \
-             0000000000000000 00050000 00000000 0000000000000000",
-            iaa::statistics(A, SIZE, B, RECORD),
-        ),
         same(
             "DECOMPRESS",
             "accel-config, iaa_decompress_multi_task_nodes",

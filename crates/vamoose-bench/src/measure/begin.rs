@@ -54,14 +54,13 @@ impl Ends<'_> {
     pub(super) fn begin(&mut self, cell: &Cell) -> Result<Helpers> {
         tls::forget(self.source)?;
         match cell.contender.who {
-            Who::Relay => self.relay(cell),
             Who::Migrate => self.migrate(cell),
             Who::Qemu => self.stock(cell),
         }
     }
 
     fn stock(&mut self, cell: &Cell) -> Result<Helpers> {
-        self.set_up(cell, [&cell.contender.method; 2])?;
+        self.set_up(cell)?;
         // QEMU reads the files when it gets their object.
         if cell.contender.tls {
             Certificates::make()?.use_in(self.source, self.destination)?;
@@ -69,23 +68,6 @@ impl Ends<'_> {
         let address = self.listen_openly()?;
         self.source.qmp.migrate(&address)?;
         Ok(Helpers::default())
-    }
-
-    fn relay(&mut self, cell: &Cell) -> Result<Helpers> {
-        let contender = &cell.contender;
-        self.set_up(cell, ["none", &contender.method])?;
-        let to = self.listen_openly()?;
-        let listen = format!("unix:{}", self.source.socket("out").display());
-        let mut command = self.here.command(self.vamoose);
-        command.args(["relay", "--insecure", "--json", "-", "--listen", &listen]);
-        command.args(["--connect", &to, "--method", &contender.method]);
-        let near = Vamoose::start(command.args(&contender.options))?;
-        let address = near.wait_for("listening on ", MOMENTS)?;
-        self.source.qmp.migrate(&address)?;
-        Ok(Helpers {
-            near: Some(near),
-            ..Helpers::default()
-        })
     }
 
     fn migrate(&mut self, cell: &Cell) -> Result<Helpers> {
@@ -121,12 +103,10 @@ impl Ends<'_> {
         Ok(format!("tcp:{address}:{}", qmp.incoming_port()?))
     }
 
-    /// Configures both QEMUs as `vamoose migrate` does by itself. `methods` are the encodings of source and destination.
-    fn set_up(&mut self, cell: &Cell, methods: [&str; 2]) -> Result<()> {
-        for (qemu, method) in [&mut *self.source, self.destination]
-            .into_iter()
-            .zip(methods)
-        {
+    /// Configures both QEMUs as `vamoose migrate` does by itself.
+    fn set_up(&mut self, cell: &Cell) -> Result<()> {
+        let method = &*cell.contender.method;
+        for qemu in [&mut *self.source, self.destination] {
             let is_xbzrle = method == "xbzrle";
             // In one command: QEMU has either multifd or XBZRLE.
             qemu.qmp.set_capabilities(&[
@@ -186,7 +166,6 @@ impl Helpers {
                 migrate.signal(Signal::INT)?;
                 migrate.finish(MOMENTS)?;
             }
-            // A relay ends with its connections.
             _ => source.qmp.migrate_cancel()?,
         }
         source.qmp.wait_idle(MOMENTS)

@@ -7,7 +7,7 @@ use crate::record::Machine;
 const HOW_TO_READ: &str = "\
 Figures are medians of the rounds, with the minimum and the maximum in brackets. The cells of a scenario take turns, so that a slow \
 period of the machine affects all of them. Only figures of one run can be compared. If the memory of a guest is not equal after a \
-migration, the run ends and the migration gives no figure. `results.csv` has all figures of each migration.
+migration, the run ends and the migration gives no figure. `results.jsonl` has all figures of each migration.
 
 - **migrate auto**, without options, is Vamoose's default, in bold.
 - **seconds**: total time of the migration; `>` marks one that was cancelled after that time.

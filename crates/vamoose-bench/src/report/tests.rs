@@ -262,18 +262,6 @@ fn the_report_of_an_example_is_complete() {
     has(
         "| redis | redis-b, 1024 MiB, over 1 Gbit/s, downtime limit 300 ms | neither | qemu zstd, 4 ch | migrate auto, 4 ch |",
     );
-
-    let csv = fs::read_to_string(dir.join("results.csv")).unwrap();
-    assert_eq!(csv.lines().count(), records.len() + 1);
-    let first = csv.lines().next().unwrap();
-    for column in [
-        "cell.contender",
-        "figures.seconds",
-        "service.during.p99",
-        "round",
-    ] {
-        assert!(first.split(',').any(|name| name == column), "{first}");
-    }
 }
 
 #[test]
@@ -343,7 +331,6 @@ fn any_record() -> impl Strategy<Value = Record> {
     let contenders = proptest::sample::select(vec![
         "qemu none",
         "qemu zstd",
-        "relay auto",
         "migrate auto",
         "migrate lz4",
         "migrate none --<&\"x",

@@ -19,7 +19,7 @@ guests = ["silesia", "zero"]
 links = ["open"]
 ram = "32M"
 rounds = 2
-contenders = ["qemu none", "relay zstd", "migrate auto"]
+contenders = ["qemu none", "migrate zstd", "migrate auto"]
 "#;
 
 #[test]
@@ -27,7 +27,7 @@ fn every_cell_is_measured_once_per_round() -> Result<()> {
     let Some(bench) = Bench::new()? else {
         return Ok(());
     };
-    bench.run(&["--contender", "qemu none", "--contender", "relay zstd"])?;
+    bench.run(&["--contender", "qemu none", "--contender", "migrate zstd"])?;
     let first = bench.results()?;
     ensure!(first.len() == 2 * 2 * 2, "{first:#?}");
     for record in &first {

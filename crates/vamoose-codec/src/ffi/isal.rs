@@ -19,7 +19,7 @@ use isal_sys::igzip_lib as c;
 
 use crate::{
     engine::{Compress, CompressError},
-    zlib::{self, Step},
+    stream::{Step, Stream},
 };
 
 #[cfg(test)]
@@ -249,7 +249,7 @@ impl Inflate {
     }
 }
 
-impl zlib::Inflate for Inflate {
+impl Stream for Inflate {
     /// ISA-L reports success even when it got nowhere, be it for want of input or of room; the
     /// caller sees that from the counts.
     fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<Step, &'static str> {

@@ -51,14 +51,18 @@ impl Inflate {
 }
 
 #[cfg(any(test, not(feature = "isal")))]
-impl super::Inflate for Inflate {
-    fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<super::Step, &'static str> {
+impl crate::stream::Stream for Inflate {
+    fn step(
+        &mut self,
+        input: &[u8],
+        output: &mut [u8],
+    ) -> Result<crate::stream::Step, &'static str> {
         let (consumed, produced) = (self.0.total_in(), self.0.total_out());
         let status = self
             .0
             .decompress(input, output, flate2::FlushDecompress::Sync)
             .map_err(|_| "invalid deflate data")?;
-        Ok(super::Step {
+        Ok(crate::stream::Step {
             consumed: since(self.0.total_in(), consumed),
             produced: since(self.0.total_out(), produced),
             ended: status == flate2::Status::StreamEnd,

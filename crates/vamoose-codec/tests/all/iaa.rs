@@ -19,7 +19,7 @@ use crate::common::pages::{self, PAGE};
 
 const LAYOUT: Layout = Layout::X86;
 const METHOD: Method = Method::Qpl;
-/// Fixed and learned codes.
+/// Of the software that does what the devices leave.
 const LEVELS: [i32; 3] = [0, 1, 6];
 
 /// Engines by devices of a model.
@@ -47,7 +47,7 @@ impl Modelled {
             let queue = model.queue(device, 0, PortalKind::Enqcmd);
             Queue::new(queue, shape, tuning).unwrap()
         });
-        let devices = Arc::new(Devices::new(queues, None));
+        let devices = Arc::new(Devices::new(queues));
         Self {
             model,
             devices,

@@ -100,7 +100,7 @@ mod tests {
             let submit = model.queue(device, 0, PortalKind::Enqcmd);
             Queue::new(submit, shape, Tuning::default()).unwrap()
         });
-        Arc::new(Devices::new(queues, None))
+        Arc::new(Devices::new(queues))
     }
 
     fn pages(memory: &mut [u8]) -> Vec<VolatileSlice<'_>> {

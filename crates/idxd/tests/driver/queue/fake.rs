@@ -11,8 +11,7 @@ use std::{
 };
 
 use idxd::{
-    Capabilities, Descriptor, Kind, Limits, Mode, Operations, Record, Refusal, Submit, Submitted,
-    opcode,
+    Capabilities, Descriptor, Kind, Limits, Operations, Record, Refusal, Submit, Submitted, opcode,
 };
 
 #[derive(Debug)]
@@ -44,10 +43,6 @@ pub(super) struct State {
     /// What it has in hand, and since when.
     pub(super) taken: Vec<(u64, Descriptor)>,
     pub(super) most_taken: usize,
-    /// Entries that others have.
-    pub(super) foreign: usize,
-    /// Descriptors that a dedicated queue had no entry for.
-    pub(super) dropped: usize,
     /// How often the driver has asked.
     pub(super) submissions: usize,
     pub(super) now: u64,
@@ -57,7 +52,6 @@ pub(super) struct State {
 pub(super) fn shared(threshold: u32, max_batch: u32) -> Limits {
     Limits {
         kind: Kind::Dsa,
-        mode: Mode::Shared,
         size: 128,
         threshold,
         max_batch: std::num::NonZeroU32::new(max_batch),
@@ -65,15 +59,6 @@ pub(super) fn shared(threshold: u32, max_batch: u32) -> Limits {
         operations: Operations([u64::MAX; 4]),
         version: 0x100,
         capabilities: Capabilities::FIRST_DSA,
-        numa_node: None,
-    }
-}
-
-pub(super) fn dedicated(size: u32, max_batch: u32) -> Limits {
-    Limits {
-        mode: Mode::Dedicated,
-        size,
-        ..shared(size, max_batch)
     }
 }
 
@@ -86,8 +71,6 @@ impl Fake {
             statuses: Vec::new(),
             taken: Vec::new(),
             most_taken: 0,
-            foreign: 0,
-            dropped: 0,
             submissions: 0,
             now: 0,
             closed: 0,
@@ -140,15 +123,9 @@ impl Submit for Fake {
                 said = Some(Refusal::Invalid);
                 break;
             }
-            if state.taken.len() + state.foreign == self.limits.threshold as usize {
-                if self.limits.mode == Mode::Shared {
-                    said = Some(Refusal::Full);
-                    break;
-                }
-                // Lost, without a report.
-                state.dropped += 1;
-                accepted += 1;
-                continue;
+            if state.taken.len() == self.limits.threshold as usize {
+                said = Some(Refusal::Full);
+                break;
             }
             accepted += 1;
             let now = state.now;

@@ -99,23 +99,17 @@ impl<'a> Campaign<'a> {
             Err(Trouble::Violation { kind, what, story }) => {
                 let mut state = self.lock();
                 // Other jobs may have found the same; one story is enough.
-                if !state.tally.has_violations() || self.options.keep_going {
+                if !state.tally.has_violations() {
                     println!("\nBROKEN: {kind}: {what}");
                     println!("experiment: {}", self.command(number));
                     println!("plan: {plan}\n{}\n", story.join("\n"));
                 }
                 state.tally.add_violation(&faults, kind, number);
-                if !self.options.keep_going {
-                    self.stop.store(true, Ordering::SeqCst);
-                }
+                self.stop.store(true, Ordering::SeqCst);
             }
             Err(Trouble::Experiment(error)) => {
                 let error = error.context(format!("experiment {number} could not run: {plan}"));
-                if self.options.keep_going {
-                    eprintln!("{error:#}");
-                } else {
-                    self.stop.store(true, Ordering::SeqCst);
-                }
+                self.stop.store(true, Ordering::SeqCst);
                 self.lock().failure.get_or_insert(error);
             }
         }
@@ -147,9 +141,6 @@ impl<'a> Campaign<'a> {
         let mut command = format!("faults --seed {}", options.seed);
         for only in &options.only {
             command += &format!(" --only '{only}'");
-        }
-        if let Some(versions) = &options.versions {
-            command += &format!(" --versions {}", versions.join(","));
         }
         format!("{command} --experiment {number}")
     }
@@ -185,16 +176,10 @@ impl<'a> Campaign<'a> {
 fn two_qemus(options: &Options) -> Result<qemu::Setting> {
     let kinds = wanted_kinds(options);
     ensure!(!kinds.is_empty(), "there is no fault of that name");
-    let mut binaries = lab::qemu::available().to_vec();
-    if let Some(versions) = &options.versions {
-        binaries.retain(|binary| {
-            let (major, minor) = (binary.version.major, binary.version.minor);
-            versions.contains(&format!("{major}.{minor}"))
-        });
-    }
+    let binaries = lab::qemu::available().to_vec();
     ensure!(
         !binaries.is_empty(),
-        "no such QEMU here: scripts/setup qemu fetches some"
+        "no QEMU here: scripts/setup qemu fetches some"
     );
     let versions = binaries.iter().map(|binary| binary.version.to_string());
     println!("QEMU {}", versions.collect::<Vec<_>>().join(", "));

@@ -18,9 +18,6 @@ pub(crate) struct Options {
     /// Random seed [default: a new one, which is printed]
     #[arg(long, value_name = "N", default_value_t = any_seed(), hide_default_value = true)]
     pub(crate) seed: u64,
-    /// Versions of QEMU, such as 7.2,10.0 [default: all that are available]
-    #[arg(long, value_name = "V", value_delimiter = ',')]
-    pub(crate) versions: Option<Vec<String>>,
     /// Number of experiments at once [default: two per processor]
     #[arg(long, value_name = "N")]
     jobs: Option<NonZeroUsize>,
@@ -30,9 +27,6 @@ pub(crate) struct Options {
     /// Use only faults whose name contains this, such as `kill` (repeatable)
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Vec<String>,
-    /// Continue after a violation or an experiment that could not run, and count violations by kind
-    #[arg(long)]
-    pub(crate) keep_going: bool,
 }
 
 impl Options {

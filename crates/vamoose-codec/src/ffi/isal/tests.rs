@@ -1,5 +1,4 @@
 use super::*;
-use crate::zlib::Inflate as _;
 
 /// Bytes that compress a little.
 fn pages(len: usize) -> Vec<u8> {

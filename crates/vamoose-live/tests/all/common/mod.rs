@@ -623,7 +623,7 @@ pub(crate) fn dsas(model: &Model, count: usize) -> Arc<Devices> {
         let submit = model.queue(device, 0, PortalKind::Enqcmd);
         Queue::new(submit, shape, tuning).unwrap()
     });
-    Arc::new(Devices::new(queues, None))
+    Arc::new(Devices::new(queues))
 }
 
 /// `devices` look for zero pages, and are checked as by `verify`.
