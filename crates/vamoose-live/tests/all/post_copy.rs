@@ -3,9 +3,11 @@
 use std::{
     mem,
     num::NonZeroU64,
+    os::unix::net::UnixStream,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
+        mpsc,
     },
     thread,
     time::{Duration, Instant},
@@ -15,9 +17,9 @@ use lab::middlebox::{Admission, Change, Which};
 use multifd::Method;
 use testguest::{Backing, Pattern};
 use vamoose_live::{
-    Destination, DestinationError, DestinationGuest, GuestError, GuestLocation, Handle, Phase, Ram,
-    Source, SourceConfig, SourceError, SourceGuest, Status, Switchover, Transport,
-    causes::MissingPagesError, chain, dirty::SharedBitmap,
+    Accepted, Acceptor, Destination, DestinationError, DestinationGuest, GuestError, GuestLocation,
+    Handle, Phase, Ram, Source, SourceConfig, SourceError, SourceGuest, Status, Switchover,
+    Transport, causes::MissingPagesError, chain, dirty::SharedBitmap,
 };
 use vm_memory::Bytes;
 
@@ -269,6 +271,58 @@ fn before_the_commit_a_lost_link_leaves_the_guest_at_the_source() {
     expect_whole(&stage);
 }
 
+/// The guest is paused meanwhile: it resumes here when the longest downtime is over, or at once if somebody cancels.
+#[test]
+fn a_stream_that_does_not_open_leaves_the_guest_at_the_source() {
+    if nothing_to_migrate() {
+        return;
+    }
+    for cancels in [false, true] {
+        let _watchdog = Watchdog::new(format!("a stream does not open, cancelled: {cancels}"));
+        let stage = Stage::new(&shape(Rig::Threads, Backing::Anonymous));
+        let mut config = config(Method::None);
+        config.downtime_max = Duration::from_secs(if cancels { 600 } else { 1 });
+        let source = stage.source(config);
+        let handle = source.handle();
+        let accepted = Accepted::new().unwrap();
+        let mut destination = stage.destination_at(Acceptor::Own(accepted.clone()), |_| {});
+        let (resumed, is_resumed) = mpsc::channel();
+        let (is_resumed, watched) = (Mutex::new(is_resumed), handle.clone());
+        let to = Transport::own(move || {
+            if watched.status().status == Phase::Device {
+                if cancels {
+                    assert!(watched.cancel());
+                }
+                // Opens no stream before the guest has been resumed.
+                let _ = lock(&is_resumed).recv();
+            }
+            let (near, far) = UnixStream::pair()?;
+            accepted.add(far)?;
+            Ok(near)
+        });
+        let mut here = Here::new(&stage)
+            .switching(|_| Switchover::Force)
+            .hooked(move |step| {
+                if step == Step::TakeBack {
+                    resumed.send(())?;
+                }
+                Ok(())
+            });
+        let mut there = There::new(&stage).partial();
+        let outcome = migrate_over(&to, source, &mut here, &mut destination, &mut there);
+        let error = outcome.source.unwrap_err();
+        assert_eq!(matches!(error, SourceError::Cancelled), cancels, "{error}");
+        let is_late = matches!(error, SourceError::DowntimeExceeded { .. });
+        assert_eq!(is_late, !cancels, "{error}");
+        assert!(matches!(
+            outcome.destination.unwrap_err(),
+            DestinationError::Aborted { .. }
+        ));
+        assert!(handle.status().downtime.is_some());
+        stage.expect_here();
+    }
+}
+
 #[test]
 fn blocks_in_another_order_get_their_own_pages() {
     if nothing_to_migrate() {
@@ -398,7 +452,7 @@ fn latency_of_a_page_on_demand() {
         let config = vamoose_live::DestinationConfig::default();
         let mut destination = Destination::new(hosts.acceptor(), &there, config).unwrap();
         let to = hosts.to(&address_of(&destination));
-        let guest = std::sync::Mutex::new(Touching {
+        let guest = Mutex::new(Touching {
             ram: there.clone(),
             touching: None,
         });
