@@ -185,18 +185,14 @@ impl<'scope, 'a> Link<'scope, 'a> {
 
     /// The cache of sent pages, if pages may be sent as differences.
     fn sent_pages(&self) -> Option<Arc<DeltaSender>> {
-        let Redialer::Session(session, _) = &self.redialer else {
-            return None;
-        };
+        let session = self.source.shared.session.get()?;
         let cache = DeltaSender::in_place_over(session, self.source.layout);
         cache.filter(|_| self.source.config.delta).map(Arc::new)
     }
 
     /// The destination's page store, if it has one and the session takes it.
     fn store(&self) -> Option<Arc<StoreSender>> {
-        let Redialer::Session(session, _) = &self.redialer else {
-            return None;
-        };
+        let session = self.source.shared.session.get()?;
         let stats = self.source.shared.stats.clone();
         StoreSender::over(session, None, stats).map(Arc::new)
     }
@@ -411,7 +407,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         let opened = self.wait_for_streams();
         if opened.is_err() {
             is_wanted.store(false, Ordering::Release);
-            if let Redialer::Session(session, _) = &self.redialer {
+            if let Some(session) = self.source.shared.session.get() {
                 // The destination is still told why.
                 session.shut_down_but(&self.control);
             }
