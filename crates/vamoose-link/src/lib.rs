@@ -42,6 +42,7 @@ mod downtime;
 mod hangup;
 mod memory;
 mod method;
+mod new_file;
 mod pace;
 mod packet;
 #[cfg_attr(not(feature = "_tls"), path = "page_store/absent.rs")]
@@ -79,6 +80,7 @@ pub use downtime::{DowntimeParts, millis};
 pub use hangup::{Hangup, HangupGuard};
 pub use memory::populate;
 pub use method::{MethodChoice, PacketEncoder};
+pub use new_file::NewFile;
 pub use pace::{Limit, Pacer};
 pub use packet::Packet;
 #[cfg(feature = "_tls")]

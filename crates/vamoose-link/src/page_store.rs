@@ -48,6 +48,7 @@ use std::{
 };
 
 use multifd::Method;
+use tracing::warn;
 use vamoose_codec::{
     Decoder,
     shared::{Fingerprint, PageHash},
@@ -190,7 +191,12 @@ impl PageStore {
                 keys.hash(&[b"group ", pattern.as_bytes()].concat())
             }
             (false, Some((name, None))) => keys.hash(&[b"guest ", name.as_bytes()].concat()),
-            (false, None) => return None,
+            (false, None) => {
+                warn!(
+                    "nothing of this guest is kept: the page store has groups, and the guest no known name"
+                );
+                return None;
+            }
         };
         let store = self.clone();
         Some(GuestPages { store, group })

@@ -55,7 +55,6 @@ fn main() -> Result<(), GuestError> {
     let to = Remote::new(&address, Security::Insecure)?;
     Source::new(&ram, log)?.run(to, &mut Vm("source"))?;
     arriving.join().map_err(|_| "the destination's thread")??;
-    let number: u64 = there.read_obj(NUMBER)?;
-    assert_eq!(number, 42);
+    assert_eq!(there.read_obj::<u64>(NUMBER)?, 42);
     Ok(())
 }

@@ -1,9 +1,19 @@
 //! Options that are set one by one, so that further ones can be added.
 
-/// A method for each of these fields that sets it.
-macro_rules! setters {
-    ($config:ident: $($field:ident: $type:ty,)*) => {
-        impl $config {
+/// A structure of options, and for each option a method that sets it.
+macro_rules! options {
+    (
+        $(#[$about:meta])*
+        pub struct $name:ident {
+            $($(#[$about_field:meta])* pub $field:ident: $type:ty,)*
+        }
+    ) => {
+        $(#[$about])*
+        pub struct $name {
+            $($(#[$about_field])* pub $field: $type,)*
+        }
+
+        impl $name {
             $(
                 #[doc = concat!("Sets [`", stringify!($field), "`](field@Self::", stringify!($field), ").")]
                 #[must_use]
@@ -16,4 +26,4 @@ macro_rules! setters {
     };
 }
 
-pub(crate) use setters;
+pub(crate) use options;

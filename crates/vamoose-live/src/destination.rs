@@ -35,7 +35,7 @@ use vamoose_codec::{Engines, Settings};
 use vamoose_link::{Address, Counters, Hangup, Session, Stats, Stream, lock, random_id};
 
 use crate::{
-    DestinationError, DestinationGuest, Ram, config::setters, error::ChannelError, spans::in_span,
+    DestinationError, DestinationGuest, Ram, config::options, error::ChannelError, spans::in_span,
 };
 use accept::Connections;
 pub use acceptor::{Accepted, Acceptor};
@@ -56,21 +56,23 @@ pub struct Destination {
     arrived: bool,
 }
 
-/// The options of a [`Destination`].
-#[derive(Clone)]
-#[non_exhaustive]
-pub struct DestinationConfig {
-    /// How pages are decoded: which hardware may help.
-    pub engines: Engines,
-    /// How long the source may stop in the middle of a message or packet.
-    pub stall_timeout: Duration,
-    /// Most bytes of device state, with all its parts; in a post-copy it comes with a bit for each page of memory.
-    pub max_state: u64,
-    /// The VMM guarantees that guest memory reads as zeros (it has just been mapped), so that it need not be searched.
-    pub memory_is_zero: bool,
-    /// Whether large runs of pages that become zero are given back to the system. Not for memory that is
-    /// pinned for devices.
-    pub punch_holes: bool,
+options! {
+    /// The options of a [`Destination`].
+    #[derive(Clone)]
+    #[non_exhaustive]
+    pub struct DestinationConfig {
+        /// How pages are decoded: which hardware may help.
+        pub engines: Engines,
+        /// How long the source may stop in the middle of a message or packet.
+        pub stall_timeout: Duration,
+        /// Most bytes of device state, with all its parts; in a post-copy it comes with a bit for each page of memory.
+        pub max_state: u64,
+        /// The VMM guarantees that guest memory reads as zeros (it has just been mapped), so that it need not be searched.
+        pub memory_is_zero: bool,
+        /// Whether large runs of pages that become zero are given back to the system. Not for memory that is
+        /// pinned for devices.
+        pub punch_holes: bool,
+    }
 }
 
 impl DestinationConfig {
@@ -84,13 +86,6 @@ impl DestinationConfig {
             punch_holes: true,
         }
     }
-}
-
-setters! { DestinationConfig:
-    stall_timeout: Duration,
-    max_state: u64,
-    memory_is_zero: bool,
-    punch_holes: bool,
 }
 
 impl Default for DestinationConfig {

@@ -68,7 +68,7 @@ impl AtomicPages {
     }
 
     /// Unsets a page that is there; whether it was set before.
-    fn unset(&self, block: usize, page: usize) -> bool {
+    pub(crate) fn unset(&self, block: usize, page: usize) -> bool {
         let bit = 1 << (page % 64);
         self.0[block][page / 64].fetch_and(!bit, Ordering::AcqRel) & bit != 0
     }

@@ -41,7 +41,14 @@ mod format;
 mod restore;
 mod write;
 
-use std::{fs::File, io, ops::Range, path::Path, sync::Arc, time::Duration};
+use std::{
+    fs::File,
+    io,
+    ops::Range,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use handover::GuestLocation;
 use multifd::{LayoutError, Method};
@@ -113,11 +120,14 @@ pub enum SnapshotError {
     System(#[from] io::Error),
     #[error("the guest's memory")]
     Ram(#[from] RamError),
-    #[error("snapshot: {what} failed")]
+    #[error("snapshot {}: {what} failed", path.display())]
     File {
+        path: PathBuf,
         what: &'static str,
         source: io::Error,
     },
+    #[error("the snapshot cannot be read")]
+    Read(#[source] io::Error),
     #[error("the file is no snapshot of a guest, or it was cut short")]
     NotASnapshot,
     #[error("the snapshot has version {version} of the format, which this release does not read")]
@@ -174,8 +184,9 @@ impl SnapshotError {
         }
     }
 
-    fn file(what: &'static str) -> impl FnOnce(io::Error) -> Self {
-        move |source| Self::File { what, source }
+    fn file(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self::File { path, what, source }
     }
 
     fn guest_call(what: &'static str) -> impl FnOnce(GuestError) -> Self {
@@ -202,7 +213,7 @@ impl Snapshot {
     /// # Errors
     /// When the file is not a whole snapshot, or made with another key.
     pub fn open(path: &Path, key: Option<&FileKey>) -> Result<Self, SnapshotError> {
-        let file = File::open(path).map_err(SnapshotError::file("opening it"))?;
+        let file = File::open(path).map_err(SnapshotError::file(path, "opening it"))?;
         Self::of_file(file, key)
     }
 }

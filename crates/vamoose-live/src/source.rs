@@ -203,9 +203,16 @@ impl<'a> Attempt<'a> {
         mut driver: SourceDriver,
         scope: &'scope thread::Scope<'scope, 'a>,
     ) -> Result<(), SourceError> {
+        let description = self.guest.describe();
+        if description.len() > MAX_DESCRIPTION {
+            let len = description.len();
+            return Err(SourceError::Config(format!(
+                "the guest's description has {len} bytes, more than {MAX_DESCRIPTION}"
+            )));
+        }
         let mut link = Link::connect(self.source, id, destination, scope)
             .map_err(|error| self.or_cancelled(error))?;
-        let failure = self.migrate(&mut link, &mut driver).err();
+        let failure = self.migrate(&mut link, &mut driver, description).err();
         let failure = failure.map(|error| self.or_cancelled(link.explain(error)));
         link.bound_downtime(None);
         driver.handle(match &failure {
@@ -245,8 +252,9 @@ impl<'a> Attempt<'a> {
         &mut self,
         link: &mut Link<'_, 'a>,
         driver: &mut SourceDriver,
+        description: Vec<u8>,
     ) -> Result<(), SourceError> {
-        let prepared = link.prepare(self.guest.describe())?;
+        let prepared = link.prepare(description)?;
         driver.handle(SourceEvent::Message(prepared));
         link.open_channels()?;
         let (rest, forced) = self.precopy(link)?;
@@ -577,6 +585,9 @@ impl<'a> Attempt<'a> {
         })
     }
 }
+
+/// Most bytes of a [description](SourceGuest::describe): in `prepare` each takes up to four.
+const MAX_DESCRIPTION: usize = 200 << 10;
 
 /// Part of the downtime limit that the last round may take: device state, two answers and scheduling need time too.
 const LAST_ROUND_SHARE: f64 = 0.7;

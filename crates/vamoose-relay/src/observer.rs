@@ -14,6 +14,10 @@ pub trait Observer: Send + Sync {
     fn begun(&self, migration: &Arc<Observed>);
     /// A migration has ended.
     fn ended(&self, migration: &Arc<Observed>, end: End);
+    /// A server holds this many complete guests whose sources are silent, paused. Told every second.
+    fn orphaned(&self, guests: usize) {
+        let _ = guests;
+    }
 }
 
 /// A migration.

@@ -358,9 +358,6 @@ impl Relay<'_> {
             if let Some(kept) = &kept {
                 kept.give_up();
             }
-            if let Some(lister) = &lister {
-                lister.give_up();
-            }
             pacer.close();
             // The threads that read the source's channels end with these.
             match outcome {

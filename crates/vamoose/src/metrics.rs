@@ -8,7 +8,10 @@ mod responder;
 use std::{
     collections::BTreeMap,
     fmt,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex, OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use anyhow::Result;
@@ -41,7 +44,11 @@ pub struct MetricsOption {
 
 /// The migrations of this process, by direction and peer.
 #[derive(Debug, Default)]
-pub struct Counts(Mutex<BTreeMap<Host, Count>>);
+pub struct Counts {
+    hosts: Mutex<BTreeMap<Host, Count>>,
+    /// Complete guests whose sources are silent: of a server.
+    orphaned: OnceLock<AtomicUsize>,
+}
 
 /// Direction of migrations, and the name of the peer.
 type Host = (Role, String);
@@ -97,7 +104,7 @@ pub fn serve(
 impl Counts {
     /// Adds zero counters for these peers, so that a first failure is seen as an increase.
     pub fn expect<'a>(&self, peers: impl IntoIterator<Item = &'a str>) {
-        let mut counts = lock(&self.0);
+        let mut counts = lock(&self.hosts);
         for peer in peers {
             for role in [Role::Source, Role::Destination] {
                 counts.entry((role, peer.to_owned())).or_default();
@@ -108,13 +115,13 @@ impl Counts {
 
 impl Observer for Counts {
     fn begun(&self, migration: &Arc<Observed>) {
-        let mut counts = lock(&self.0);
+        let mut counts = lock(&self.hosts);
         let count = counts.entry(host(migration)).or_default();
         count.live.push(migration.clone());
     }
 
     fn ended(&self, migration: &Arc<Observed>, end: End) {
-        let mut counts = lock(&self.0);
+        let mut counts = lock(&self.hosts);
         let count = counts.entry(host(migration)).or_default();
         count.live.retain(|other| !Arc::ptr_eq(other, migration));
         add(&mut count.done, migration, &end.faults);
@@ -127,6 +134,11 @@ impl Observer for Counts {
             let took = seen.loaded.saturating_duration_since(seen.last_sync);
             count.switchover.observe(took.as_secs_f64());
         }
+    }
+
+    fn orphaned(&self, guests: usize) {
+        let orphaned = self.orphaned.get_or_init(AtomicUsize::default);
+        orphaned.store(guests, Ordering::Relaxed);
     }
 }
 
@@ -285,7 +297,7 @@ const METRICS: [Metric; 10] = [
 
 impl Collector for Counts {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let counts = lock(&self.0);
+        let counts = lock(&self.hosts);
         let ended = counts.iter().flat_map(|(host, count)| {
             let ends = EndKind::ALL.iter().zip(count.ends);
             ends.map(|(kind, ends)| {
@@ -301,6 +313,12 @@ impl Collector for Counts {
         });
         let (name, help) = ("vamoose_migrations_in_flight", "Migrations under way");
         family(&mut encoder, name, help, None, MetricType::Gauge, live)?;
+        if let Some(orphaned) = self.orphaned.get() {
+            let name = "vamoose_guests_orphaned";
+            let help = "Complete guests that are paused here, and whose sources are silent";
+            let value = ConstGauge::new(orphaned.load(Ordering::Relaxed));
+            value.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
+        }
         let moved = counts.iter().map(|(host, count)| {
             let mut values = count.done;
             for migration in &count.live {

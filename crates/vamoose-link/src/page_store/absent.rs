@@ -42,11 +42,6 @@ impl StoreLister {
         match *self {}
     }
 
-    /// Cannot be called.
-    pub fn give_up(&self) {
-        match *self {}
-    }
-
     pub(crate) fn reader(&self, _: &Arc<Stream>, _: Layout) -> Option<StoreReader> {
         match *self {}
     }

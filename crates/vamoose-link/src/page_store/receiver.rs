@@ -22,7 +22,13 @@ use crate::{Session, Stream, lock};
 pub struct StoreLister {
     pages: GuestPages,
     ways: Vec<WayBack>,
-    has_ended: Mutex<bool>,
+    end: Arc<End>,
+}
+
+/// Whether a channel's reader has ended, and so the migration.
+#[derive(Default)]
+struct End {
+    has_come: Mutex<bool>,
     changed: Condvar,
 }
 
@@ -53,21 +59,15 @@ impl StoreLister {
         Self {
             ways: ways.collect(),
             pages,
-            has_ended: Mutex::new(false),
-            changed: Condvar::new(),
+            end: Arc::default(),
         }
     }
 
-    /// Sends the list, until [`give_up`](Self::give_up). Ends early if the source cannot be reached: its channels' readers report why.
+    /// Sends the list, until the reader of a channel is dropped. Ends early if the source cannot be reached: its channels' readers
+    /// report why. Streams have to be shut down if it is to end while it writes.
     pub fn run(&self) {
         // The source can do without.
         let _ = self.list();
-    }
-
-    /// Ends [`run`](Self::run), when no more packets are to come. Streams on which it writes must have been shut down.
-    pub fn give_up(&self) {
-        *lock(&self.has_ended) = true;
-        self.changed.notify_all();
     }
 
     /// What a channel's reader needs.
@@ -79,6 +79,7 @@ impl StoreLister {
         way.map(|way| StoreReader {
             pages: self.pages.clone(),
             way: way.clone(),
+            end: self.end.clone(),
             layout,
             decoder: Decoder::new(layout),
             table: Table::default(),
@@ -91,12 +92,12 @@ impl StoreLister {
             first.send(&Message::Keys(*self.pages.keys()))?;
         }
         let (mut listed, mut ways) = (0, self.ways.iter().cycle());
-        let mut has_ended = lock(&self.has_ended);
+        let mut has_ended = lock(&self.end.has_come);
         while !*has_ended {
             let (list, next) = self.pages.list(listed, MOST_LISTED);
             listed = next;
             if list.is_empty() {
-                let waited = self.changed.wait_timeout(has_ended, LISTED_EVERY);
+                let waited = self.end.changed.wait_timeout(has_ended, LISTED_EVERY);
                 has_ended = waited.unwrap_or_else(PoisonError::into_inner).0;
                 continue;
             }
@@ -106,7 +107,7 @@ impl StoreLister {
                     way.send(&Message::List(part.to_vec()))?;
                 }
             }
-            has_ended = lock(&self.has_ended);
+            has_ended = lock(&self.end.has_come);
         }
         Ok(())
     }
@@ -123,6 +124,7 @@ impl WayBack {
 pub(crate) struct StoreReader {
     pages: GuestPages,
     way: WayBack,
+    end: Arc<End>,
     layout: Layout,
     decoder: Decoder,
     table: Table,
@@ -139,6 +141,13 @@ pub(crate) struct Parts {
     pub(crate) len: usize,
     /// Number of references.
     pub(crate) references: usize,
+}
+
+impl Drop for StoreReader {
+    fn drop(&mut self) {
+        *lock(&self.end.has_come) = true;
+        self.end.changed.notify_all();
+    }
 }
 
 impl StoreReader {

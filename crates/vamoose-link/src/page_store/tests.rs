@@ -182,6 +182,25 @@ fn refer(store: &PageStore, name: &str, fingerprint: Fingerprint, hash: PageHash
     (given, verdict == Message::Verdict(vec![0]))
 }
 
+/// Also where no thread could be had for the reader.
+#[test]
+fn a_list_ends_with_the_reader_of_any_channel() {
+    let store = PageStore::new(1 << 20, Vec::new()).unwrap();
+    let (streams, _others): (Vec<_>, Vec<_>) = (0..2).map(|_| pair()).unzip();
+    let lister = StoreLister::new(store.of_guest(None).unwrap(), &streams);
+    let readers = streams.iter().map(|stream| {
+        let decoder = Decoder::new(LAYOUT);
+        let mut reader = ChannelReader::new(stream.clone(), LAYOUT, decoder, Arc::default());
+        reader.share_pages(&lister);
+        reader
+    });
+    let mut readers: Vec<_> = readers.collect();
+    thread::scope(|scope| {
+        scope.spawn(|| lister.run());
+        readers.pop();
+    });
+}
+
 #[test]
 fn a_list_that_lies_costs_a_question() {
     // The destination has nothing of what it lists.

@@ -1,6 +1,6 @@
 //! A key for files: a secret that is kept beside them, or elsewhere.
 
-use std::{fmt, fs::OpenOptions, io, io::Write as _, os::unix::fs::OpenOptionsExt, path::Path};
+use std::{fmt, io, io::Write as _, path::Path};
 
 use aws_lc_rs::{
     aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey},
@@ -10,6 +10,7 @@ use aws_lc_rs::{
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 
 use super::{FileFault, TlsError, keys::read_secret};
+use crate::NewFile;
 
 const PREFIX: &str = "vamoose-file-key:";
 
@@ -30,14 +31,9 @@ impl FileKey {
         let written = rand::fill(&mut key)
             .map_err(|_| io::Error::other("the system has no random numbers"))
             .and_then(|()| {
-                let mut options = OpenOptions::new();
-                let mut file = options
-                    .write(true)
-                    .create_new(true)
-                    .mode(0o600)
-                    .open(path)?;
-                writeln!(file, "{PREFIX}{}", STANDARD.encode(key))?;
-                file.sync_all()
+                let new = NewFile::create(path)?;
+                writeln!(new.file(), "{PREFIX}{}", STANDARD.encode(key))?;
+                new.add()
             });
         written.map_err(|error| TlsError::file(path, error))?;
         Ok(Self(key))

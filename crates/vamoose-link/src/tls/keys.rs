@@ -4,10 +4,10 @@
 
 use std::{
     fmt,
-    fs::{self, DirBuilder, File, OpenOptions},
+    fs::{DirBuilder, File},
     io::{self, Read as _, Write as _},
     net::IpAddr,
-    os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _},
+    os::unix::fs::{DirBuilderExt as _, MetadataExt as _},
     path::{Path, PathBuf},
     str::FromStr,
     sync::Arc,
@@ -26,6 +26,7 @@ use rustls::{
 use thiserror::Error;
 
 use super::{FileFault, Keys, TlsError, names, terms::crypto::sign::any_eddsa_type};
+use crate::NewFile;
 
 /// An Ed25519 public key. Its text form is `ed25519:` and 32 bytes in base64.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -182,20 +183,10 @@ fn write_key(directory: &Path, path: &Path) -> io::Result<PublicKey> {
         .recursive(true)
         .mode(0o700)
         .create(directory)?;
-    let unfinished = directory.join(format!(".{KEY}.{}", std::process::id()));
-    let written = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&unfinished)
-        .and_then(|mut file| {
-            file.write_all(pem(der.as_ref()).as_bytes())?;
-            file.sync_all()
-        })
-        // Not by a rename, which would replace an existing key.
-        .and_then(|()| fs::hard_link(&unfinished, path));
-    let removed = fs::remove_file(&unfinished);
-    written.and(removed).map(|()| own.public)
+    let new = NewFile::create(path)?;
+    new.file().write_all(pem(der.as_ref()).as_bytes())?;
+    // Never in place of an existing key.
+    new.add().map(|()| own.public)
 }
 
 /// The PEM form of an Ed25519 key, whose 48 bytes are one line of base64.

@@ -110,9 +110,6 @@ fn migrate(
         meanwhile(&ends.middlebox);
         work.into_iter().for_each(|it| it.join().unwrap());
         ends.near.iter().for_each(|stream| stream.shut_down());
-        if let Some(lister) = &lister {
-            lister.give_up();
-        }
     });
     assert!(*arrived.lock().unwrap() == changed, "{name}");
     stats.snapshot()

@@ -239,7 +239,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                         thread::Builder::new().spawn_scoped(self.scope, list)?;
                     }
                     for (number, stream) in streams.into_iter().enumerate() {
-                        self.start_channel(attempt, (number, stream), lister.clone())?;
+                        self.start_channel(attempt, (number, stream), lister.as_deref())?;
                     }
                 }
                 Some(Action::LoadPart(part)) => {
@@ -314,11 +314,11 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         &self,
         attempt: &Attempt<'env>,
         (number, stream): (usize, Arc<Stream>),
-        lister: Option<Arc<StoreLister>>,
+        lister: Option<&StoreLister>,
     ) -> io::Result<()> {
         let (memory, layout) = (attempt.memory, attempt.layout);
         let mut reader = self.reader(layout, stream);
-        if let Some(lister) = &lister {
+        if let Some(lister) = lister {
             reader.share_pages(lister);
         }
         // Only the migration writes the guest's memory before the guest runs here.
@@ -330,9 +330,6 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                 // The coordinator is gone when the attempt is over.
                 let _ = events.send(Event::Synced(number, round));
             });
-            if let Some(lister) = &lister {
-                lister.give_up();
-            }
             let _ = events.send(Event::Ended(number, result));
         });
         thread::Builder::new().spawn_scoped(self.scope, receive)?;

@@ -1,9 +1,6 @@
 //! Guest memory at the destination: the place of each page, and which pages were written.
 
-use std::{
-    ops::Range,
-    sync::atomic::{AtomicU64, Ordering},
-};
+use std::ops::Range;
 
 use multifd::RamHeader;
 use vm_memory::{Bytes, VolatileSlice};
@@ -11,10 +8,11 @@ use vm_memory::{Bytes, VolatileSlice};
 use super::make_zero::Progress;
 use crate::{
     Ram, RamBlock, RamError,
-    dirty::pages_in,
+    dirty::{Bitmap, pages_in},
     error::ChannelError,
     mapping::backings,
     memory::RamInUse,
+    missing::AtomicPages,
     parallel,
     present::Touched,
     sys::memory::{Punch, is_zero},
@@ -24,16 +22,11 @@ use crate::{
 pub(super) struct GuestRam {
     pub(super) ram: Ram,
     _in_use: RamInUse,
-    blocks: Vec<Block>,
+    /// Written as normal pages.
+    written: AtomicPages,
+    /// How memory of each block is given back to the system, if allowed.
+    punches: Vec<Option<Punch>>,
     touched: Touched,
-}
-
-/// State of a RAM block.
-struct Block {
-    /// A bit per page: written as a normal page.
-    written: Box<[AtomicU64]>,
-    /// How memory is given back to the system, if allowed.
-    punch: Option<Punch>,
 }
 
 /// Shortest run of bytes that is given back to the system when it becomes zero.
@@ -49,17 +42,13 @@ impl GuestRam {
     pub(super) fn new(ram: &Ram, punch_holes: bool) -> Result<Self, RamError> {
         let in_use = ram.hold()?;
         let backings = backings(ram);
-        let blocks = backings.iter().enumerate();
-        let blocks = blocks.map(|(index, backing)| Block {
-            written: (0..ram.pages(index).div_ceil(64))
-                .map(|_| AtomicU64::new(0))
-                .collect(),
-            punch: Punch::of(*backing).filter(|_| punch_holes),
-        });
+        let punches = backings.iter();
+        let punches = punches.map(|backing| Punch::of(*backing).filter(|_| punch_holes));
         Ok(Self {
             ram: ram.clone(),
             _in_use: in_use,
-            blocks: blocks.collect(),
+            written: AtomicPages::new(&Bitmap::for_blocks(ram)),
+            punches: punches.collect(),
             touched: Touched::new(backings),
         })
     }
@@ -67,7 +56,7 @@ impl GuestRam {
     /// Makes all memory read as zeros, on all processors and without touching untouched memory. Stops when `progress` says
     /// that this is no longer needed.
     pub(super) fn make_zero(&self, progress: &Progress) {
-        let blocks = 0..self.blocks.len();
+        let blocks = 0..self.punches.len();
         let parts = blocks.flat_map(|index| self.parts(index).map(move |pages| (index, pages)));
         // A failure: the rest is not needed.
         let _ = parallel::each(parts.collect(), parallel::processors(), &|(
@@ -81,7 +70,7 @@ impl GuestRam {
     /// The pages of block `index` in ranges that do not share huge pages, so that huge pages can be given back.
     fn parts(&self, index: usize) -> impl Iterator<Item = Range<usize>> {
         let (block, page_size) = (&self.ram.blocks()[index], self.page_size());
-        let size = self.blocks[index].punch.map_or(0, Punch::unit).max(PART);
+        let size = self.punches[index].map_or(0, Punch::unit).max(PART);
         let first = block.address();
         let pages = move |part: Range<usize>| {
             (part.start - first) / page_size..(part.end - first) / page_size
@@ -149,9 +138,7 @@ impl GuestRam {
     /// Marks normal pages of a packet that was [resolved](GuestRam::resolve).
     pub(super) fn written(&self, block: usize, offsets: &[u64]) {
         for offset in offsets {
-            let (word, bit) = self.bit(block, *offset);
-            // The pages' bytes are ordered by the SYNC, through the coordinator: this counts bits only.
-            word.fetch_or(bit, Ordering::Relaxed);
+            self.written.set(block, self.page(*offset));
         }
     }
 
@@ -159,11 +146,9 @@ impl GuestRam {
     pub(super) fn zero(&self, block: usize, offsets: &[u64]) {
         let mut run = 0..0;
         for offset in offsets {
-            let (word, bit) = self.bit(block, *offset);
-            if word.fetch_and(!bit, Ordering::Relaxed) & bit != 0 {
-                // Checked when it was resolved, so it fits.
-                let offset = usize::try_from(*offset).unwrap_or(usize::MAX);
-                self.extend(block, &mut run, offset);
+            let page = self.page(*offset);
+            if self.written.unset(block, page) {
+                self.extend(block, &mut run, page * self.page_size());
             }
         }
         self.clear(block, &run);
@@ -189,7 +174,7 @@ impl GuestRam {
     /// Gives a part of `run` back to the system, if the part is long enough; returns the part.
     fn give_back(&self, index: usize, run: &Range<usize>) -> Range<usize> {
         let (block, nothing) = (&self.ram.blocks()[index], run.start..run.start);
-        let Some(punch) = self.blocks[index].punch else {
+        let Some(punch) = self.punches[index] else {
             return nothing;
         };
         let address = block.address();
@@ -205,10 +190,9 @@ impl GuestRam {
         }
     }
 
-    fn bit(&self, block: usize, offset: u64) -> (&AtomicU64, u64) {
+    fn page(&self, offset: u64) -> usize {
         // Checked when it was resolved, so it fits.
-        let page = usize::try_from(offset).unwrap_or(usize::MAX) / self.page_size();
-        (&self.blocks[block].written[page / 64], 1 << (page % 64))
+        usize::try_from(offset).unwrap_or(usize::MAX) / self.page_size()
     }
 
     fn page_size(&self) -> usize {

@@ -372,6 +372,6 @@ fn read(file: &File, bytes: &mut [u8], offset: u64) -> Result<(), SnapshotError>
     file.read_exact_at(bytes, offset)
         .map_err(|error| match error.kind() {
             io::ErrorKind::UnexpectedEof => SnapshotError::Truncated,
-            _ => SnapshotError::file("reading it")(error),
+            _ => SnapshotError::Read(error),
         })
 }

@@ -1,22 +1,20 @@
 //! Writes a guest to a file.
 
 use std::{
-    ffi::OsString,
-    fs::{self, File, OpenOptions},
-    io, mem,
-    os::unix::fs::{FileExt, OpenOptionsExt},
-    path::{Path, PathBuf},
+    mem,
+    os::unix::fs::FileExt,
+    path::Path,
     sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
 use multifd::Layout;
 use vamoose_codec::{Encoder, Health, is_zero};
-use vamoose_link::{lock, random_id};
+use vamoose_link::{NewFile, lock, random_id};
 
 use super::{
     SnapshotError, SnapshotOptions, Written,
-    format::{Check, Index, Packet, STATE, Trailer, number},
+    format::{Check, Index, Packet, STATE, TRAILER_LEN, Trailer, number},
 };
 use crate::{
     Ram, SourceGuest,
@@ -43,7 +41,7 @@ pub(super) fn write(
         }
     }
     let _held = ram.hold()?;
-    let unfinished = Unfinished::create(path)?;
+    let file = NewFile::create(path).map_err(SnapshotError::file(path, "creating it"))?;
     let page_size = u32::try_from(ram.page_size()).unwrap_or(u32::MAX);
     let layout = Layout::new(page_size)?;
     let mut trailer = Trailer {
@@ -62,13 +60,17 @@ pub(super) fn write(
         layout,
         options,
         check,
-        file: &unfinished,
+        file: &file,
         tail: Mutex::default(),
     };
     let (description, runs) = (guest.describe(), guest.is_running());
     let (state, downtime) = writer.write_guest(guest, runs)?;
     let completed = writer.complete(&mut trailer, state, description);
-    let bytes = completed.and_then(|()| unfinished.finish());
+    let bytes = completed.and_then(|len| {
+        let named = file.replace();
+        named.map_err(SnapshotError::file(path, "naming it"))?;
+        Ok(len)
+    });
     if bytes.is_err() && runs && !options.resume {
         guest
             .resume()
@@ -80,74 +82,12 @@ pub(super) fn write(
     })
 }
 
-/// A file that gets its name when it is complete. Removed otherwise.
-struct Unfinished {
-    file: File,
-    temporary: PathBuf,
-    path: PathBuf,
-    is_finished: bool,
-}
-
-impl Unfinished {
-    fn create(path: &Path) -> Result<Self, SnapshotError> {
-        let name = path.file_name().ok_or(io::ErrorKind::InvalidInput);
-        let name = name.map_err(|kind| SnapshotError::file("its name")(kind.into()))?;
-        let mut temporary = OsString::from(".");
-        temporary.push(name);
-        temporary.push(format!(".{}", std::process::id()));
-        let temporary = path.with_file_name(temporary);
-        let file = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&temporary)
-            .map_err(SnapshotError::file("creating it"))?;
-        Ok(Self {
-            file,
-            temporary,
-            path: path.to_owned(),
-            is_finished: false,
-        })
-    }
-
-    fn put(&self, bytes: &[u8], offset: u64) -> Result<(), SnapshotError> {
-        let written = self.file.write_all_at(bytes, offset);
-        written.map_err(SnapshotError::file("writing it"))
-    }
-
-    /// Gives the file its name; returns its length.
-    fn finish(mut self) -> Result<u64, SnapshotError> {
-        let directory = match self.path.parent() {
-            Some(directory) if !directory.as_os_str().is_empty() => directory,
-            _ => Path::new("."),
-        };
-        let finished = (|| {
-            self.file.sync_all()?;
-            fs::rename(&self.temporary, &self.path)?;
-            File::open(directory)?.sync_all()?;
-            Ok(self.file.metadata()?.len())
-        })();
-        let len = finished.map_err(SnapshotError::file("naming it"))?;
-        self.is_finished = true;
-        Ok(len)
-    }
-}
-
-impl Drop for Unfinished {
-    fn drop(&mut self) {
-        if !self.is_finished {
-            // It may have got its name.
-            let _ = fs::remove_file(&self.temporary);
-        }
-    }
-}
-
 struct Writer<'a> {
     ram: &'a Ram,
     layout: Layout,
     options: &'a SnapshotOptions,
     check: Check,
-    file: &'a Unfinished,
+    file: &'a NewFile,
     tail: Mutex<Tail>,
 }
 
@@ -222,16 +162,16 @@ impl Writer<'_> {
         Ok((state, began.elapsed()))
     }
 
-    /// Writes what follows the memory.
+    /// Writes what follows the memory; returns the length of the file.
     fn complete(
         self,
         trailer: &mut Trailer,
         DeviceState { parts, mut state }: DeviceState,
         description: Vec<u8>,
-    ) -> Result<(), SnapshotError> {
+    ) -> Result<u64, SnapshotError> {
         let Tail { offset, packets } = mem::take(&mut *lock(&self.tail));
         self.check.add(STATE, &[], &mut state)?;
-        self.file.put(&state, offset)?;
+        self.put(&state, offset)?;
         trailer.index.start = offset + state.len() as u64;
         let index = Index {
             blocks: block_shapes(self.ram),
@@ -241,8 +181,9 @@ impl Writer<'_> {
             description,
         };
         let record = index.to_record(trailer, &self.check)?;
-        self.file.put(&record, trailer.index.start)?;
-        self.file.put(&trailer.to_bytes(), trailer.index.end)
+        self.put(&record, trailer.index.start)?;
+        self.put(&trailer.to_bytes(), trailer.index.end)?;
+        Ok(trailer.index.end + TRAILER_LEN as u64)
     }
 
     /// The pages that the log has found.
@@ -293,7 +234,12 @@ impl Writer<'_> {
         packer.flush()
     }
 
-    fn put(&self, mut packet: Packet, record: &mut Vec<u8>) -> Result<(), SnapshotError> {
+    fn put(&self, bytes: &[u8], offset: u64) -> Result<(), SnapshotError> {
+        let written = self.file.file().write_all_at(bytes, offset);
+        written.map_err(SnapshotError::file(self.file.path(), "writing it"))
+    }
+
+    fn put_packet(&self, mut packet: Packet, record: &mut Vec<u8>) -> Result<(), SnapshotError> {
         let mut tail = lock(&self.tail);
         let (number, offset) = (tail.packets.len() as u64, tail.offset);
         if packet.method.is_some() {
@@ -307,7 +253,7 @@ impl Writer<'_> {
             return Ok(());
         }
         self.check.add(number, &[], record)?;
-        self.file.put(record, offset)
+        self.put(record, offset)
     }
 }
 
@@ -356,13 +302,14 @@ impl Packer<'_> {
     fn flush(&mut self) -> Result<(), SnapshotError> {
         if !self.zero.is_empty() {
             let packet = Packet::new(self.block, None, &self.zero);
-            self.writer.put(packet, &mut Vec::new())?;
+            self.writer.put_packet(packet, &mut Vec::new())?;
             self.zero.clear();
         }
         if !self.numbers.is_empty() {
             let encoded = self.encoder.encode(&self.pages, &mut self.out)?;
             let packet = Packet::new(self.block, Some(encoded.method), &self.numbers);
-            self.writer.put(packet, &mut encoded.payload.to_vec())?;
+            self.writer
+                .put_packet(packet, &mut encoded.payload.to_vec())?;
             self.numbers.clear();
             self.pages.clear();
         }

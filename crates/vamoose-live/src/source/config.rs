@@ -7,63 +7,65 @@ use multifd::PACKET_BYTES;
 use vamoose_link::MethodChoice;
 
 use super::{AutoConverge, OnTimeout};
-use crate::{SourceError, config::setters, offload::DsaDetection};
+use crate::{SourceError, config::options, offload::DsaDetection};
 
-/// The options of a [`Source`](crate::Source).
-#[derive(Clone)]
-#[non_exhaustive]
-pub struct SourceConfig {
-    /// How pages are encoded.
-    pub method: MethodChoice,
-    /// Whether pages that were sent before are sent as differences where that pays: over a session with checksums, by methods
-    /// [whose packets may hold differences](MethodChoice::takes_differences). The source keeps sent pages in at most the
-    /// session's [page cache](vamoose_link::SessionConfig::page_cache); the destination has them in the guest's memory.
-    pub delta: bool,
-    /// Channels, 1 to 64.
-    pub channels: u8,
-    /// Most bytes of pages in a packet: a power of two from 64 KiB to 4 MiB.
-    pub packet_bytes: u32,
-    /// Whether pages are sent with MSG_ZEROCOPY, for method none, over plain TCP connections. A session keeps copies of sent data
-    /// for resending, so both together are refused ([`ZeroCopyError::Session`](crate::causes::ZeroCopyError::Session)).
-    pub zero_copy: bool,
-    /// How zero pages are found.
-    pub zero_page_detection: ZeroPageDetection,
-    /// Bandwidth limit in bytes per second, over all channels.
-    pub max_bandwidth: Option<NonZeroU64>,
-    /// Longest downtime to accept. The guest is paused for as short as its writing allows.
-    pub downtime_limit: Duration,
-    /// Longest downtime, at least the limit. After that the migration fails and the guest resumes here, unless it has been
-    /// handed over. Not after [`OnTimeout::Pause`].
-    pub downtime_max: Duration,
-    /// When to act if the guest has not been paused by then.
-    pub timeout: Option<Duration>,
-    /// What to do then, at the end of the round; [`OnTimeout::Abort`] does not wait for that.
-    pub on_timeout: OnTimeout,
-    /// Whether and how the vCPUs are throttled if they write too fast; with [`OnTimeout::Throttle`] only from then on.
-    pub auto_converge: Option<AutoConverge>,
-    /// Abort after this time without progress from the destination.
-    pub stall_timeout: Duration,
-    /// How long to ask where the guest is, if the connection is lost during the hand-over. Over a session, only if the
-    /// connection does not come back at once.
-    pub settle_time: Duration,
-    /// The VMM guarantees that nothing between the two processes can accept, close or refuse a connection in the
-    /// destination's name: no tunnel, no proxy, no address translation. Then a destination that has
-    /// closed its connections and refuses new ones has ended, and the guest resumes here if it had not begun to run there.
-    /// Without the guarantee such a guest stays paused and [in doubt](SourceError::InDoubt), for an operator to decide. For plain
-    /// connections only: how a session's connections end is not known here.
-    pub direct_link: bool,
-    /// Prepares for a post-copy: when the guest is [forced](crate::Switchover::Force) to switch over, it resumes at the
-    /// destination at once, and its memory follows it. The destination has to have userfaultfd for the kernel's faults, and
-    /// memory in pages of the base size; it refuses the guest otherwise.
-    ///
-    /// From then on the guest is in two parts, until all of its memory is there. If the link is lost for longer than
-    /// [`reconnect_timeout`](crate::session::SessionConfig::reconnect_timeout), or one of the two processes ends, the guest is lost:
-    /// [`SourceError::PagesLost`].
-    pub post_copy: bool,
-    /// Looks for writes while the guest is paused, and fails with [`SourceError::WrittenWhilePaused`] if there is one. For the
-    /// development of a VMM: a device that still writes behind [`pause`](crate::SourceGuest::pause) corrupts memory at
-    /// the destination in silence otherwise. It costs downtime: the dirty log is cleared and read once more.
-    pub check_pause: bool,
+options! {
+    /// The options of a [`Source`](crate::Source).
+    #[derive(Clone)]
+    #[non_exhaustive]
+    pub struct SourceConfig {
+        /// How pages are encoded.
+        pub method: MethodChoice,
+        /// Whether pages that were sent before are sent as differences where that pays: over a session with checksums, by methods
+        /// [whose packets may hold differences](MethodChoice::takes_differences). The source keeps sent pages in at most the
+        /// session's [page cache](vamoose_link::SessionConfig::page_cache); the destination has them in the guest's memory.
+        pub delta: bool,
+        /// Channels, 1 to 64.
+        pub channels: u8,
+        /// Most bytes of pages in a packet: a power of two from 64 KiB to 4 MiB.
+        pub packet_bytes: u32,
+        /// Whether pages are sent with MSG_ZEROCOPY, for method none, over plain TCP connections. A session keeps copies of sent data
+        /// for resending, so both together are refused ([`ZeroCopyError::Session`](crate::causes::ZeroCopyError::Session)).
+        pub zero_copy: bool,
+        /// How zero pages are found.
+        pub zero_page_detection: ZeroPageDetection,
+        /// Bandwidth limit in bytes per second, over all channels.
+        pub max_bandwidth: Option<NonZeroU64>,
+        /// Longest downtime to accept. The guest is paused for as short as its writing allows.
+        pub downtime_limit: Duration,
+        /// Longest downtime, at least the limit. After that the migration fails and the guest resumes here, unless it has been
+        /// handed over. Not after [`OnTimeout::Pause`].
+        pub downtime_max: Duration,
+        /// When to act if the guest has not been paused by then.
+        pub timeout: Option<Duration>,
+        /// What to do then, at the end of the round; [`OnTimeout::Abort`] does not wait for that.
+        pub on_timeout: OnTimeout,
+        /// Whether and how the vCPUs are throttled if they write too fast; with [`OnTimeout::Throttle`] only from then on.
+        pub auto_converge: Option<AutoConverge>,
+        /// Abort after this time without progress from the destination.
+        pub stall_timeout: Duration,
+        /// How long to ask where the guest is, if the connection is lost during the hand-over. Over a session, only if the
+        /// connection does not come back at once.
+        pub settle_time: Duration,
+        /// The VMM guarantees that nothing between the two processes can accept, close or refuse a connection in the
+        /// destination's name: no tunnel, no proxy, no address translation. Then a destination that has
+        /// closed its connections and refuses new ones has ended, and the guest resumes here if it had not begun to run there.
+        /// Without the guarantee such a guest stays paused and [in doubt](SourceError::InDoubt), for an operator to decide. For plain
+        /// connections only: how a session's connections end is not known here.
+        pub direct_link: bool,
+        /// Prepares for a post-copy: when the guest is [forced](crate::Switchover::Force) to switch over, it resumes at the
+        /// destination at once, and its memory follows it. The destination has to have userfaultfd for the kernel's faults, and
+        /// memory in pages of the base size; it refuses the guest otherwise.
+        ///
+        /// From then on the guest is in two parts, until all of its memory is there. If the link is lost for longer than
+        /// [`reconnect_timeout`](crate::session::SessionConfig::reconnect_timeout), or one of the two processes ends, the guest is lost:
+        /// [`SourceError::PagesLost`].
+        pub post_copy: bool,
+        /// Looks for writes while the guest is paused, and fails with [`SourceError::WrittenWhilePaused`] if there is one. For the
+        /// development of a VMM: a device that still writes behind [`pause`](crate::SourceGuest::pause) corrupts memory at
+        /// the destination in silence otherwise. It costs downtime: the dirty log is cleared and read once more.
+        pub check_pause: bool,
+    }
 }
 
 /// How zero pages are found.
@@ -81,25 +83,6 @@ pub enum ZeroPageDetection {
 
 /// How many channels a migration may have.
 pub(crate) const CHANNELS: RangeInclusive<u8> = 1..=64;
-
-setters! { SourceConfig:
-    delta: bool,
-    channels: u8,
-    packet_bytes: u32,
-    zero_copy: bool,
-    zero_page_detection: ZeroPageDetection,
-    max_bandwidth: Option<NonZeroU64>,
-    downtime_limit: Duration,
-    downtime_max: Duration,
-    timeout: Option<Duration>,
-    on_timeout: OnTimeout,
-    auto_converge: Option<AutoConverge>,
-    stall_timeout: Duration,
-    settle_time: Duration,
-    direct_link: bool,
-    post_copy: bool,
-    check_pause: bool,
-}
 
 impl Default for SourceConfig {
     /// Sends by the adaptive method, encoded in software, over two channels.

@@ -3,8 +3,10 @@
 use std::{
     cell::Cell,
     io,
+    ops::Range,
     sync::{
         Arc,
+        atomic::{AtomicBool, Ordering},
         mpsc::{self, Receiver, SyncSender},
     },
     thread::{self, Scope},
@@ -55,6 +57,8 @@ enum DeviceState {
 
 /// An event for the coordinator.
 enum Event {
+    /// Streams of pages are open.
+    Opened(Vec<Arc<Stream>>),
     /// A channel has sent its share of the round, or the device state has been sent.
     Sent,
     /// A channel has failed, or the device state could not be sent.
@@ -117,24 +121,13 @@ impl<'scope, 'a> Link<'scope, 'a> {
             device_state: DeviceState::Unsent,
             resume_at: None,
         };
-        link.wake_when_cancelled(false)?;
+        let wake = link.events_in.clone();
+        source.shared.wake_by(move || {
+            // If the queue is full, this thread is awake.
+            let _ = wake.try_send(Event::Cancelled);
+        })?;
         link.spawn(move || receive(Conversation::new(control), &events_in))?;
         Ok(link)
-    }
-
-    /// Wakes this thread when the migration is cancelled; also from `opening` a stream. The control connection stays: the destination
-    /// is told.
-    fn wake_when_cancelled(&self, opening: bool) -> Result<(), SourceError> {
-        let (events, control) = (self.events_in.clone(), self.control.clone());
-        let session = self.source.shared.session.get();
-        let session = session.filter(|_| opening).cloned();
-        self.source.shared.wake_by(move || {
-            if let Some(session) = &session {
-                session.shut_down_but(&control);
-            }
-            // If the queue is full, this thread is awake.
-            let _ = events.try_send(Event::Cancelled);
-        })
     }
 
     /// Describes the guest, and waits until the destination is ready for it; returns its answer.
@@ -165,9 +158,9 @@ impl<'scope, 'a> Link<'scope, 'a> {
     pub(super) fn open_channels(&mut self) -> Result<(), SourceError> {
         let source = self.source;
         let (sent_pages, store) = (self.sent_pages(), self.store());
-        self.wake_when_cancelled(true)?;
-        for number in 0..source.config.channels {
-            let (_, mut writer) = self.open_channel(number, Some(source.shared.pacer.clone()))?;
+        let streams = self.open_streams(0..source.config.channels)?;
+        for (number, stream) in streams.into_iter().enumerate() {
+            let mut writer = self.writer(stream, Some(source.shared.pacer.clone()))?;
             if source.config.zero_copy {
                 writer.enable_zero_copy()?;
             }
@@ -182,28 +175,24 @@ impl<'scope, 'a> Link<'scope, 'a> {
             let (rounds_in, rounds) = mpsc::sync_channel(1);
             let events = self.events_in.clone();
             self.spawn(move || {
-                let channel = Channel::new(source, number.into(), writer);
+                let channel = Channel::new(source, number, writer);
                 run(channel, &rounds, &events);
             })?;
             self.rounds.push(rounds_in);
         }
-        self.wake_when_cancelled(false)
+        Ok(())
     }
 
     /// The cache of sent pages, if pages may be sent as differences.
     fn sent_pages(&self) -> Option<Arc<DeltaSender>> {
-        let Redialer::Session(session, _) = &self.redialer else {
-            return None;
-        };
+        let session = self.source.shared.session.get()?;
         let cache = DeltaSender::in_place_over(session, self.source.layout);
         cache.filter(|_| self.source.config.delta).map(Arc::new)
     }
 
     /// The destination's page store, if it has one and the session takes it.
     fn store(&self) -> Option<Arc<StoreSender>> {
-        let Redialer::Session(session, _) = &self.redialer else {
-            return None;
-        };
+        let session = self.source.shared.session.get()?;
         let stats = self.source.shared.stats.clone();
         StoreSender::over(session, None, stats).map(Arc::new)
     }
@@ -402,30 +391,55 @@ impl<'scope, 'a> Link<'scope, 'a> {
         Ok(())
     }
 
-    /// Opens stream `number` of pages, which are limited by `pacer`.
-    pub(super) fn open_channel(
+    /// Opens the streams of pages with these numbers. On a separate thread, as it may take long: the guest may be paused.
+    pub(super) fn open_streams(&self, numbers: Range<u8>) -> Result<Vec<Arc<Stream>>, SourceError> {
+        let (source, id) = (self.source, self.id);
+        let (redialer, events) = (self.redialer.clone(), self.events_in.clone());
+        let is_wanted = Arc::new(AtomicBool::new(true));
+        let goes_on = is_wanted.clone();
+        self.spawn(move || {
+            let numbers = numbers.take_while(|_| goes_on.load(Ordering::Acquire));
+            let opened = numbers.map(|number| open_stream(source, &redialer, id, number));
+            let event = opened.collect::<Result<_, _>>();
+            // The coordinator is gone when the migration is over.
+            let _ = events.send(event.map_or_else(Event::Failed, Event::Opened));
+        })?;
+        let opened = self.wait_for_streams();
+        if opened.is_err() {
+            is_wanted.store(false, Ordering::Release);
+            if let Some(session) = self.source.shared.session.get() {
+                // The destination is still told why.
+                session.shut_down_but(&self.control);
+            }
+        }
+        opened
+    }
+
+    fn wait_for_streams(&self) -> Result<Vec<Arc<Stream>>, SourceError> {
+        loop {
+            match self.next(None)? {
+                Some(Event::Opened(streams)) => return Ok(streams),
+                Some(event) => unexpected_event(event)?,
+                None => {}
+            }
+        }
+    }
+
+    /// Writes pages, which are limited by `pacer`.
+    pub(super) fn writer(
         &self,
-        number: u8,
+        stream: Arc<Stream>,
         pacer: Option<Arc<Pacer>>,
-    ) -> Result<(Arc<Stream>, ChannelWriter), SourceError> {
-        let source = self.source;
-        let config = &source.config;
-        let streams = page_streams(config.channels, config.post_copy);
-        let opening = Initial::new(self.id.0, number, streams.into())?.to_bytes();
-        let stream = self.redialer.open(config.stall_timeout)?;
-        let stream = register(source, stream)?;
-        stream
-            .write_both(&opening, &[])
-            .map_err(ConversationError::from)?;
-        let stats = &source.shared.stats;
-        let writer = ChannelWriter::new(
-            stream.clone(),
-            source.layout,
-            config.method.encoder(source.layout, stats.health())?,
-            pacer,
-            stats.clone(),
-        );
-        Ok((stream, writer))
+    ) -> Result<ChannelWriter, SourceError> {
+        let Source {
+            layout,
+            config,
+            shared,
+            ..
+        } = self.source;
+        let encoder = config.method.encoder(*layout, shared.stats.health())?;
+        let stats = shared.stats.clone();
+        Ok(ChannelWriter::new(stream, *layout, encoder, pacer, stats))
     }
 
     /// The next event; `None` when `deadline` has passed.
@@ -495,7 +509,8 @@ const SLOWEST_DRAIN: Duration = Duration::from_secs(10);
 /// The error for an unexpected event.
 fn unexpected_event(event: Event) -> Result<(), SourceError> {
     Err(match event {
-        Event::Sent => return Ok(()),
+        // Too late.
+        Event::Sent | Event::Opened(_) => return Ok(()),
         Event::Failed(error) => error,
         Event::Message(message) => unexpected(message),
         Event::Disconnected(error) => error.into(),
@@ -523,6 +538,21 @@ fn or_unanswered(error: SourceError) -> SourceError {
         SourceError::Control(error) if error.is_reset() => SourceError::Unanswered,
         error => error,
     }
+}
+
+fn open_stream(
+    source: &Source,
+    redialer: &Redialer,
+    id: AttemptId,
+    number: u8,
+) -> Result<Arc<Stream>, SourceError> {
+    let config = &source.config;
+    let streams = page_streams(config.channels, config.post_copy);
+    let opening = Initial::new(id.0, number, streams.into())?.to_bytes();
+    let stream = register(source, redialer.open(config.stall_timeout)?)?;
+    let written = stream.write_both(&opening, &[]);
+    written.map_err(ConversationError::from)?;
+    Ok(stream)
 }
 
 /// Applies the source's options to `stream`, which ends with the migration.

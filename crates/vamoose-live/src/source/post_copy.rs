@@ -50,13 +50,14 @@ impl PostCopy {
     ) -> Result<Self, SourceError> {
         let channels = source.config.channels;
         let demanded = Arc::new(AtomicPages::new(&Bitmap::for_blocks(&source.ram)));
-        let background = (channels..2 * channels).map(|number| {
-            let (_, writer) = link.open_channel(number, Some(source.shared.pacer.clone()))?;
-            Ok(writer)
-        });
-        let background = background.collect::<Result<_, SourceError>>()?;
+        let mut streams = link.open_streams(channels..2 * channels + 1)?;
+        let stream = streams.pop().ok_or(SourceError::Unanswered)?;
         // A waiting vCPU does not wait for the bandwidth limit.
-        let (stream, writer) = link.open_channel(2 * channels, None)?;
+        let writer = link.writer(stream.clone(), None)?;
+        let background = streams.into_iter();
+        let background =
+            background.map(|stream| link.writer(stream, Some(source.shared.pacer.clone())));
+        let background = background.collect::<Result<_, SourceError>>()?;
         // One for each thread.
         let (results_in, results) = sync_channel(usize::from(channels) + 1);
         link.spawn({

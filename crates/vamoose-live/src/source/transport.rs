@@ -74,6 +74,7 @@ impl Transport {
 }
 
 /// Opens more connections to a destination that was reached before.
+#[derive(Clone)]
 pub(super) enum Redialer {
     Session(Session, Remote),
     /// The address of the first connection's peer. A host name may resolve to another address the next time.

@@ -3,9 +3,11 @@
 use std::{
     mem,
     num::NonZeroU64,
+    os::unix::net::UnixStream,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
+        mpsc,
     },
     thread,
     time::{Duration, Instant},
@@ -15,9 +17,9 @@ use lab::middlebox::{Admission, Change, Which};
 use multifd::Method;
 use testguest::{Backing, Pattern};
 use vamoose_live::{
-    Destination, DestinationError, DestinationGuest, GuestError, GuestLocation, Handle, Phase, Ram,
-    Source, SourceConfig, SourceError, SourceGuest, Status, Switchover, Transport,
-    causes::MissingPagesError, chain, dirty::SharedBitmap,
+    Accepted, Acceptor, Destination, DestinationError, DestinationGuest, GuestError, GuestLocation,
+    Handle, Phase, Ram, Source, SourceConfig, SourceError, SourceGuest, Status, Switchover,
+    Transport, causes::MissingPagesError, chain, dirty::SharedBitmap,
 };
 use vm_memory::Bytes;
 
@@ -167,21 +169,15 @@ fn nothing_follows_a_guest_that_is_not_forced() {
 
 #[test]
 fn a_cut_of_some_seconds_is_survived() {
-    if nothing_to_migrate() {
-        return;
-    }
-    let _watchdog = Watchdog::new("a cut in a post-copy".into());
-    let hosts = Hosts::new();
-    let stage = Stage::new(&shape(Rig::Threads, Backing::Anonymous));
-    let mut destination = stage.destination_at(hosts.acceptor(), |_| {});
-    let (middlebox, address) = middlebox(&destination);
-    let to = hosts.to(&address);
-    let mut session = None;
-    let outcome = follow(
-        (&stage, &to),
-        &mut destination,
-        config(Method::Zstd),
-        |handle| {
+    for rig in Rig::all() {
+        let _watchdog = Watchdog::new(format!("a cut in a post-copy of {rig:?}"));
+        let hosts = Hosts::new();
+        let stage = Stage::new(&shape(rig, Backing::Anonymous));
+        let mut destination = stage.destination_at(hosts.acceptor(), |_| {});
+        let (middlebox, address) = middlebox(&destination);
+        let to = hosts.to(&address);
+        let mut session = None;
+        let cut = |handle: &Handle| {
             wait_for_post_copy(handle);
             middlebox.admit(Admission::Refuse).unwrap();
             middlebox.apply(Which::All, Change::Reset);
@@ -190,11 +186,12 @@ fn a_cut_of_some_seconds_is_survived() {
             assert_eq!(handle.status().status, Phase::PostcopyActive);
             middlebox.admit(Admission::Pass).unwrap();
             session = handle.session();
-        },
-    );
-    outcome.expect_done();
-    assert!(session.unwrap().reconnects() > 0);
-    expect_whole(&stage);
+        };
+        let config = config(Method::Zstd);
+        follow((&stage, &to), &mut destination, config, cut).expect_done();
+        assert!(session.unwrap().reconnects() > 0);
+        expect_whole(&stage);
+    }
 }
 
 #[test]
@@ -267,6 +264,58 @@ fn before_the_commit_a_lost_link_leaves_the_guest_at_the_source() {
     let way = (&stage, &to);
     follow(way, &mut destination, config(Method::Zstd), |_| ()).expect_done();
     expect_whole(&stage);
+}
+
+/// The guest is paused meanwhile: it resumes here when the longest downtime is over, or at once if somebody cancels.
+#[test]
+fn a_stream_that_does_not_open_leaves_the_guest_at_the_source() {
+    if nothing_to_migrate() {
+        return;
+    }
+    for cancels in [false, true] {
+        let _watchdog = Watchdog::new(format!("a stream does not open, cancelled: {cancels}"));
+        let stage = Stage::new(&shape(Rig::Threads, Backing::Anonymous));
+        let mut config = config(Method::None);
+        config.downtime_max = Duration::from_secs(if cancels { 600 } else { 1 });
+        let source = stage.source(config);
+        let handle = source.handle();
+        let accepted = Accepted::new().unwrap();
+        let mut destination = stage.destination_at(Acceptor::Own(accepted.clone()), |_| {});
+        let (resumed, is_resumed) = mpsc::channel();
+        let (is_resumed, watched) = (Mutex::new(is_resumed), handle.clone());
+        let to = Transport::own(move || {
+            if watched.status().status == Phase::Device {
+                if cancels {
+                    assert!(watched.cancel());
+                }
+                // Opens no stream before the guest has been resumed.
+                let _ = lock(&is_resumed).recv();
+            }
+            let (near, far) = UnixStream::pair()?;
+            accepted.add(far)?;
+            Ok(near)
+        });
+        let mut here = Here::new(&stage)
+            .switching(|_| Switchover::Force)
+            .hooked(move |step| {
+                if step == Step::TakeBack {
+                    resumed.send(())?;
+                }
+                Ok(())
+            });
+        let mut there = There::new(&stage).partial();
+        let outcome = migrate_over(&to, source, &mut here, &mut destination, &mut there);
+        let error = outcome.source.unwrap_err();
+        assert_eq!(matches!(error, SourceError::Cancelled), cancels, "{error}");
+        let is_late = matches!(error, SourceError::DowntimeExceeded { .. });
+        assert_eq!(is_late, !cancels, "{error}");
+        assert!(matches!(
+            outcome.destination.unwrap_err(),
+            DestinationError::Aborted { .. }
+        ));
+        assert!(handle.status().downtime.is_some());
+        stage.expect_here();
+    }
 }
 
 #[test]
@@ -398,7 +447,7 @@ fn latency_of_a_page_on_demand() {
         let config = vamoose_live::DestinationConfig::default();
         let mut destination = Destination::new(hosts.acceptor(), &there, config).unwrap();
         let to = hosts.to(&address_of(&destination));
-        let guest = std::sync::Mutex::new(Touching {
+        let guest = Mutex::new(Touching {
             ram: there.clone(),
             touching: None,
         });

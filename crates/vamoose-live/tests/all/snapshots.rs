@@ -171,6 +171,12 @@ fn a_guest_runs_after_its_snapshot_as_it_is_to() {
         };
         let written = Snapshot::write(&path, &ram, &mut guest, &options);
         assert_eq!(written.is_err(), fails, "{written:?}");
+        if let Err(error) = written {
+            assert!(
+                error.to_string().contains(path.to_str().unwrap()),
+                "{error}"
+            );
+        }
         assert_eq!(guest.runs, runs, "{was_running} {fails} {resume}");
     }
 }

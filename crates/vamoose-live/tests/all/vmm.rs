@@ -137,6 +137,32 @@ fn destination(ram: Option<&Ram>) -> Destination {
 }
 
 #[test]
+fn a_description_is_not_too_long() {
+    let (here, there) = (ram_of(&[1]), ram_of(&[1]));
+    let mut destination = destination(Some(&there));
+    let stop = destination.handle();
+    let mut described = |len| {
+        let mut vm = Vm {
+            description: vec![255; len],
+            ..Vm::default()
+        };
+        migrate(&here, &mut vm, &mut destination, &mut Vm::default())
+    };
+    const MOST: usize = 200 << 10;
+    stop.cancel();
+    let (refused, _) = described(MOST + 1);
+    let refused = refused.unwrap_err();
+    assert!(
+        matches!(&refused, SourceError::Config(text)
+        if text.contains(&MOST.to_string()) && text.contains(&(MOST + 1).to_string())),
+        "{refused}"
+    );
+    let (sent, arrived) = described(MOST);
+    sent.unwrap();
+    arrived.unwrap();
+}
+
+#[test]
 fn a_destination_builds_memory_as_the_source_describes_it() {
     let mut destination = destination(None);
     // One that it cannot have first.

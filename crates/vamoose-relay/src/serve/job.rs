@@ -353,20 +353,20 @@ impl Job {
         }
     }
 
-    /// Reports a loaded guest whose source has been silent for `timeout`. The guest is neither ended nor run: the
-    /// source may come back.
-    pub(super) fn check_lease(&self, timeout: Duration) {
+    /// Whether this is a loaded guest whose source has been silent for `timeout`, which is logged once. The guest is neither ended nor
+    /// run: the source may come back.
+    pub(super) fn is_orphan(&self, timeout: Duration) -> bool {
         // The lock is held while an event is handled.
         let Ok(mut inner) = self.inner.try_lock() else {
-            return;
+            return false;
         };
         let silent = inner.silent_since.map(|since| since.elapsed());
         let loaded = matches!(inner.driver.state(), DestinationState::Loaded { .. });
-        if !loaded
-            || inner.host.entry.record.side.orphaned
-            || silent.is_none_or(|silent| silent < timeout)
-        {
-            return;
+        if !loaded || inner.host.entry.record.side.orphaned {
+            return loaded;
+        }
+        if silent.is_none_or(|silent| silent < timeout) {
+            return false;
         }
         inner.host.entry.record.side.orphaned = true;
         inner.write();
@@ -377,6 +377,7 @@ impl Job {
             timeout.as_secs(),
             self.attempt
         );
+        true
     }
 
     /// Whether the path of its QEMU is free for another attempt: this attempt is over, or its QEMU is gone.

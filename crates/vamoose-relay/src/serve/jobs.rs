@@ -90,14 +90,14 @@ impl Jobs {
         Ok(())
     }
 
-    /// Reports orphans, and drops finished attempts from memory.
-    pub(super) fn maintain(&self, orphan_timeout: Duration) {
+    /// Logs orphans and returns how many there are, and drops finished attempts from memory.
+    pub(super) fn maintain(&self, orphan_timeout: Duration) -> usize {
         let mut active = lock(&self.active);
         // The journal answers for an attempt that is over and has no connection.
         active.retain(|_, job| Arc::strong_count(job) > 1 || !job.is_in_journal());
-        for job in active.values() {
-            span(job.attempt).in_scope(|| job.check_lease(orphan_timeout));
-        }
+        let is_orphan =
+            |job: &&Arc<Job>| span(job.attempt).in_scope(|| job.is_orphan(orphan_timeout));
+        active.values().filter(is_orphan).count()
     }
 
     /// Whether any attempt is under way.
@@ -145,6 +145,27 @@ mod tests {
             },
             state,
         }
+    }
+
+    #[test]
+    fn orphans_are_counted() {
+        let dir = tempfile::tempdir().unwrap();
+        let jobs = Jobs::new(Journal::open(&dir.path().join("state")).unwrap());
+        let loaded = DestinationState::Loaded { post_copy: false };
+        for (byte, orphaned, state) in [
+            (1, true, loaded.clone()),
+            (2, false, loaded),
+            (3, false, DestinationState::Running),
+        ] {
+            let mut record = record(byte, now(), state);
+            record.side.orphaned = orphaned;
+            jobs.restore(record).unwrap();
+        }
+        let hour = Duration::from_secs(3600);
+        assert_eq!(jobs.maintain(hour), 1);
+        // Those whose source has not come back are silent from the beginning.
+        assert_eq!(jobs.maintain(Duration::ZERO), 2);
+        assert_eq!(jobs.maintain(hour), 2);
     }
 
     #[test]

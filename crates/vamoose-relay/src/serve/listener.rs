@@ -65,7 +65,8 @@ impl Server {
                 stop.hang_up();
                 return Ok(());
             }
-            self.jobs.maintain(self.config.orphan_timeout);
+            let orphans = self.jobs.maintain(self.config.orphan_timeout);
+            self.observer.orphaned(orphans);
             for sessions in [&self.sessions, &self.local] {
                 if let Some(introduced) = sessions.try_next() {
                     self.take_connection(scope, stop, introduced);

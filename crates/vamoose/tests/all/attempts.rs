@@ -9,12 +9,15 @@ use std::{
     thread,
 };
 
-use crate::common::{
-    Host, LIMIT, MIB,
-    gate::{Fate, Gate, Message},
-    migrate,
-    monitor::SilentMonitor,
-    vamoose,
+use crate::{
+    common::{
+        Host, LIMIT, MIB,
+        gate::{Fate, Gate, Message},
+        migrate,
+        monitor::SilentMonitor,
+        vamoose,
+    },
+    gateway::metrics::wait_for,
 };
 use anyhow::{Context as _, Result, ensure};
 use lab::{
@@ -434,13 +437,18 @@ fn an_orphan_waits_for_its_source() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
-    let mut scene = Scene::start(&binary, &["--orphan-timeout", "1"])?;
+    let options = ["--orphan-timeout", "1", "--metrics", "tcp:127.0.0.1:0"];
+    let mut scene = Scene::start(&binary, &options)?;
+    let metrics = scene.b.server.wait_for("metrics at tcp:", LIMIT)?;
+    let orphans = |number| wait_for(metrics.trim(), "vamoose_guests_orphaned ", number);
     scene.b.server.wait_for("is an orphan", LIMIT)?;
+    orphans(1.0)?;
     ensure!(Scene::standing(&scene.b.state_dir())? == "orphaned");
     ensure!(scene.at_b.qmp.query_status()? == "paused");
     scene.gate.open();
     scene.gate.rule(COMMIT, Fate::Passes);
     scene.again()?.success()?;
+    orphans(0.0)?;
     scene.expect_at_b()
 }
 

@@ -71,25 +71,47 @@ fn send(stream: &Stream, attempt: AttemptId, pacer: &Pacer, noise: &[u8]) {
     }
 }
 
-/// The rate at which `delivered` grows, from one change to another: it changes in steps, which are rare on a slow link.
+/// The rate at which `delivered` grows.
 fn watch(delivered: impl Fn() -> u64) -> Option<f64> {
-    let began = Instant::now();
-    let (mut last, mut first_step, mut last_step) = (delivered(), None, None);
-    while began.elapsed() < WARM_UP + MEASURED || last_step.is_none() && began.elapsed() < LONGEST {
+    let (began, mut steps) = (Instant::now(), Steps::default());
+    while steps.wait(began.elapsed()) {
         thread::sleep(LOOK);
-        let now = delivered();
-        if now == last || began.elapsed() < WARM_UP {
-            last = now;
-            continue;
-        }
-        last = now;
-        match first_step {
-            None => first_step = Some((Instant::now(), now)),
-            Some(_) => last_step = Some((Instant::now(), now)),
+        steps.saw(began.elapsed(), delivered());
+    }
+    steps.rate()
+}
+
+/// What has been delivered, from one change to another: it changes in steps, which are rare on a slow link. Times are since the
+/// beginning.
+#[derive(Default)]
+struct Steps {
+    now: u64,
+    first: Option<(Duration, u64)>,
+    last: Option<(Duration, u64)>,
+}
+
+impl Steps {
+    /// Whether to go on.
+    fn wait(&self, time: Duration) -> bool {
+        time < WARM_UP + MEASURED || self.last.is_none() && time < LONGEST
+    }
+
+    fn saw(&mut self, time: Duration, delivered: u64) {
+        let is_step = delivered != self.now && time >= WARM_UP;
+        self.now = delivered;
+        match self.first {
+            _ if !is_step => {}
+            None => self.first = Some((time, delivered)),
+            Some(_) => self.last = Some((time, delivered)),
         }
     }
-    let ((since, before), (until, after)) = first_step.zip(last_step)?;
-    Some((after - before) as f64 / until.duration_since(since).as_secs_f64())
+
+    fn rate(&self) -> Option<f64> {
+        let ((since, before), (until, after)) = self.first.zip(self.last)?;
+        // A path that is given up takes its count with it.
+        let bytes = after.checked_sub(before)?;
+        Some(bytes as f64 / (until - since).as_secs_f64())
+    }
 }
 
 fn noise() -> Vec<u8> {
@@ -101,4 +123,35 @@ fn noise() -> Vec<u8> {
         state.to_ne_bytes()
     });
     words.flatten().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The rate, of what was delivered at these milliseconds.
+    fn rate(seen: &[(u64, u64)]) -> Option<f64> {
+        let mut steps = Steps::default();
+        for (millis, delivered) in seen {
+            let time = Duration::from_millis(*millis);
+            assert!(steps.wait(time), "{seen:?} at {millis} ms");
+            steps.saw(time, *delivered);
+        }
+        steps.rate()
+    }
+
+    #[test]
+    fn a_rate_is_that_between_two_steps() {
+        for (seen, expected) in [
+            (&[][..], None),
+            (&[(100, 5000), (400, 6000)], None),
+            (&[(100, 5000), (400, 6000), (900, 7000)], Some(2000.0)),
+            (&[(400, 6000), (900, 7000), (1000, 7000)], Some(2000.0)),
+            (&[(400, 6000), (2900, 7000)], Some(400.0)),
+            (&[(400, 6000), (900, 5000)], None),
+        ] {
+            assert_eq!(rate(seen), expected, "{seen:?}");
+        }
+        assert!(!Steps::default().wait(LONGEST));
+    }
 }
