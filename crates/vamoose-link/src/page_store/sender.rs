@@ -40,7 +40,7 @@ const MOST_OFFERED: usize = 7 << 20;
 pub(crate) const MANY_UNDECIDED: usize = 8 << 20;
 
 /// Packets that do not shrink which a channel adds to the store, and one more for each that does.
-const RAW_PACKETS: u32 = 64;
+const RAW_PACKETS: u32 = 16;
 
 /// Fewer missed references than this say nothing yet.
 const FEW: u64 = 256;
