@@ -24,6 +24,7 @@ macro_rules! counters {
             method_packets: [Counter; Method::ALL.len()],
             health: Arc<Health>,
             post_copy: AtomicBool,
+            answered: AtomicBool,
         }
 
         /// The counters at one moment.
@@ -118,6 +119,16 @@ impl Stats {
     /// Whether the guest runs at the destination under post-copy.
     pub fn is_under_post_copy(&self) -> bool {
         self.post_copy.load(Ordering::Relaxed)
+    }
+
+    /// Notes that the destination has answered on its return path.
+    pub fn note_answer(&self) {
+        self.answered.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the destination has answered on its return path.
+    pub fn has_answer(&self) -> bool {
+        self.answered.load(Ordering::Relaxed)
     }
 
     /// Counts a SYNC sent on all channels.

@@ -253,6 +253,7 @@ mod tests {
             side: AtSource {
                 to: "tcp:there:4440".to_owned(),
                 resume: true,
+                held: false,
                 confirmed: false,
             },
             state: SourceState::Moving {

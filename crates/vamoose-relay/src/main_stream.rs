@@ -129,6 +129,9 @@ impl<F: FnMut(u32)> Witness for ReturnWitness<'_, F> {
             self.keep_trying();
         }
         let (state, spoke) = (self.state, self.path.spoke());
+        if spoke {
+            self.stats.note_answer();
+        }
         state.return_path.store(spoke, Ordering::Release);
         state
             .shut_under_way

@@ -232,6 +232,7 @@ impl Migration<'_> {
             side: AtSource {
                 to: self.to.address(),
                 resume: source.is_wanted,
+                held: false,
                 confirmed: false,
             },
             state: SourceState::Moving { incarnation: None },

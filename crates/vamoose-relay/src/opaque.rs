@@ -10,7 +10,6 @@ use std::{
     mem,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
         mpsc::{Sender, channel},
     },
     thread,
@@ -38,8 +37,7 @@ pub(crate) enum Opaque {
     Single,
     /// A migration without channels, or whose channels are late.
     PerhapsSingle,
-    /// Post-copy that is resumed: the first connection goes on with the main stream, without its magic. The others wait until it has
-    /// been answered: QEMU takes the first one that comes for the main stream, and streams of a session may overtake each other.
+    /// Post-copy that is resumed: the first connection goes on with the main stream, without its magic.
     Resumed,
     /// Unknown. One connection may fail without the others.
     Bytes,
@@ -90,7 +88,7 @@ pub(crate) fn pass(
     let (mut open, mut loaded, mut failed) = (0, false, None);
     let mut arrivals = Arrivals::new(relay.accept, relay.hangup, others);
     let mut setup_time = None;
-    let (pacer, answered) = (relay.pacer(), &AtomicBool::new(false));
+    let pacer = relay.pacer();
     let outcome = thread::scope(|scope| {
         let begin = |stream, first: Vec<u8>, is_main, is_urgent| {
             let connection = Connection {
@@ -101,7 +99,6 @@ pub(crate) fn pass(
                 kind,
                 is_main,
                 is_urgent,
-                answered,
                 report: report.clone(),
             };
             let far = connection.dial();
@@ -119,11 +116,6 @@ pub(crate) fn pass(
                 for mut connection in mem::take(&mut arrivals.unclassified) {
                     if relay.hangup.is_hung_up() {
                         return Err(RelayError::Cancelled);
-                    }
-                    let is_early = open > 0 && !answered.load(Ordering::Acquire);
-                    if kind == Opaque::Resumed && is_early {
-                        arrivals.unclassified.push(connection);
-                        continue;
                     }
                     match client_begins(&mut connection, kind, relay.accept.is_shared()) {
                         Some(true) => {
@@ -263,8 +255,6 @@ struct Connection<'a> {
     is_main: bool,
     /// Whether it is for pages that a guest waits for, which do not wait for the bandwidth limit.
     is_urgent: bool,
-    /// Set when the destination has sent something.
-    answered: &'a AtomicBool,
     report: Sender<Report>,
 }
 
@@ -333,8 +323,7 @@ impl Connection<'_> {
         };
         if !self.follows_main() {
             self.reset_at_end(far, true);
-            let back = Answers(self.answered);
-            forward(&self.near, far, first, settings, NoWitness, back)?;
+            forward(&self.near, far, first, settings, NoWitness, NoWitness)?;
             self.reset_at_end(far, false);
             return Ok(());
         }
@@ -372,16 +361,6 @@ impl Connection<'_> {
     }
 }
 
-/// Records that something has come.
-struct Answers<'a>(&'a AtomicBool);
-
-impl Witness for Answers<'_> {
-    fn pass(&mut self, piece: &[u8], write: Write<'_>) -> Result<(), RelayError> {
-        self.0.store(true, Ordering::Release);
-        write(piece)
-    }
-}
-
 /// Records the state of the main stream, and rejects a later connection that begins another migration.
 struct FirstPiece<'a> {
     main: &'a MainState,
@@ -407,16 +386,11 @@ impl Witness for FirstPiece<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::{
-        io::{ErrorKind, Read as _, Write as _},
-        os::unix::net::{UnixListener, UnixStream},
-    };
+    use std::{io::Write as _, os::unix::net::UnixStream};
 
-    use vamoose_codec::{Engines, Settings};
-    use vamoose_link::{Address, Hangup, Listener, Socket, Stats};
+    use vamoose_link::Socket;
 
     use super::*;
-    use crate::{Config, Dialer};
 
     /// The decision on a connection that was accepted `ago` and has sent `bytes`, or has ended if `None`.
     fn begins(bytes: Option<&[u8]>, ago: Duration, kind: Opaque, is_shared: bool) -> Option<bool> {
@@ -448,40 +422,5 @@ mod tests {
             // At the migration's own socket, connections are dialled in the order in which they arrive.
             assert_eq!(begins(Some(b""), now, kind, false), Some(true));
         }
-    }
-
-    /// QEMU takes the first connection of a recovery for the main stream.
-    #[test]
-    fn others_wait_for_an_answer_to_the_resumed_main_stream() {
-        let dir = tempfile::tempdir().unwrap();
-        let [near, far] = ["near", "far"].map(|name| dir.path().join(name));
-        let listener = Listener::bind(&Address::Unix(near.clone()), Duration::from_secs(60));
-        let (listener, qemu) = (listener.unwrap(), UnixListener::bind(&far).unwrap());
-        let dialer = Dialer::new(Address::Unix(far));
-        let config = Config::new(Engines::software(Settings::default()));
-        let (hangup, stats) = (Hangup::new().unwrap(), Arc::new(Stats::default()));
-        let relay = Relay {
-            accept: &listener,
-            dialer: &dialer,
-            config: &config,
-            hangup: &hangup,
-            stats: &stats,
-            on_loaded: &|| (),
-        };
-        let [mut main, _urgent] = [(); 2].map(|()| UnixStream::connect(&near).unwrap());
-        thread::scope(|scope| {
-            scope.spawn(|| relay.resume_post_copy());
-            main.write_all(b"m").unwrap();
-            let (mut there, _) = qemu.accept().unwrap();
-            let mut byte = [0];
-            there.read_exact(&mut byte).unwrap();
-            qemu.set_nonblocking(true).unwrap();
-            let early = qemu.accept().unwrap_err();
-            assert_eq!(early.kind(), ErrorKind::WouldBlock);
-            qemu.set_nonblocking(false).unwrap();
-            there.write_all(b"a").unwrap();
-            qemu.accept().unwrap();
-            hangup.hang_up();
-        });
     }
 }

@@ -835,6 +835,10 @@ impl ResumableStream {
         !self.is_introduced.swap(true, Ordering::AcqRel)
     }
 
+    pub(crate) fn is_introduced(&self) -> bool {
+        self.is_introduced.load(Ordering::Acquire)
+    }
+
     /// Whether the current connection must be replaced soon, because its keys are nearly used up.
     pub(crate) fn is_worn(&self) -> bool {
         self.connection().is_some_and(|it| it.is_worn())

@@ -5,12 +5,15 @@
 //!             (how many)  (rate)   (who)   (which stream) └─ known stream: goes on
 //! ```
 //!
+//! Streams travel over connections of their own, and may overtake each other. They are passed on in the order in which the client has
+//! opened them: a QEMU takes the first connection of a recovery for the main stream.
+//!
 //! Until a connection has proved that it belongs to a session, it costs a thread and a few KiB for a limited time. At most
 //! [`STRANGERS`] are admitted (`admission.rs` says which one is evicted for a newcomer). Connections that are not admitted, send
 //! nothing or close at once do not count against the rate.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     io,
     net::IpAddr,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -63,6 +66,9 @@ pub struct Introduced {
     pub session: Session,
 }
 
+/// A session, and a stream's number in it.
+type Place = (SessionId, u32);
+
 /// What the threads share.
 struct Server {
     addresses: Vec<Address>,
@@ -74,6 +80,8 @@ struct Server {
     strangers: Mutex<Admission<Arc<Socket>>>,
     /// A stranger has left.
     left: Condvar,
+    /// The new streams of all sessions by number, until they are passed on; `None` before the first bytes.
+    opening: Mutex<BTreeMap<Place, Option<Arc<ResumableStream>>>>,
     introduced: PollQueue<Introduced>,
     pace: Pace,
     /// Start of the current second, the number of warnings in it, and the last one.
@@ -128,6 +136,7 @@ impl Sessions {
             sessions: Mutex::default(),
             strangers: Mutex::new(Admission::new(STRANGERS)),
             left: Condvar::new(),
+            opening: Mutex::default(),
             introduced: PollQueue::new()?,
             pace: Pace(Mutex::new(Instant::now())),
             warned: Mutex::new((Instant::now(), 0, String::new())),
@@ -320,11 +329,22 @@ impl Server {
         };
         let outcome = Ok(attaching.received);
         let welcome = Welcome { outcome }.encode(&transcript, &bytes, Some(&session.secret));
-        connection.send(&welcome)?;
+        // Before the client opens the next one.
+        let opens = !stream.is_introduced();
+        if opens {
+            lock(&self.opening).entry(place(&stream)).or_default();
+        }
         let name = format!("a connection of {}", session.peer);
-        attaching.go_on(connection, 0, name)?;
+        let welcomed = connection
+            .send(&welcome)
+            .map_err(TurnedAway::from)
+            .and_then(|()| Ok(attaching.go_on(connection, 0, name)?));
         // The connection that opened the stream may have been lost before its client was welcomed.
-        let is_new = stream.claim_introduction();
+        let is_new = welcomed.is_ok() && stream.claim_introduction();
+        if opens && !is_new {
+            self.pass_on(&stream, false);
+        }
+        welcomed?;
         if !is_new {
             session.reconnects.fetch_add(1, Ordering::Relaxed);
         }
@@ -425,18 +445,35 @@ impl Server {
 
     /// Passes a new stream on once its first bytes have arrived.
     fn introduce(&self, stream: Arc<ResumableStream>) {
-        let session = Session(stream.session().clone());
         stream.set_stall_timeout(HANDSHAKE);
-        match stream.wait_for_first() {
-            Ok(()) => {
-                stream.set_stall_timeout(self.config.stall_timeout);
-                let stream = Stream::Resumable(Resumable::new(stream));
-                self.introduced.push(Introduced { stream, session });
-            }
+        let first = stream.wait_for_first();
+        match &first {
+            Ok(()) => stream.set_stall_timeout(self.config.stall_timeout),
             Err(error) => {
                 debug!("stream {}: nothing came: {error}", stream.number);
                 stream.close(StreamError::ShutDown);
             }
+        }
+        self.pass_on(&stream, first.is_ok());
+    }
+
+    /// Passes on all streams of a session that wait for no earlier one, when `stream` `is_ready` or is not waited for any longer.
+    fn pass_on(&self, stream: &Arc<ResumableStream>, is_ready: bool) {
+        let at = place(stream);
+        let mut opening = lock(&self.opening);
+        if is_ready {
+            opening.insert(at, Some(stream.clone()));
+        } else if opening.get(&at).is_some_and(Option::is_none) {
+            opening.remove(&at);
+        }
+        while let Some(first) = opening.range_mut((at.0, 0)..=(at.0, u32::MAX)).next() {
+            let (at, Some(stream)) = (*first.0, first.1.take()) else {
+                return;
+            };
+            opening.remove(&at);
+            let session = Session(stream.session().clone());
+            let stream = Stream::Resumable(Resumable::new(stream));
+            self.introduced.push(Introduced { stream, session });
         }
     }
 
@@ -461,6 +498,10 @@ impl Server {
         warn!("{problem}");
         *warned = (warned.0, warned.1 + 1, problem);
     }
+}
+
+fn place(stream: &ResumableStream) -> Place {
+    (stream.session().id(), stream.number)
 }
 
 /// Whether a peer with `of_peer` of `all` may have one more: at most as many as are free. So no peer gets more than half, and some
@@ -723,8 +764,11 @@ mod tests {
             len: 1,
             ..Header::empty(Kind::Data, 0, 0)
         };
-        (&second).write_all(&header.encode()).unwrap();
-        (&second).write_all(b"x").unwrap();
+        for mut socket in [&first, &second] {
+            socket.write_all(&header.encode()).unwrap();
+            socket.write_all(b"x").unwrap();
+        }
+        let _earlier = sessions.next(Duration::from_secs(20)).unwrap();
         let introduced = sessions.next(Duration::from_secs(20));
         let _ = std::fs::remove_file(&path);
         let mut byte = [0; 1];
@@ -741,6 +785,33 @@ mod tests {
         let mut answer = [0; HELLO_LEN];
         socket.read_exact(&mut answer).unwrap();
         Transcript::new(&hello, &Answer::decode(&answer).unwrap(), [0; 32])
+    }
+
+    /// The first bytes of a stream may come before those of one that was opened earlier.
+    #[test]
+    fn streams_are_passed_on_in_the_order_of_their_opening() {
+        let config = SessionConfig::new(Security::Insecure);
+        let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), LIMIT).unwrap();
+        let to = listener.address().clone();
+        let sessions = Sessions::new(vec![listener], config.clone()).unwrap();
+        let (session, first) = Session::dial(vec![to.into()], config).unwrap();
+        let rest: [_; 4] = std::array::from_fn(|_| session.open().unwrap());
+        let [second, given_up, fourth, fifth] = rest;
+        for (number, stream) in [(4, &fifth), (3, &fourth), (1, &second)] {
+            stream.write_both(&[number], &[]).unwrap();
+        }
+        assert!(sessions.next(Duration::from_millis(300)).is_none());
+        let next = || {
+            let mut byte = [0];
+            let introduced = sessions.next(Duration::from_secs(20)).unwrap();
+            (&introduced.stream).read_exact(&mut byte).unwrap();
+            byte[0]
+        };
+        first.write_both(&[0], &[]).unwrap();
+        assert_eq!([next(), next()], [0, 1]);
+        assert!(sessions.try_next().is_none());
+        drop(given_up);
+        assert_eq!([next(), next()], [3, 4]);
     }
 
     #[test]

@@ -55,6 +55,9 @@ pub(crate) struct AtSource {
     pub(crate) to: String,
     /// Whether the guest ran, and is to run at the destination.
     pub(crate) resume: bool,
+    /// The guest was paused just before the switch to post-copy, or was to be.
+    #[serde(default)]
+    pub(crate) held: bool,
     /// The destination has confirmed that it knows how the attempt ended.
     pub(crate) confirmed: bool,
 }

@@ -91,6 +91,7 @@ impl Migration<'_> {
         let found = match source.as_deref_mut() {
             None => FoundGuest::Ended,
             Some(source) => {
+                source.is_held = entry.record.side.held;
                 let is_here = match entry.record.state {
                     SourceState::Committing { .. } | SourceState::Supplying => {
                         source.has_come_back()
@@ -283,6 +284,7 @@ mod tests {
             side: AtSource {
                 to: "host:1".to_owned(),
                 resume: true,
+                held: false,
                 confirmed: false,
             },
             state,

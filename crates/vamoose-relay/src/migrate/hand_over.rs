@@ -110,8 +110,9 @@ impl<'a> HandOver<'a> {
         self.record(SourceEvent::Message(message))
     }
 
-    /// Records that the source QEMU is to be told to switch to post-copy.
-    pub(super) fn ask_to_switch(&mut self) -> Result<(), Cause> {
+    /// Records that the source QEMU is to be told to switch to post-copy, and whether the guest is held before.
+    pub(super) fn ask_to_switch(&mut self, holds: bool) -> Result<(), Cause> {
+        self.attempt.entry.record.side.held = holds;
         self.record(SourceEvent::SwitchAsked)
     }
 

@@ -47,11 +47,13 @@ const PREPARED_WITHIN: Duration = Duration::from_secs(60);
 const AGAIN: Duration = Duration::from_secs(1);
 
 impl Migration<'_> {
-    /// Tells the source QEMU to switch, when it is time. The journal has it first. `account` is of a migration that is active.
+    /// Tells the source QEMU to switch, when it is time and the destination has answered it: QEMU waits for that without end (10.0).
+    /// The journal has it first. `account` is of a migration that is active.
     pub(super) fn switch(
         &self,
         hand_over: &mut HandOver<'_>,
         source: &mut SourceQemu,
+        stats: &Stats,
         account: &Value,
         elapsed: Duration,
     ) -> Result<(), Cause> {
@@ -60,10 +62,13 @@ impl Migration<'_> {
             Some(after) => elapsed >= after,
             None => false,
         };
-        if !is_time || source.may_be_switched {
+        if !is_time || source.may_be_switched || !stats.has_answer() {
             return Ok(());
         }
-        hand_over.ask_to_switch()?;
+        hand_over.ask_to_switch(source.is_wanted)?;
+        if source.is_wanted {
+            source.hold()?;
+        }
         source.may_be_switched = true;
         info!("switching to post-copy");
         match source.qemu.execute("migrate-start-postcopy", json!({})) {

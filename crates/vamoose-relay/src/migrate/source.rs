@@ -44,6 +44,8 @@ pub(crate) struct SourceQemu {
     loses_suspended: Option<String>,
     /// What both QEMUs have for post-copy, if it is to be prepared.
     pub(super) post_copy: Option<PostCopyAbilities>,
+    /// The guest has been paused from here, just before the switch to post-copy.
+    pub(super) is_held: bool,
     /// It has been told, or is about to be told, to switch to post-copy.
     pub(super) may_be_switched: bool,
     /// The user has been told that it is too late to cancel.
@@ -60,6 +62,8 @@ pub(super) struct Stopped {
 
 /// States of a guest that shall run at the destination. A suspended guest waits to be woken, and some of its clocks run.
 const ALIVE: [&str; 2] = ["running", "suspended"];
+/// State of a guest that a monitor's `stop` has paused.
+const PAUSED: &str = "paused";
 /// How long QEMU may take to answer why the guest has stopped. During the switchover it may not answer.
 const LOOKING: Duration = Duration::from_secs(1);
 /// How long a source may take to run again after a failure.
@@ -82,6 +86,7 @@ impl SourceQemu {
             is_suspended: false,
             loses_suspended: None,
             post_copy: None,
+            is_held: false,
             may_be_switched: false,
             was_cancelled_late: false,
             qemu,
@@ -199,7 +204,19 @@ impl SourceQemu {
     pub(super) fn has_come_back(&mut self) -> Result<bool, QemuError> {
         self.take_events(Duration::ZERO)?;
         let state = self.qemu.state_within(LOOKING)?;
-        Ok(state.is_some_and(|state| !is_switchover(&state)))
+        Ok(state.is_some_and(|state| !self.is_of_switchover(&state)))
+    }
+
+    /// Whether a guest in this state was stopped for the switchover.
+    fn is_of_switchover(&self, state: &str) -> bool {
+        is_switchover(state) || self.is_held && state == PAUSED
+    }
+
+    /// Pauses the guest before the switch to post-copy. QEMU fails if its connection breaks behind the last page (10.0, 11.1), and
+    /// continues a guest then, which runs at the destination already, if it has paused the guest itself.
+    pub(super) fn hold(&mut self) -> Result<(), QemuError> {
+        self.is_held = true;
+        self.qemu.execute("stop", json!({}))
     }
 
     /// Whether post-copy's switch may have been made, and QEMU does not answer that it has not.
@@ -251,6 +268,7 @@ impl SourceQemu {
                     self.stopped = None;
                     stopped = false;
                     self.is_unexplained = false;
+                    self.is_held = false;
                     self.is_wanted = true;
                     self.has_gone_on = true;
                 }
@@ -279,7 +297,7 @@ impl SourceQemu {
         match state {
             // The guest already runs again. An event will follow.
             Some(state) if ALIVE.contains(&state.as_str()) => self.stopped = None,
-            Some(state) if !is_switchover(&state) => {
+            Some(state) if !self.is_of_switchover(&state) => {
                 info!(
                     "the guest was paused, but not by the migration: it is `{state}`, and will be at the destination"
                 );
@@ -362,12 +380,12 @@ impl SourceQemu {
         status.is_ok_and(|status| status == MigrationStatus::Switched)
     }
 
-    /// After a failed migration QEMU itself continues the guest, or leaves it as its owner had paused it; this is waited for. A
-    /// guest that was sent completely stays paused, and without its disks, until the disks are taken back. `Break` if another
+    /// After a failed migration QEMU itself continues the guest, or leaves it as its owner had paused it; this is waited for. It
+    /// does not continue a guest that is held. A guest that was sent completely stays paused, and without its disks, until the disks are taken back. `Break` if another
     /// tool has sent the guest, which belongs to that tool then.
     fn go_on(&mut self, should_run: bool) -> Result<ControlFlow<()>, QemuError> {
         let expected = "a guest that its owner can continue";
-        let is_here = self.is_here;
+        let (is_here, is_held) = (self.is_here, self.is_held);
         self.qemu.ask_until(expected, SETTLING, |qemu| {
             let state = qemu.state()?;
             match state.as_str() {
@@ -375,6 +393,7 @@ impl SourceQemu {
                 "finish-migrate" => return Ok(ControlFlow::Continue(state)),
                 "postmigrate" if !qemu.has_sent_its_guest()? => {}
                 "postmigrate" if is_here => return Ok(ControlFlow::Break(ControlFlow::Break(()))),
+                PAUSED if is_held && should_run => qemu.execute("cont", json!({}))?,
                 "postmigrate" => match should_run {
                     true => qemu.execute("cont", json!({}))?,
                     false => qemu.activate_disks()?,
@@ -654,6 +673,28 @@ mod tests {
         send_away(&mut process);
         assert_eq!(source.resume(true), SourceEvent::FoundSent);
         assert_eq!(process.qmp.query_status().unwrap(), "postmigrate");
+    }
+
+    /// The pause is not its owner's.
+    #[test]
+    fn a_held_guest_is_continued_here() {
+        let Some((mut process, mut source)) = running() else {
+            return;
+        };
+        source.look().unwrap();
+        source.hold().unwrap();
+        source.take_events(Duration::ZERO).unwrap();
+        assert!(source.is_wanted && source.stopped.is_some());
+        assert!(!source.has_come_back().unwrap());
+        assert_eq!(source.resume(true), SourceEvent::Resumed);
+        assert_eq!(process.qmp.query_status().unwrap(), "running");
+        assert!(source.has_come_back().unwrap());
+        // Nor is every pause that follows.
+        process.qmp.stop().unwrap();
+        source.take_events(LIMIT).unwrap();
+        assert!(!source.is_wanted);
+        assert_eq!(source.resume(true), SourceEvent::Resumed);
+        assert_eq!(process.qmp.query_status().unwrap(), "paused");
     }
 
     /// As the killed driver of a migration with copies of disks leaves it.

@@ -116,7 +116,7 @@ impl Migration<'_> {
                 stopping = Some(Stop::begin(cause, source, copies, relay.hangup)?);
             }
             if status == "active" && stopping.is_none() {
-                self.switch(hand_over, source, &account, guide.elapsed())?;
+                self.switch(hand_over, source, relay.stats, &account, guide.elapsed())?;
             }
             guide.complete(&mut account, round_trip);
             if status == "completed" && !source.may_be_switched {

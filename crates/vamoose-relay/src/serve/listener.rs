@@ -26,7 +26,9 @@ use super::{
     span,
 };
 use crate::{
-    Role, chain,
+    Role,
+    accept::PAUSE,
+    chain,
     control::Request,
     observer::Observation,
     service::{catch, spawn},
@@ -88,38 +90,27 @@ impl Server {
         let Introduced { stream, session } = introduced;
         let stream = Arc::new(stream);
         stop.register(&stream);
+        let Some(Preamble { kind, attempt }) = preamble_of(&stream) else {
+            return debug!("a connection without a valid preamble");
+        };
+        // Of one session, in the order in which they come.
+        if matches!(kind, ConnectionKind::Data | ConnectionKind::Disk) {
+            let _span = span(attempt).entered();
+            return match self.jobs.get(attempt) {
+                Some(job) => job.push(kind, stream, &session),
+                None => warn!("a data connection for the unknown attempt {attempt}"),
+            };
+        }
         let work = move || {
-            self.handle(scope, &stream, &session);
+            let _span = span(attempt).entered();
+            match kind {
+                ConnectionKind::Control => self.converse(scope, attempt, &stream, &session),
+                _ => self.discard(&stream),
+            }
             drop(open);
         };
         if let Err(error) = spawn(scope, Span::none(), work) {
             warn!("a connection is closed: no thread can be started: {error}");
-        }
-    }
-
-    fn handle<'scope>(
-        &'scope self,
-        scope: &'scope Scope<'scope, '_>,
-        stream: &Arc<Stream>,
-        session: &Session,
-    ) {
-        let mut bytes = [0; PREAMBLE_LEN];
-        let preamble = match stream.read_full(&mut bytes) {
-            Ok(PREAMBLE_LEN) => Preamble::parse(&bytes),
-            _ => None,
-        };
-        let Some(Preamble { kind, attempt }) = preamble else {
-            debug!("a connection without a valid preamble");
-            return;
-        };
-        let _span = span(attempt).entered();
-        match kind {
-            ConnectionKind::Control => self.converse(scope, attempt, stream, session),
-            ConnectionKind::Data | ConnectionKind::Disk => match self.jobs.get(attempt) {
-                Some(job) => job.push(kind, stream.clone(), session),
-                None => warn!("a data connection for the unknown attempt {attempt}"),
-            },
-            ConnectionKind::Measure => self.discard(stream),
         }
     }
 
@@ -300,4 +291,17 @@ fn resumes(prepare: &Prepare) -> bool {
 fn refuse(stream: &Stream, error: &PrepareError) -> Result<(), ConversationError> {
     let reason = chain(error);
     send_message(stream, &DestinationMessage::Refused { reason })
+}
+
+/// What a stream begins with. Its first bytes have come, and a client sends all of it together.
+fn preamble_of(stream: &Stream) -> Option<Preamble> {
+    let (mut bytes, mut got) = ([0; PREAMBLE_LEN], 0);
+    let deadline = Some(Instant::now() + PAUSE);
+    while got < PREAMBLE_LEN {
+        match stream.read_until(&mut bytes[got..], deadline) {
+            Ok(Some(read @ 1..)) => got += read,
+            _ => return None,
+        }
+    }
+    Preamble::parse(&bytes)
 }
