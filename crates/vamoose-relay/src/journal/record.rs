@@ -1,6 +1,6 @@
 //! The journal's record of an attempt, on either side.
 
-use std::fmt::Debug;
+use std::{fmt::Debug, ops::Not};
 
 use handover::{AttemptId, DestinationState, GuestLocation, Incarnation, SourceState};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -56,7 +56,7 @@ pub(crate) struct AtSource {
     /// Whether the guest ran, and is to run at the destination.
     pub(crate) resume: bool,
     /// The guest was paused just before the switch to post-copy, or was to be.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Not::not")]
     pub(crate) held: bool,
     /// The destination has confirmed that it knows how the attempt ended.
     pub(crate) confirmed: bool,
