@@ -380,9 +380,9 @@ impl SourceQemu {
         status.is_ok_and(|status| status == MigrationStatus::Switched)
     }
 
-    /// After a failed migration QEMU itself continues the guest, or leaves it as its owner had paused it; this is waited for. It
-    /// does not continue a guest that is held. A guest that was sent completely stays paused, and without its disks, until the disks are taken back. `Break` if another
-    /// tool has sent the guest, which belongs to that tool then.
+    /// After a failed migration QEMU itself continues the guest, unless that is held, or leaves it as its owner had paused it; this is
+    /// waited for. A guest that was sent completely stays paused, and without its disks, until the disks are taken back. `Break` if
+    /// another tool has sent the guest, which belongs to that tool then.
     fn go_on(&mut self, should_run: bool) -> Result<ControlFlow<()>, QemuError> {
         let expected = "a guest that its owner can continue";
         let (is_here, is_held) = (self.is_here, self.is_held);
