@@ -66,6 +66,10 @@ impl Server {
                 return Ok(());
             }
             self.jobs.maintain(self.config.orphan_timeout);
+            for job in self.jobs.to_look_at() {
+                let cause = "the transfer has ended".to_owned();
+                scope.spawn(move || span(job.attempt).in_scope(|| job.fail(cause)));
+            }
             for sessions in [&self.sessions, &self.local] {
                 if let Some(introduced) = sessions.try_next() {
                     self.take_connection(scope, stop, introduced);
