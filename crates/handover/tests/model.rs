@@ -382,11 +382,11 @@ mod mutants {
     #[test]
     fn a_start_without_a_record() {
         let scene = Scene {
-            bounds: Bounds::these(1, [(Fault::Kill, 1), (Fault::Failure, 1)]),
+            bounds: Bounds::these(1, [(Fault::Kill, 1), (Fault::Death, 1)]),
             ..QEMU
         };
-        let ended = "I5 no VMM is ended that has the guest";
-        caught(scene, Mutant::NoRecordOfStarting, ended);
+        let stale = "I1 never a stale copy that runs";
+        caught(scene, Mutant::NoRecordOfStarting, stale);
     }
 
     #[test]
