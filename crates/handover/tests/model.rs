@@ -196,12 +196,22 @@ fn post_copy_of_a_guest_that_is_paused_and_continued() {
 
 #[test]
 fn post_copy_to_two_destinations() {
-    never_goes_wrong(Scene {
+    never_goes_wrong(two_of_post_copy(1));
+}
+
+#[test]
+#[ignore = "minutes: make model"]
+fn post_copy_to_two_destinations_with_two_faults() {
+    never_goes_wrong(two_of_post_copy(2));
+}
+
+fn two_of_post_copy(faults: u8) -> Scene {
+    Scene {
         hosts: 2,
         attempts: 2,
-        bounds: Bounds::any(2, 2),
+        bounds: Bounds::any(2, faults),
         ..POST_COPY
-    });
+    }
 }
 
 #[test]
