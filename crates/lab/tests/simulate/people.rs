@@ -28,8 +28,9 @@ pub(crate) struct Guest {
     /// Its owner wants it to run, and that is known to whoever migrates it.
     pub(crate) wanted: bool,
     is_sure: bool,
-    /// The QEMU that has it.
+    /// The QEMU that has it; and the one in which it was last started from its disk.
     pub(crate) home: usize,
+    pub(crate) booted: usize,
     /// No QEMU has it any more.
     pub(crate) is_lost: bool,
     pub(crate) wrote_at: Duration,
@@ -89,6 +90,7 @@ impl<'a> World<'a> {
                 wanted: !(self.options.paused && guest == 0),
                 is_sure: true,
                 home: 0,
+                booted: 0,
                 is_lost: false,
                 wrote_at: Duration::ZERO,
                 writes_at: Duration::ZERO,
@@ -130,6 +132,7 @@ impl<'a> World<'a> {
         self.qemus[qemu].memory.clone_from(&memory);
         let of = &mut self.guests[guest];
         (of.memory, of.written, of.home, of.is_lost) = (memory, 1 << 40 | of.written, qemu, false);
+        of.booted = qemu;
         self.qemus[qemu].written = of.written;
         match of.wanted {
             true => self.runs(qemu),
