@@ -17,7 +17,7 @@ use tracing::{Span, debug, info, warn};
 use vamoose_link::{Address, Hangup, PollQueue, Session, Stats, Stream, left, lock, send_message};
 
 use super::{
-    qemu::{DestinationQemu, FAILING, LOADING},
+    qemu::{DestinationQemu, LOADING},
     setup::PrepareError,
     storage::Exports,
 };
@@ -30,6 +30,8 @@ use crate::{
 
 /// How long a QEMU may take to load the last pages of post-copy, when its source has hung up.
 const LOADING_THE_REST: Duration = Duration::from_secs(2);
+/// How long a QEMU may take to fail after its relay has.
+const FAILING: Duration = Duration::from_secs(1);
 /// How often to ask a QEMU that may be behind the switch to post-copy.
 const LOOKING: Duration = Duration::from_millis(5);
 
@@ -132,7 +134,10 @@ impl Job {
 
     /// Continues an attempt from the journal.
     pub(super) fn go_on(&self) {
-        lock(&self.inner).drive(DestinationDriver::go_on);
+        let mut inner = lock(&self.inner);
+        if inner.is_before_switch() {
+            inner.drive(DestinationDriver::go_on);
+        }
         self.changed.notify_all();
     }
 
@@ -232,17 +237,10 @@ impl Job {
     pub(super) fn fail(&self, cause: String) {
         lock(&self.transfer).take();
         let mut inner = lock(&self.inner);
-        if *inner.driver.state() == DestinationState::Receiving {
+        if *inner.driver.state() == DestinationState::Receiving && inner.is_before_switch() {
             inner.handle(DestinationEvent::Failed { cause });
         }
         self.changed.notify_all();
-    }
-
-    /// Whether its transfer has ended, and its QEMU did not tell whether everything had been loaded.
-    pub(super) fn is_cut(&self) -> bool {
-        // The lock is held while an event is handled.
-        let inner = self.inner.try_lock();
-        inner.is_ok_and(|inner| inner.driver.is_cut())
     }
 
     /// Adds a data connection, if it belongs to the source's session.
@@ -313,9 +311,8 @@ impl Job {
         };
         let deadline = Instant::now() + LOADING;
         while *inner.driver.state() == DestinationState::Receiving && Instant::now() < deadline {
-            if let Some(event @ DestinationEvent::Switched) = inner.host.look_for_switch() {
-                inner.handle(event);
-            } else {
+            inner.is_before_switch();
+            if *inner.driver.state() == DestinationState::Receiving {
                 let changed = self.changed.wait_timeout(inner, look.min(left(deadline)));
                 (inner, _) = changed.unwrap_or_else(PoisonError::into_inner);
             }
@@ -435,6 +432,32 @@ impl Inner {
         self.report(&before);
     }
 
+    /// Whether a guest that is being received is certainly not behind post-copy's switch. If it is, its source cannot continue it.
+    fn is_before_switch(&mut self) -> bool {
+        let is_receiving = *self.driver.state() == DestinationState::Receiving;
+        if !is_receiving || !self.host.entry.record.side.post_copy || self.host.qemu.has_ended() {
+            return true;
+        }
+        match self.host.qemu.has_switched() {
+            Ok(true) => {
+                let inode = self.host.qemu.monitor_inode();
+                self.host.entry.record.side.kept_monitor = inode;
+                // The journal has it first: a monitor that QEMU keeps and nobody knows of would be lost.
+                match self.host.entry.write() {
+                    Ok(()) => inode
+                        .into_iter()
+                        .for_each(|inode| self.host.qemu.keep_monitor(inode)),
+                    Err(error) => warn!("{}", chain(&error)),
+                }
+                self.handle(DestinationEvent::Switched);
+            }
+            Ok(false) => return true,
+            // The source asks again.
+            Err(error) => debug!("is the guest under post-copy? {}", chain(&error)),
+        }
+        false
+    }
+
     /// Ends the attempt if its QEMU has provably ended.
     fn notice_end(&mut self) {
         if !self.driver.is_over() && self.host.qemu.has_ended() {
@@ -521,11 +544,6 @@ impl DestinationHost for Host {
         }
     }
 
-    fn look(&mut self) -> Option<DestinationEvent> {
-        let switched = self.look_for_switch();
-        Some(switched.unwrap_or_else(|| self.qemu.look()))
-    }
-
     fn run(&mut self, resume: bool) -> Option<DestinationEvent> {
         Some(self.qemu.run(resume))
     }
@@ -543,33 +561,6 @@ impl DestinationHost for Host {
 }
 
 impl Host {
-    /// Whether a guest that is being received is behind post-copy's switch, where its source cannot continue it. `None`: it
-    /// certainly is not.
-    fn look_for_switch(&mut self) -> Option<DestinationEvent> {
-        if !self.entry.record.side.post_copy || self.qemu.has_ended() {
-            return None;
-        }
-        match self.qemu.has_switched() {
-            Ok(true) => {
-                let inode = self.qemu.monitor_inode();
-                self.entry.record.side.kept_monitor = inode;
-                // The journal has it first: a monitor that QEMU keeps and nobody knows of would be lost.
-                match self.entry.write() {
-                    Ok(()) => inode
-                        .into_iter()
-                        .for_each(|inode| self.qemu.keep_monitor(inode)),
-                    Err(error) => warn!("{}", chain(&error)),
-                }
-                Some(DestinationEvent::Switched)
-            }
-            Ok(false) => None,
-            Err(error) => {
-                let reason = chain(&error);
-                Some(DestinationEvent::Unclear { reason })
-            }
-        }
-    }
-
     fn write(&mut self, destination: &Destination) -> Result<(), String> {
         self.entry.record.state = destination.state().clone();
         let written = self.entry.write();

@@ -100,16 +100,6 @@ impl Jobs {
         active.values().filter(is_orphan).count()
     }
 
-    /// Attempts of which it is not known whether everything has been loaded.
-    pub(super) fn to_look_at(&self) -> Vec<Arc<Job>> {
-        let active = lock(&self.active);
-        active
-            .values()
-            .filter(|job| job.is_cut())
-            .cloned()
-            .collect()
-    }
-
     /// Whether any attempt is under way.
     pub(super) fn are_under_way(&self) -> bool {
         lock(&self.active).values().any(|job| job.is_under_way())

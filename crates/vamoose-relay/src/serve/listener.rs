@@ -69,10 +69,6 @@ impl Server {
             }
             let orphans = self.jobs.maintain(self.config.orphan_timeout);
             self.observer.orphaned(orphans);
-            for job in self.jobs.to_look_at() {
-                let cause = "the transfer has ended".to_owned();
-                scope.spawn(move || span(job.attempt).in_scope(|| job.fail(cause)));
-            }
             for sessions in [&self.sessions, &self.local] {
                 if let Some(introduced) = sessions.try_next() {
                     self.take_connection(scope, stop, introduced);

@@ -29,8 +29,6 @@ pub(crate) struct DestinationQemu {
 
 /// Time limit from the last received byte to a loaded guest.
 pub(super) const LOADING: Duration = Duration::from_secs(30);
-/// How long a QEMU may take to fail after its relay has.
-pub(super) const FAILING: Duration = Duration::from_secs(1);
 
 /// What QEMU says when its source is gone.
 const CONNECTION_LOST: [&str; 4] = [
@@ -169,40 +167,6 @@ impl DestinationQemu {
     /// Whether the path of the monitor is free for another QEMU.
     pub(super) fn is_gone(&self) -> bool {
         self.instance.is_gone()
-    }
-
-    /// Whether all of the guest has been loaded, now that its connections are gone. What these still hold is loaded first.
-    pub(super) fn look(&mut self) -> DestinationEvent {
-        if self.instance.has_ended() {
-            return died();
-        }
-        let looked = self.with_qemu(|qemu| {
-            qemu.ask_until("a guest that is loaded or lost", FAILING, |qemu| {
-                let account = qemu.query_migrate()?;
-                let state = qemu.state()?;
-                Ok(match MigrationStatus::of(&account) {
-                    _ if state != COMING_IN => ControlFlow::Break(state),
-                    MigrationStatus::Busy if account["status"] != "setup" => {
-                        ControlFlow::Continue(state)
-                    }
-                    _ => ControlFlow::Break(state),
-                })
-            })
-        });
-        match looked {
-            Ok(state) if state == COMING_IN => {
-                let cause = "the guest is incomplete".to_owned();
-                DestinationEvent::NotStarted { cause }
-            }
-            Ok(state) if HAS_RUN.contains(&&*state) => unclear(format!(
-                "the guest is `{state}`, and nobody has requested it to run"
-            )),
-            Ok(_) => DestinationEvent::Loaded,
-            Err(QemuError::State { state, .. }) => {
-                unclear(format!("its QEMU is still loading the guest: `{state}`"))
-            }
-            Err(error) => self.connection_lost(&error),
-        }
     }
 
     /// Continues the loaded guest unless it has been continued, or activates its disks if it is to stay paused. Returns its state.
@@ -410,7 +374,7 @@ mod tests {
 
     use super::*;
 
-    /// A monitor of a guest that is in a state, paused at first, until `cont`, and then in the state `after`, or gone.
+    /// A monitor of a guest that is paused until `cont`, and then in the state `after`, or gone.
     struct Fake {
         dir: tempfile::TempDir,
         server: JoinHandle<Vec<String>>,
@@ -418,18 +382,10 @@ mod tests {
 
     impl Fake {
         fn start(after: Option<&'static str>) -> (Self, DestinationQemu) {
-            Self::of_incoming("paused", "completed", after)
-        }
-
-        fn of_incoming(
-            state: &'static str,
-            migration: &'static str,
-            after: Option<&'static str>,
-        ) -> (Self, DestinationQemu) {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("qmp");
             let listener = UnixListener::bind(&path).unwrap();
-            let server = thread::spawn(move || serve(&listener, state, migration, after));
+            let server = thread::spawn(move || serve(&listener, after));
             let guest = DestinationQemu::new(
                 Instance::unknown(&path),
                 Some(Qemu::connect(&path).unwrap()),
@@ -444,15 +400,10 @@ mod tests {
         }
     }
 
-    fn serve<'a>(
-        listener: &UnixListener,
-        mut state: &'a str,
-        migration: &str,
-        after: Option<&'a str>,
-    ) -> Vec<String> {
+    fn serve(listener: &UnixListener, after: Option<&str>) -> Vec<String> {
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(b"{\"QMP\": {}}\n").unwrap();
-        let mut told = Vec::new();
+        let (mut state, mut told) = ("paused", Vec::new());
         for line in BufReader::new(stream.try_clone().unwrap()).lines() {
             let Ok(line) = line else { break };
             let request: Value = serde_json::from_str(&line).unwrap();
@@ -461,7 +412,6 @@ mod tests {
                 "query-version" => json!({ "qemu": { "major": 10, "minor": 0, "micro": 0 } }),
                 "query-commands" => json!([{ "name": "blockdev-set-active" }]),
                 "query-status" => json!({ "status": state }),
-                "query-migrate" => json!({ "status": migration }),
                 "cont" => match after {
                     Some(after) => {
                         state = after;
@@ -528,28 +478,6 @@ mod tests {
         let (_fake, mut guest) = Fake::start(None);
         let state = "paused".to_owned();
         assert_eq!(guest.check(true), DestinationEvent::Started { state });
-    }
-
-    #[test]
-    fn guest_whose_connections_are_gone_is_looked_at() {
-        let look = |state, migration| {
-            let (_fake, mut guest) = Fake::of_incoming(state, migration, None);
-            guest.look()
-        };
-        for state in ["paused", "prelaunch"] {
-            assert_eq!(look(state, "completed"), DestinationEvent::Loaded);
-        }
-        for migration in ["setup", "failed", "none"] {
-            let event = look(COMING_IN, migration);
-            let is_lost = matches!(event, DestinationEvent::NotStarted { .. });
-            assert!(is_lost, "{migration}: {event:?}");
-        }
-        // It may have the rest in its sockets; or somebody else has continued it.
-        for (state, migration) in [(COMING_IN, "active"), ("running", "completed")] {
-            let event = look(state, migration);
-            let is_unclear = matches!(event, DestinationEvent::Unclear { .. });
-            assert!(is_unclear, "{state}: {event:?}");
-        }
     }
 
     #[test]
