@@ -393,7 +393,8 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                 Event::Message(_, SourceMessage::Abort { cause }) => {
                     return DestinationError::Aborted { cause };
                 }
-                Event::Disconnected(..) => break,
+                // The reason comes on another connection if this one was cut within a state.
+                Event::Disconnected(number, _) => self.inbox.forget(number),
                 _ => {}
             }
         }
