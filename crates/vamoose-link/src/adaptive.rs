@@ -144,8 +144,8 @@ impl Adaptive {
         let rung = match self.policy.mixes_raw() && !self.avoids_raw {
             true => {
                 let sample = middle(pages, self.encoders.layout.page_size());
-                let size = self.encoders.measure(FIRST, sample, out)?.size;
-                self.policy.pick(size)
+                let encoded = self.encoders.encode(FIRST, sample, out)?.payload.len();
+                self.policy.pick(bytes(encoded) / bytes(sample.len()))
             }
             false => self.rung(),
         };

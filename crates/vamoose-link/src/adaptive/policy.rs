@@ -368,7 +368,7 @@ impl Policy {
         }
         // With more packets encoded, an encoder that limits calls for fewer first.
         let counts = match self.limit {
-            Limit::Link | Limit::Balance => self.position < 1.0,
+            Limit::Link | Limit::Balance => self.mixes_raw(),
             Limit::Encoder => self.position <= LEAST_STEP,
             Limit::Receiver | Limit::Source => false,
         };
