@@ -40,10 +40,21 @@ pub(crate) const PAUSE: Duration = Duration::from_millis(100);
 
 /// The first byte of a stream that another Vamoose has opened, which is the stream's kind.
 pub(crate) fn kind_of(stream: &Stream) -> Option<u8> {
-    let mut kind = [0];
-    // Sessions introduce a stream after its first byte, so this does not wait.
-    let read = stream.read_until(&mut kind, Some(Instant::now() + PAUSE));
-    matches!(read, Ok(Some(1))).then_some(kind[0])
+    first_of(stream).map(|[kind]| kind)
+}
+
+/// The first bytes of a stream that another Vamoose has opened.
+pub(crate) fn first_of<const LEN: usize>(stream: &Stream) -> Option<[u8; LEN]> {
+    let (mut bytes, mut got) = ([0; LEN], 0);
+    // Sessions introduce a stream after its first byte, and a client sends all of these together, so this does not wait.
+    let deadline = Some(Instant::now() + PAUSE);
+    while got < LEN {
+        match stream.read_until(&mut bytes[got..], deadline) {
+            Ok(Some(read @ 1..)) => got += read,
+            _ => return None,
+        }
+    }
+    Some(bytes)
 }
 
 const UNKNOWN_KIND: &str = "turning away a stream that was not opened by a relay of this version";

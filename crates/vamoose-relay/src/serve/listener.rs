@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     Role,
-    accept::PAUSE,
+    accept::first_of,
     chain,
     control::Request,
     observer::Observation,
@@ -90,7 +90,9 @@ impl Server {
         let Introduced { stream, session } = introduced;
         let stream = Arc::new(stream);
         stop.register(&stream);
-        let Some(Preamble { kind, attempt }) = preamble_of(&stream) else {
+        let preamble = first_of::<PREAMBLE_LEN>(&stream);
+        let preamble = preamble.and_then(|bytes| Preamble::parse(&bytes));
+        let Some(Preamble { kind, attempt }) = preamble else {
             return debug!("a connection without a valid preamble");
         };
         // Of one session, in the order in which they come.
@@ -291,17 +293,4 @@ fn resumes(prepare: &Prepare) -> bool {
 fn refuse(stream: &Stream, error: &PrepareError) -> Result<(), ConversationError> {
     let reason = chain(error);
     send_message(stream, &DestinationMessage::Refused { reason })
-}
-
-/// What a stream begins with. Its first bytes have come, and a client sends all of it together.
-fn preamble_of(stream: &Stream) -> Option<Preamble> {
-    let (mut bytes, mut got) = ([0; PREAMBLE_LEN], 0);
-    let deadline = Some(Instant::now() + PAUSE);
-    while got < PREAMBLE_LEN {
-        match stream.read_until(&mut bytes[got..], deadline) {
-            Ok(Some(read @ 1..)) => got += read,
-            _ => return None,
-        }
-    }
-    Preamble::parse(&bytes)
 }
