@@ -1,7 +1,9 @@
 //! The page store: pages of guests that came to this host or left it, so that guests that are alike move their common pages once.
 //!
 //! Guests of one image have most pages in common. A destination with a store tells a source by **fingerprints** which pages it has.
-//! A source then sends such a page as a **reference**: its fingerprint and the hash of its content.
+//! A source then sends such a page as a **reference**: its fingerprint and the hash of its content. A page that only resembles one
+//! that the destination has is encoded after that **base**. A source finds bases among the pages that have left its host: by
+//! **sketches**, two parts of each page.
 //!
 //! ```text
 //!  source                                              destination
@@ -10,7 +12,7 @@
 //!   packet 1, before the keys ─────────────────────────>
 //!   packet 2: pages, fingerprints of all its pages ────>   keeps the encoded packet with its fingerprints
 //!   packet 3: pages, fingerprints, references ─────────>   looks the references up, and compares the hashes
-//!     <── verdict: references that were not found ──────
+//!     <── verdict: references and bases not found ──────
 //!   packet 4: the pages that were not found ───────────>
 //!   SYNC, when each reference has its verdict ─────────>
 //! ```
@@ -23,6 +25,9 @@
 //! pages with one fingerprint all end the same way: the verdict says that the page was not found, and the source sends it. The
 //! source keeps the page until then. It goes on the same channel and before the SYNC, so in the same epoch as the reference: no later
 //! version of the page can be overtaken.
+//!
+//! A packet that needs a base which is not found is not decoded: all its encoded pages are missing. A kept packet is decoded when a
+//! page of it is wanted, after its bases; if one of these has been evicted meanwhile, the page is not found.
 //!
 //! # What it costs guests that have nothing in common
 //! The store keeps packets as they came, encoded. It neither decodes nor hashes a page before a reference to its packet comes.
@@ -42,7 +47,7 @@ use std::{
     collections::BTreeMap,
     fmt, io,
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, Weak,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
 };
@@ -55,7 +60,7 @@ use vamoose_codec::{
 };
 use zeroize::Zeroizing;
 
-use self::fingerprint::Keys;
+use self::fingerprint::{Keys, Sketch};
 pub use self::{
     receiver::StoreLister,
     sender::{StoreListener, StoreSender},
@@ -108,12 +113,12 @@ struct State {
     /// By order of arrival; the first is evicted first.
     packets: BTreeMap<u64, Arc<Kept>>,
     next: u64,
-    /// Where pages are, of packets before `indexed`.
+    /// Where pages are, of packets before `indexed`: by fingerprints, and by the parts of sketches.
     index: BTreeMap<IndexKey, Place>,
     indexed: u64,
 }
 
-/// A part of the group, and the fingerprint: what is found may be another group's.
+/// A part of the group, and a fingerprint: what is found may be another group's.
 type IndexKey = u64;
 
 /// The number of the packet, and in the lowest bits the page in it.
@@ -130,6 +135,9 @@ struct Kept {
     group: Group,
     page_size: usize,
     fingerprints: Box<[Fingerprint]>,
+    /// Of the pages that can be bases. None if the packet has bases itself.
+    sketches: Box<[Sketch]>,
+    has_bases: bool,
     content: Mutex<Content>,
     /// Memory taken by all of this. Changes with the lock of the state only.
     bytes: AtomicUsize,
@@ -138,9 +146,27 @@ struct Kept {
 }
 
 enum Content {
-    Encoded(Method, Zeroizing<Vec<u8>>),
-    /// Decoded for a first reference, with the hash of each page.
+    /// After these bases.
+    Encoded(Method, Zeroizing<Vec<u8>>, Box<[(Weak<Kept>, usize)]>),
+    /// Decoded when a first page was wanted. The hash of each page, once one was compared.
     Pages(Zeroizing<Vec<u8>>, Box<[PageHash]>),
+}
+
+/// A page of a packet in the store.
+#[derive(Clone)]
+struct KeptPage {
+    packet: Arc<Kept>,
+    index: usize,
+}
+
+/// A packet's pages, to be kept.
+struct Keep<'a> {
+    method: Method,
+    payload: &'a [u8],
+    page_size: usize,
+    fingerprints: &'a [Fingerprint],
+    sketches: &'a [Sketch],
+    bases: &'a [KeptPage],
 }
 
 /// Freed blocks of this length go back to the system: most packets.
@@ -150,7 +176,11 @@ const RETURNED: u32 = 32 << 10;
 const OVERHEAD: usize = 256;
 
 /// Bytes that a page takes beside its content: its fingerprint, and its entry of the index, whose nodes are half full at least.
-const PAGE_OVERHEAD: usize = size_of::<Fingerprint>() + 5 * size_of::<(IndexKey, Place)>() / 2;
+const PAGE_OVERHEAD: usize = size_of::<Fingerprint>() + ENTRY;
+const ENTRY: usize = 5 * size_of::<(IndexKey, Place)>() / 2;
+
+/// The same of its sketch.
+const SKETCH_OVERHEAD: usize = size_of::<Sketch>() + 2 * ENTRY;
 
 impl PageStore {
     /// A store of at most `limit` bytes. With `groups`, patterns of guests' names, a guest shares pages only with guests that match the
@@ -221,23 +251,32 @@ impl GuestPages {
         &self.store.0.keys
     }
 
-    /// Keeps a packet of pages of this size with these fingerprints.
-    fn keep(
-        &self,
-        (method, payload): (Method, &[u8]),
-        page_size: usize,
-        fingerprints: &[Fingerprint],
-    ) {
+    fn keep(&self, packet: &Keep<'_>) {
+        let Keep {
+            fingerprints,
+            sketches,
+            bases,
+            ..
+        } = *packet;
         if fingerprints.iter().all(|it| *it == 0) {
             return;
         }
-        let content = Content::Encoded(method, Zeroizing::new(payload.to_vec()));
-        let bytes = OVERHEAD + PAGE_OVERHEAD * fingerprints.len() + payload.len();
+        let after = bases
+            .iter()
+            .map(|base| (Arc::downgrade(&base.packet), base.index));
+        let payload = Zeroizing::new(packet.payload.to_vec());
+        let bytes = OVERHEAD
+            + PAGE_OVERHEAD * fingerprints.len()
+            + SKETCH_OVERHEAD * sketches.len()
+            + size_of::<(Weak<Kept>, usize)>() * bases.len()
+            + payload.len();
         let kept = Arc::new(Kept {
             group: self.group,
-            page_size,
+            page_size: packet.page_size,
             fingerprints: fingerprints.into(),
-            content: Mutex::new(content),
+            sketches: sketches.into(),
+            has_bases: !bases.is_empty(),
+            content: Mutex::new(Content::Encoded(packet.method, payload, after.collect())),
             bytes: AtomicUsize::new(bytes),
             was_used: AtomicBool::new(false),
         });
@@ -260,45 +299,99 @@ impl GuestPages {
         (list, state.next)
     }
 
-    /// Copies the page with this fingerprint and hash to `page`. False if the store does not have it.
+    /// Copies the page with this fingerprint and hash to `page`. `None` if the store does not have it.
     fn find(
         &self,
         fingerprint: Fingerprint,
         hash: PageHash,
         decoder: &mut Decoder,
         page: &mut [u8],
-    ) -> bool {
-        // Others may use the store meanwhile: it may be long since the last reference.
+    ) -> Option<KeptPage> {
+        self.index_all();
+        let found = lock(&self.store.0.state).find(self.group, index_key(&self.group, fingerprint));
+        let found = found.filter(|found| self.copy(found, Some(hash), decoder, page))?;
+        self.store.0.hits.fetch_add(1, Ordering::Relaxed);
+        Some(found)
+    }
+
+    /// For each of these pages of `page_size` bytes one that resembles it, of a packet without bases.
+    fn similar(&self, sketches: &[Sketch], page_size: usize) -> Vec<Option<KeptPage>> {
+        self.index_all();
+        let state = lock(&self.store.0.state);
+        let similar = |sketch: &Sketch| {
+            let parts = sketch.iter().filter(|part| **part != 0);
+            let found = parts.filter_map(|it| state.find(self.group, part_key(&self.group, *it)));
+            let mut found = found.filter(|it| it.packet.page_size == page_size);
+            found.next()
+        };
+        sketches.iter().map(similar).collect()
+    }
+
+    /// Others may use the store meanwhile: there may be many packets since the last call.
+    fn index_all(&self) {
         while !lock(&self.store.0.state).index_some() {}
-        let found = lock(&self.store.0.state).find(self.group, fingerprint);
+    }
+
+    /// Copies a page to `page`, if it is as long and has this hash. Whether it has.
+    fn copy(
+        &self,
+        from: &KeptPage,
+        hash: Option<PageHash>,
+        decoder: &mut Decoder,
+        page: &mut [u8],
+    ) -> bool {
+        let KeptPage { packet, index } = from;
         // A hash is of a page of the kept packet's size, whatever the size of this guest's.
-        let Some((kept, index)) = found.filter(|(kept, _)| kept.page_size == page.len()) else {
+        if packet.page_size != page.len() {
+            return false;
+        }
+        let mut content = lock(&packet.content);
+        if let Content::Encoded(method, payload, bases) = &*content {
+            let Some(pages) = self.decode(packet, (*method, payload), bases, decoder) else {
+                return false;
+            };
+            let decoded = pages.len() + size_of::<PageHash>() * packet.fingerprints.len();
+            let grown = decoded.saturating_sub(payload.len());
+            *content = Content::Pages(pages, Box::default());
+            lock(&self.store.0.state).grow(packet, grown);
+        }
+        let Content::Pages(pages, hashes) = &mut *content else {
             return false;
         };
-        let mut content = lock(&kept.content);
-        if let Content::Encoded(method, payload) = &*content {
-            let mut pages = Zeroizing::new(vec![0; kept.fingerprints.len() * page.len()]);
-            if decoder.decode(*method, payload, &mut pages).is_err() {
+        if let Some(hash) = hash {
+            if hashes.is_empty() {
+                let pages = pages.chunks(page.len());
+                *hashes = pages.map(|it| self.keys().hash(it)).collect();
+            }
+            if hashes.get(*index) != Some(&hash) {
                 return false;
             }
-            let hashes = pages.chunks(page.len()).map(|it| self.keys().hash(it));
-            let hashes: Box<[_]> = hashes.collect();
-            let decoded = pages.len() + size_of_val(&*hashes);
-            let grown = decoded.saturating_sub(payload.len());
-            *content = Content::Pages(pages, hashes);
-            lock(&self.store.0.state).grow(&kept, grown);
         }
-        let Content::Pages(pages, hashes) = &*content else {
-            return false;
-        };
-        let found = pages.chunks(page.len()).nth(index).zip(hashes.get(index));
-        let Some((found, _)) = found.filter(|(_, is)| **is == hash) else {
+        let Some(found) = pages.chunks(page.len()).nth(*index) else {
             return false;
         };
         page.copy_from_slice(found);
-        kept.was_used.store(true, Ordering::Relaxed);
-        self.store.0.hits.fetch_add(1, Ordering::Relaxed);
+        packet.was_used.store(true, Ordering::Relaxed);
         true
+    }
+
+    /// The pages of a packet. Its bases' packets have no bases, so no packet waits for itself.
+    fn decode(
+        &self,
+        packet: &Kept,
+        (method, payload): (Method, &[u8]),
+        bases: &[(Weak<Kept>, usize)],
+        decoder: &mut Decoder,
+    ) -> Option<Zeroizing<Vec<u8>>> {
+        let mut earlier = Zeroizing::new(vec![0; bases.len() * packet.page_size]);
+        for ((base, index), to) in bases.iter().zip(earlier.chunks_mut(packet.page_size)) {
+            let (packet, index) = (base.upgrade()?, *index);
+            let base = KeptPage { packet, index };
+            self.copy(&base, None, decoder, to).then_some(())?;
+        }
+        let mut pages = Zeroizing::new(vec![0; packet.fingerprints.len() * packet.page_size]);
+        let decoded = decoder.decode_after(method, payload, &earlier, &mut pages);
+        decoded.ok().map(|()| pages)
     }
 }
 
@@ -330,16 +423,24 @@ impl State {
                 let key = index_key(&kept.group, *fingerprint);
                 self.index.insert(key, *number << PAGE_BITS | page);
             }
+            // The first page with a part stays its base: its packet may be decoded already.
+            for (page, sketch) in (0..).zip(&kept.sketches) {
+                for part in sketch.iter().filter(|part| **part != 0) {
+                    let entry = self.index.entry(part_key(&kept.group, *part));
+                    entry.or_insert(*number << PAGE_BITS | page);
+                }
+            }
         }
         self.packets.range(self.indexed..).next().is_none()
     }
 
-    /// Where a page is, if its packet is in the index.
-    fn find(&self, group: Group, fingerprint: Fingerprint) -> Option<(Arc<Kept>, usize)> {
-        let place = *self.index.get(&index_key(&group, fingerprint))?;
-        let kept = self.packets.get(&(place >> PAGE_BITS))?;
-        let page = usize::try_from(place % (1 << PAGE_BITS)).ok()?;
-        (kept.group == group).then(|| (kept.clone(), page))
+    /// A page of the group, if its packet is in the index.
+    fn find(&self, group: Group, key: IndexKey) -> Option<KeptPage> {
+        let place = *self.index.get(&key)?;
+        let packet = self.packets.get(&(place >> PAGE_BITS))?;
+        let index = usize::try_from(place % (1 << PAGE_BITS)).ok()?;
+        let packet = (packet.group == group).then(|| packet.clone())?;
+        Some(KeptPage { packet, index })
     }
 
     /// Evicts the oldest packets until the rest fits. A packet that was used is spared once: it becomes the newest.
@@ -348,8 +449,10 @@ impl State {
             && let Some((number, kept)) = self.packets.pop_first()
         {
             if number < self.indexed {
-                for fingerprint in &kept.fingerprints {
-                    let key = index_key(&kept.group, *fingerprint);
+                let fingerprints = kept.fingerprints.iter();
+                let parts = kept.sketches.iter().flatten();
+                let keys = fingerprints.map(|it| index_key(&kept.group, *it));
+                for key in keys.chain(parts.map(|it| part_key(&kept.group, *it))) {
                     let place = self.index.get(&key);
                     if place.is_some_and(|place| *place >> PAGE_BITS == number) {
                         self.index.remove(&key);
@@ -371,4 +474,9 @@ impl State {
 fn index_key(group: &Group, fingerprint: Fingerprint) -> IndexKey {
     let [a, b, c, d, ..] = *group;
     u64::from(u32::from_be_bytes([a, b, c, d])) << 32 | u64::from(fingerprint)
+}
+
+/// Another than that of any fingerprint.
+fn part_key(group: &Group, part: Fingerprint) -> IndexKey {
+    !index_key(group, !part)
 }

@@ -39,8 +39,10 @@ pub struct ChannelReader {
     decoder: Decoder,
     delta: Option<Incoming>,
     store: Option<StoreReader>,
-    /// The encoded pages of a packet with references.
+    /// The encoded pages of a packet that needs the store.
     rest: Vec<u8>,
+    /// Its bases.
+    earlier: Vec<u8>,
     /// All its pages, on their way to guest memory.
     joined: Vec<u8>,
     header: Vec<u8>,
@@ -158,6 +160,7 @@ impl ChannelReader {
             delta: None,
             store: None,
             rest: Vec::new(),
+            earlier: Vec::new(),
             joined: Vec::new(),
             header: vec![0; layout.ram_header_len().max(DEVICE_STATE_HEADER_LEN)],
             payload: vec![0; layout.max_payload()].into(),
@@ -254,14 +257,14 @@ impl ChannelReader {
     }
 
     /// Reads the pages of a packet of method shared. Pages that the store does not have are removed from the packet; the source sends
-    /// them again. A packet without references can stay encoded, as in [`read_frame`](Self::read_frame).
+    /// them again. A packet that needs no page of the store can stay encoded, as in [`read_frame`](Self::read_frame).
     fn read_shared(&mut self, packet: &mut Packet, may_stay: bool) -> Result<bool, ReadError> {
         let (header, pages) = packet.ram_parts();
         let parts = self.open_shared(header)?;
         header.method = parts.method;
         header.set_payload_len(parts.len, self.layout)?;
-        let whole = (parts.method, parts.references) == (Method::ZstdFrames, 0);
-        if may_stay && whole && checks_itself(&self.payload[..parts.len], pages.len()) {
+        let is_frame = parts.method == Method::ZstdFrames && !parts.needs_store;
+        if may_stay && is_frame && checks_itself(&self.payload[..parts.len], pages.len()) {
             if let Some(store) = &mut self.store {
                 store.keep(parts.method, &self.payload[..parts.len]);
             }
@@ -294,21 +297,26 @@ impl ChannelReader {
     ) -> Result<Vec<usize>, ReadError> {
         let encoded = pages.len() - parts.references * self.layout.page_size();
         let mut rest = mem::take(&mut self.rest);
-        let to = match parts.references {
-            0 => &mut *pages,
-            _ => {
+        let to = match parts.needs_store {
+            false => &mut *pages,
+            true => {
                 rest.resize(self.layout.packet_bytes(), 0);
                 &mut rest[..encoded]
             }
         };
-        if encoded > 0 {
+        let store = self.store.as_mut();
+        let is_whole = store.is_some_and(|store| store.find_bases(&mut self.earlier));
+        if encoded > 0 && is_whole {
             self.finish_payload(header, parts.method, PageSink::Own(to), Some(parts.len))?;
         }
+        self.earlier.clear();
         let mut missing = Vec::new();
         if let Some(store) = &mut self.store {
-            store.keep(parts.method, &self.payload[..parts.len]);
-            if parts.references > 0 {
-                missing = store.join(&rest[..encoded], pages)?;
+            if is_whole {
+                store.keep(parts.method, &self.payload[..parts.len]);
+            }
+            if parts.needs_store {
+                missing = store.join(is_whole.then(|| &rest[..encoded]), pages)?;
             }
         }
         self.rest = rest;
@@ -509,7 +517,7 @@ impl ChannelReader {
     ) -> Result<(), DecodeError> {
         let (decoder, payload) = (&mut self.decoder, &self.payload[..len]);
         let (result, time) = cpu_timed(|| match sink {
-            PageSink::Own(pages) => decoder.decode(method, payload, pages),
+            PageSink::Own(pages) => decoder.decode_after(method, payload, &self.earlier, pages),
             PageSink::Guest(pages) => {
                 let len = memory::total_len(pages);
                 copy_to_guest(decoder.decode_borrowed(method, payload, len)?, pages);

@@ -146,15 +146,18 @@ impl ChannelWriter {
 
     /// Sends references to pages that the destination's store has. The writer must be on a stream of a session. Returns what
     /// reads the destination's messages on the channel, which must run.
-    pub fn share_pages(&mut self, sender: Arc<StoreSender>) -> StoreListener {
-        let (stream, page_size) = (self.sender.stream.clone(), self.sender.layout.page_size());
-        let (store, listener) = StoreWriter::new(sender, stream, page_size);
+    ///
+    /// # Errors
+    /// When there is no memory for an encoder.
+    pub fn share_pages(&mut self, sender: Arc<StoreSender>) -> Result<StoreListener, EncodeError> {
+        let (stream, layout) = (self.sender.stream.clone(), self.sender.layout);
+        let (store, listener) = StoreWriter::new(sender, stream, layout)?;
         self.store = Some(store);
         if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
             // The store keeps encoded pages only, and what is alike today saves bytes of the next guest.
             adaptive.avoid_raw();
         }
-        listener
+        Ok(listener)
     }
 
     /// Sends pages by the method that the source's QEMU used, if the first packet tells it (over a session), instead of the
@@ -517,12 +520,18 @@ fn encode_shared(
 ) -> Result<Encoded, EncodeError> {
     let rest = store.rest(pages);
     let to_encode = rest.as_deref().unwrap_or(pages);
-    let mut encoded = match to_encode {
-        [] => Encoded {
+    let mut encoded = match (to_encode, store.encode(to_encode, out)?) {
+        ([], _) => Encoded {
             len: Some(0),
             ..Encoded::default()
         },
-        _ => encode_all(encoder, to_encode, checks, out)?,
+        (_, Some(len)) => Encoded {
+            method: Method::ZstdFrames,
+            len: Some(len),
+            sum: checks.pages.then(|| crc32c::crc32c(to_encode)),
+            ..Encoded::default()
+        },
+        (_, None) => encode_all(encoder, to_encode, checks, out)?,
     };
     let len = match encoded.len {
         Some(len) => len,
@@ -535,10 +544,10 @@ fn encode_shared(
     let (payload, room) = out.split_at_mut(len);
     let table = store.table();
     if room.len() < table.len() || !table.write(encoded.method, room) {
-        return match rest {
-            None => Ok(encoded),
-            // No method of a packet with references is unknown to its table, and each is shorter than its page.
-            Some(_) => encode_all(encoder, pages, checks, out),
+        return match table.needs_store() {
+            false => Ok(encoded),
+            // No method of such a packet is unknown to its table, and each reference is shorter than its page.
+            true => encode_all(encoder, pages, checks, out),
         };
     }
     (encoded.len, encoded.references) = (Some(len + table.len()), table.references.len());

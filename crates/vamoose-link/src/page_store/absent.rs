@@ -3,7 +3,7 @@
 use std::{io, sync::Arc, time::Instant};
 
 use multifd::{BlockName, Layout, Method, RamHeader};
-use vamoose_codec::{DecodeError, shared::Table};
+use vamoose_codec::{DecodeError, EncodeError, shared::Table};
 
 use crate::{Session, Stats, Stream};
 
@@ -23,6 +23,7 @@ pub(crate) struct Parts {
     pub(crate) method: Method,
     pub(crate) len: usize,
     pub(crate) references: usize,
+    pub(crate) needs_store: bool,
 }
 
 pub(crate) struct Undecided {
@@ -70,14 +71,26 @@ impl StoreReader {
         match *self {}
     }
 
-    pub(crate) fn join(&mut self, _: &[u8], _: &mut [u8]) -> io::Result<Vec<usize>> {
+    pub(crate) fn find_bases(&mut self, _: &mut Vec<u8>) -> bool {
+        match *self {}
+    }
+
+    pub(crate) fn join(&mut self, _: Option<&[u8]>, _: &mut [u8]) -> io::Result<Vec<usize>> {
         match *self {}
     }
 }
 
 impl StoreWriter {
-    pub(crate) fn new(sender: Arc<StoreSender>, _: Arc<Stream>, _: usize) -> (Self, StoreListener) {
+    pub(crate) fn new(
+        sender: Arc<StoreSender>,
+        _: Arc<Stream>,
+        _: Layout,
+    ) -> Result<(Self, StoreListener), EncodeError> {
         match *sender {}
+    }
+
+    pub(crate) fn encode(&mut self, _: &[u8], _: &mut [u8]) -> Result<Option<usize>, EncodeError> {
+        match self.0 {}
     }
 
     pub(crate) fn plan(&mut self, _: &[u8]) -> bool {

@@ -17,6 +17,12 @@ pub(super) const KEYS_LEN: usize = 48;
 /// With no more than this part of its words that are not zero a page has no fingerprint: it is short anyway, and many are alike.
 const NOT_ZERO: usize = 10;
 
+/// Parts of a page, by which similar pages are found: pages that have one of them in common. 0 for a part of zeros.
+pub(super) type Sketch = [Fingerprint; 2];
+
+/// Bytes of such a part. With four parts, pages of siblings take 1 to 3 % fewer bytes; with longer ones, 2 to 7 % more.
+const PART: usize = 32;
+
 /// Words that are mixed side by side, which the processor does at once.
 const LANES: usize = 8;
 
@@ -61,8 +67,23 @@ impl Keys {
         let sum = lanes.into_iter().fold(start, |sum, lane| {
             (sum.rotate_left(29) ^ lane).wrapping_mul(factor | 1)
         });
-        let folded = (sum ^ sum >> 32) & u64::from(u32::MAX);
-        u32::try_from(folded).unwrap_or_default().max(1)
+        fold(sum)
+    }
+
+    /// From the middle of each half of a page.
+    pub(super) fn sketch(&self, page: &[u8]) -> Sketch {
+        [page.len() / 4, page.len() / 4 * 3].map(|at| {
+            let part = page.get(at..at + PART).unwrap_or_default();
+            let [start, factor] = [0, 8].map(|at| word(self.fingerprint[at..].first_chunk()));
+            let words = part.as_chunks::<8>().0;
+            if words.iter().all(|word| *word == [0; 8]) {
+                return 0;
+            }
+            let mix = |sum: u64, word: &[u8; 8]| {
+                (sum.rotate_left(23) ^ u64::from_le_bytes(*word)).wrapping_mul(factor | 1)
+            };
+            fold(words.iter().fold(start ^ at as u64, mix))
+        })
     }
 
     /// Hash of a page's content.
@@ -72,6 +93,11 @@ impl Keys {
         hash.copy_from_slice(&blake3::keyed_hash(&self.hash, page).as_bytes()[..len]);
         hash
     }
+}
+
+fn fold(sum: u64) -> Fingerprint {
+    let folded = (sum ^ sum >> 32) & u64::from(u32::MAX);
+    u32::try_from(folded).unwrap_or_default().max(1)
 }
 
 fn word(bytes: Option<&[u8; 8]>) -> u64 {

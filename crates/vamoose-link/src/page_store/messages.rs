@@ -6,7 +6,8 @@
 //!   3..   bytes    keys      4 · count              2 · count: indices among the references of the packet
 //! ```
 //!
-//! Numbers are big endian. There is a verdict for each packet with references, in the order of the packets on the channel.
+//! Numbers are big endian. There is a verdict for each packet with references or bases, in the order of the packets on the channel. If
+//! a base was not found, the number of references stands for all encoded pages.
 
 use std::io;
 

@@ -9,11 +9,11 @@ use std::{
 use multifd::{Layout, Method};
 use vamoose_codec::{
     DecodeError, Decoder,
-    shared::{Fingerprint, Reference, Table},
+    shared::{Base, Fingerprint, Reference, Table},
 };
 
 use super::{
-    GuestPages,
+    GuestPages, Keep, KeptPage,
     messages::{MOST_LISTED, Message},
 };
 use crate::{Session, Stream, lock};
@@ -83,6 +83,7 @@ impl StoreLister {
             layout,
             decoder: Decoder::new(layout),
             table: Table::default(),
+            bases: Vec::new(),
             kept: Vec::new(),
         })
     }
@@ -128,6 +129,7 @@ pub(crate) struct StoreReader {
     layout: Layout,
     decoder: Decoder,
     table: Table,
+    bases: Vec<KeptPage>,
     /// Fingerprints of the packet's encoded pages.
     kept: Vec<Fingerprint>,
 }
@@ -141,6 +143,8 @@ pub(crate) struct Parts {
     pub(crate) len: usize,
     /// Number of references.
     pub(crate) references: usize,
+    /// Whether the packet has references or bases.
+    pub(crate) needs_store: bool,
 }
 
 impl Drop for StoreReader {
@@ -159,10 +163,32 @@ impl StoreReader {
             method,
             len,
             references,
+            needs_store: self.table.needs_store(),
         })
     }
 
-    /// Keeps the encoded pages of the packet that was [opened](Self::open), once they have proved to be right.
+    /// Fills `earlier` with the bases of the packet that was opened. False if one is not found.
+    pub(crate) fn find_bases(&mut self, earlier: &mut Vec<u8>) -> bool {
+        let page_size = self.layout.page_size();
+        earlier.clear();
+        earlier.resize(self.table.bases.len() * page_size, 0);
+        self.bases.clear();
+        for (Base { fingerprint, hash }, page) in
+            self.table.bases.iter().zip(earlier.chunks_mut(page_size))
+        {
+            let found = self
+                .pages
+                .find(*fingerprint, *hash, &mut self.decoder, page);
+            let Some(base) = found.filter(|found| !found.packet.has_bases) else {
+                return false;
+            };
+            self.bases.push(base);
+        }
+        true
+    }
+
+    /// Keeps the encoded pages of the packet that was [opened](Self::open), once they have proved to be right. Its bases have been
+    /// [found](Self::find_bases).
     pub(crate) fn keep(&mut self, method: Method, payload: &[u8]) {
         let mut references = self.table.references.iter().peekable();
         let fingerprints = self.table.fingerprints.iter().enumerate();
@@ -172,39 +198,50 @@ impl StoreReader {
                 .filter(|(page, _)| references.next_if(|it| it.page == *page).is_none())
                 .map(|(_, fingerprint)| *fingerprint),
         );
-        let page_size = self.layout.page_size();
-        self.pages.keep((method, payload), page_size, &self.kept);
+        self.pages.keep(&Keep {
+            method,
+            payload,
+            page_size: self.layout.page_size(),
+            fingerprints: &self.kept,
+            sketches: &[],
+            bases: &self.bases,
+        });
     }
 
-    /// Puts the packet's pages together: `rest`, the encoded ones, and those of the store, in `out`. Pages that are not found are zero;
-    /// their indices are returned, and the source is told to send them.
+    /// Puts the packet's pages together: `rest`, the encoded ones if all bases were found, and those of the store, in `out`. Pages that
+    /// are missing are zero; their indices are returned, and the source is told to send them.
     ///
     /// # Errors
     /// When the source cannot be reached.
-    pub(crate) fn join(&mut self, rest: &[u8], out: &mut [u8]) -> io::Result<Vec<usize>> {
+    pub(crate) fn join(&mut self, rest: Option<&[u8]>, out: &mut [u8]) -> io::Result<Vec<usize>> {
         let page_size = self.layout.page_size();
-        let mut rest = rest.chunks_exact(page_size);
+        let mut rest = rest.map(|rest| rest.chunks_exact(page_size));
         let (mut missing, mut verdict) = (Vec::new(), Vec::new());
         let mut references = (0..).zip(&self.table.references).peekable();
         let pages = out.chunks_exact_mut(page_size).enumerate();
         for ((index, page), fingerprint) in pages.zip(&self.table.fingerprints) {
             match references.next_if(|(_, it)| it.page == index) {
-                None => {
-                    if let Some(encoded) = rest.next() {
-                        page.copy_from_slice(encoded);
+                None => match rest.as_mut().and_then(Iterator::next) {
+                    Some(encoded) => page.copy_from_slice(encoded),
+                    None => {
+                        page.fill(0);
+                        missing.push(index);
                     }
-                }
+                },
                 Some((number, Reference { hash, .. })) => {
-                    if !self
+                    let found = self
                         .pages
-                        .find(*fingerprint, *hash, &mut self.decoder, page)
-                    {
+                        .find(*fingerprint, *hash, &mut self.decoder, page);
+                    if found.is_none() {
                         page.fill(0);
                         verdict.push(number);
                         missing.push(index);
                     }
                 }
             }
+        }
+        if rest.is_none() {
+            verdict.push(u16::try_from(self.table.references.len()).unwrap_or(u16::MAX));
         }
         self.way.send(&Message::Verdict(verdict))?;
         Ok(missing)

@@ -10,11 +10,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use multifd::{BlockName, Method, RamHeader};
+use multifd::{BlockName, Layout, Method, RamHeader};
 use tracing::debug;
-use vamoose_codec::shared::{Fingerprint, Reference, Table};
+use vamoose_codec::{
+    Decoder, EncodeError, Encoder, Settings, encoder,
+    shared::{Base, Fingerprint, MOST_BASES, Reference, Table},
+};
 
-use super::{GuestPages, fingerprint::Keys, messages::Message};
+use super::{
+    GuestPages, Keep, KeptPage,
+    fingerprint::{Keys, Sketch},
+    messages::Message,
+};
 use crate::{Session, Stats, Stream, chain, left, lock};
 
 /// A migration to a destination with a page store, shared by all its channels.
@@ -160,22 +167,50 @@ pub(crate) struct StoreWriter {
     rest: Vec<u8>,
     /// See [`Self::takes_raw`].
     raw_packets: u32,
+    /// Of the encoded pages, under the keys of this host's store.
     own: Vec<Fingerprint>,
+    sketches: Vec<Sketch>,
+    bases: Bases,
 }
 
-/// The references of a packet, and their pages.
+/// What the encoded pages of a packet resemble, of the pages that this host's store keeps.
+struct Bases {
+    encoder: Encoder,
+    decoder: Decoder,
+    /// Of the planned packet.
+    pages: Vec<KeptPage>,
+    /// Their content.
+    earlier: Vec<u8>,
+    /// Packets in a row without bases, see [`Self::are_sought`].
+    without: u32,
+}
+
+/// Packets in a row without bases after which bases are sought for one packet in as many.
+const SOUGHT_FOR_ONE_IN: u32 = 16;
+
+/// The pages of a packet that the destination may not have found.
 pub(crate) struct Undecided {
     pub(crate) block: BlockName,
+    /// Of the references, then those of the encoded pages if the packet has bases.
     pub(crate) offsets: Vec<u64>,
     pub(crate) pages: Vec<u8>,
+    references: usize,
 }
 
 impl StoreWriter {
     pub(crate) fn new(
         sender: Arc<StoreSender>,
         stream: Arc<Stream>,
-        page_size: usize,
-    ) -> (Self, StoreListener) {
+        layout: Layout,
+    ) -> Result<(Self, StoreListener), EncodeError> {
+        let settings = Settings::new(Method::ZstdFrames, Some(1))?;
+        let bases = Bases {
+            encoder: encoder(&settings, layout)?,
+            decoder: Decoder::new(layout),
+            pages: Vec::new(),
+            earlier: Vec::new(),
+            without: 0,
+        };
         let verdicts = Arc::<Verdicts>::default();
         let listener = StoreListener {
             sender: sender.clone(),
@@ -187,13 +222,15 @@ impl StoreWriter {
             verdicts,
             undecided: VecDeque::new(),
             undecided_bytes: 0,
-            page_size,
+            page_size: layout.page_size(),
             table: Table::default(),
             rest: Vec::new(),
             raw_packets: RAW_PACKETS,
             own: Vec::new(),
+            sketches: Vec::new(),
+            bases,
         };
-        (writer, listener)
+        Ok((writer, listener))
     }
 
     /// Plans the table of a packet. False before the destination's keys have come.
@@ -202,10 +239,15 @@ impl StoreWriter {
             sender,
             table,
             page_size,
+            own: own_fingerprints,
+            sketches,
+            bases,
             ..
         } = self;
         table.fingerprints.clear();
         table.references.clear();
+        own_fingerprints.clear();
+        sketches.clear();
         let offer = sender.offer.read().unwrap_or_else(PoisonError::into_inner);
         let Some(keys) = offer.keys else {
             return false;
@@ -219,9 +261,38 @@ impl StoreWriter {
                     page: index,
                     hash: keys.hash(page),
                 });
+            } else if let Some(own) = &sender.own {
+                own_fingerprints.push(own.keys().fingerprint(page));
+                sketches.push(own.keys().sketch(page));
             }
         }
+        let own = sender.own.as_ref().filter(|_| refers);
+        table.bases = own.map_or_else(Vec::new, |own| {
+            bases.plan(own, sketches, &offer, *page_size)
+        });
         true
+    }
+
+    /// Encodes the pages to be encoded after the bases of the planned packet, in `out`. Returns the length. `None` if there are no bases,
+    /// or the pages do not shrink; the table then has no bases.
+    pub(crate) fn encode(
+        &mut self,
+        pages: &[u8],
+        out: &mut [u8],
+    ) -> Result<Option<usize>, EncodeError> {
+        if self.table.bases.is_empty() {
+            return Ok(None);
+        }
+        let Bases {
+            encoder, earlier, ..
+        } = &mut self.bases;
+        let encoded = encoder.encode_after(earlier, pages, out)?;
+        let len = (encoded.method == Method::ZstdFrames).then_some(encoded.payload.len());
+        if len.is_none() {
+            self.table.bases.clear();
+            self.bases.pages.clear();
+        }
+        Ok(len)
     }
 
     /// Whether packets that do not shrink have a table too. Guests that are alike have such pages in common, such as compressed files.
@@ -265,28 +336,45 @@ impl StoreWriter {
             _ => self.raw_packets.saturating_add(1),
         };
         if let Some(own) = &self.sender.own {
-            self.own.clear();
-            let rest = rest.as_deref().unwrap_or(pages);
-            let pages = rest.chunks_exact(self.page_size);
-            self.own
-                .extend(pages.map(|page| own.keys().fingerprint(page)));
-            own.keep(encoded, self.page_size, &self.own);
+            own.keep(&Keep {
+                method: encoded.0,
+                payload: encoded.1,
+                page_size: self.page_size,
+                fingerprints: &self.own,
+                sketches: match self.bases.pages[..] {
+                    [] => &self.sketches,
+                    _ => &[],
+                },
+                bases: &self.bases.pages,
+            });
         }
-        let Some(rest) = rest else {
-            return;
-        };
-        self.rest = rest;
-        let references = &self.table.references;
+        if self.table.needs_store() {
+            self.note_undecided(header, pages, rest.as_deref().unwrap_or(pages));
+        }
+        if let Some(rest) = rest {
+            self.rest = rest;
+        }
+    }
+
+    fn note_undecided(&mut self, header: &RamHeader, pages: &[u8], encoded: &[u8]) {
+        let (references, offsets) = (&self.table.references, header.normal_offsets());
         let mut undecided = Undecided {
             block: header.block,
-            offsets: Vec::with_capacity(references.len()),
+            offsets: references.iter().map(|it| offsets[it.page]).collect(),
             pages: Vec::with_capacity(references.len() * self.page_size),
+            references: references.len(),
         };
         for Reference { page, .. } in references {
-            let start = page * self.page_size;
-            undecided.offsets.push(header.normal_offsets()[*page]);
-            let page = &pages[start..start + self.page_size];
+            let page = &pages[page * self.page_size..][..self.page_size];
             undecided.pages.extend_from_slice(page);
+        }
+        if !self.table.bases.is_empty() {
+            let mut references = references.iter().peekable();
+            let others = offsets.iter().enumerate();
+            let others =
+                others.filter(|(index, _)| references.next_if(|it| it.page == *index).is_none());
+            undecided.offsets.extend(others.map(|(_, offset)| offset));
+            undecided.pages.extend_from_slice(encoded);
         }
         self.undecided_bytes += undecided.pages.len();
         self.undecided.push_back(undecided);
@@ -317,21 +405,25 @@ impl StoreWriter {
                 return Ok(None);
             };
             self.undecided_bytes -= decided.pages.len();
-            let all = decided.offsets.len();
+            let references = decided.references;
+            let most = references + usize::from(decided.offsets.len() > references);
             let is_right = missing.is_sorted_by(|before, after| before < after)
-                && missing.iter().all(|index| usize::from(*index) < all);
+                && missing.iter().all(|index| usize::from(*index) < most);
             if !is_right {
                 return Err(not_sent());
             }
-            let found = all - missing.len();
+            let named = missing.iter().map(|index| usize::from(*index));
+            let found = references - named.filter(|index| *index < references).count();
             self.sender.found.fetch_add(found as u64, Ordering::Relaxed);
             self.sender
                 .missed
                 .fetch_add(missing.len() as u64, Ordering::Relaxed);
+            let again = decided.only(&missing, self.page_size);
+            let missed = again.as_ref().map_or(0, |again| again.offsets.len());
             self.sender.stats.shared_pages.add(found);
-            self.sender.stats.missed_pages.add(missing.len());
-            if !missing.is_empty() {
-                return Ok(Some(decided.only(&missing, self.page_size)));
+            self.sender.stats.missed_pages.add(missed);
+            if again.is_some() {
+                return Ok(again);
             }
         }
         Ok(None)
@@ -339,18 +431,71 @@ impl StoreWriter {
 }
 
 impl Undecided {
-    fn only(&self, missing: &[u16], page_size: usize) -> Self {
+    /// Those that a verdict names.
+    fn only(&self, missing: &[u16], page_size: usize) -> Option<Self> {
         let (mut offsets, mut pages) = (Vec::new(), Vec::new());
         for index in missing.iter().map(|index| usize::from(*index)) {
-            offsets.push(self.offsets[index]);
-            pages.extend_from_slice(&self.pages[index * page_size..][..page_size]);
+            let named = match index < self.references {
+                true => index..index + 1,
+                false => self.references..self.offsets.len(),
+            };
+            offsets.extend_from_slice(&self.offsets[named.clone()]);
+            pages.extend_from_slice(&self.pages[named.start * page_size..named.end * page_size]);
         }
-        let block = self.block;
-        Self {
+        let (block, references) = (self.block, 0);
+        (!offsets.is_empty()).then_some(Self {
             block,
             offsets,
             pages,
+            references,
+        })
+    }
+}
+
+impl Bases {
+    /// Finds pages of `own` that resemble those with these sketches, and that the destination has.
+    fn plan(
+        &mut self,
+        own: &GuestPages,
+        sketches: &[Sketch],
+        offer: &Offer,
+        page_size: usize,
+    ) -> Vec<Base> {
+        let mut bases = Vec::new();
+        self.pages.clear();
+        self.earlier.clear();
+        self.without = self.without.wrapping_add(1);
+        let Some(keys) = offer.keys.filter(|_| self.are_sought()) else {
+            return bases;
+        };
+        for found in own.similar(sketches, page_size).into_iter().flatten() {
+            let is_same =
+                |it: &KeptPage| it.index == found.index && Arc::ptr_eq(&it.packet, &found.packet);
+            if bases.len() == MOST_BASES || self.pages.iter().any(is_same) {
+                continue;
+            }
+            let end = self.earlier.len();
+            self.earlier.resize(end + page_size, 0);
+            let page = &mut self.earlier[end..];
+            let is_there = own.copy(&found, None, &mut self.decoder, page);
+            let fingerprint = keys.fingerprint(page);
+            if is_there && offer.fingerprints.contains(&fingerprint) {
+                let hash = keys.hash(page);
+                bases.push(Base { fingerprint, hash });
+                self.pages.push(found);
+            } else {
+                self.earlier.truncate(end);
+            }
         }
+        if !bases.is_empty() {
+            self.without = 0;
+        }
+        bases
+    }
+
+    /// Whether it is worth it: in vain it costs both ends for nothing.
+    fn are_sought(&self) -> bool {
+        self.without <= SOUGHT_FOR_ONE_IN || self.without.is_multiple_of(SOUGHT_FOR_ONE_IN)
     }
 }
 

@@ -6,11 +6,11 @@ use std::{os::unix::net::UnixStream, sync::Arc, thread, time::Duration};
 use multifd::{BlockName, Layout, Method, RamHeader};
 use vamoose_codec::{
     Decoder, Settings, encoder,
-    shared::{Fingerprint, PageHash, Reference, Table},
+    shared::{Base, Fingerprint, PageHash, Reference, Table},
 };
 
 use super::{
-    GuestPages, PageStore, StoreLister, StoreSender,
+    GuestPages, Keep, PageStore, StoreLister, StoreSender,
     fingerprint::{KEYS_LEN, Keys},
     messages::Message,
 };
@@ -51,7 +51,7 @@ fn source(
     let settings = Settings::new(Method::ZstdFrames, None).unwrap();
     let encoder = encoder(&settings, LAYOUT).unwrap();
     let mut writer = ChannelWriter::new(near.clone(), LAYOUT, encoder, None, Arc::default());
-    let listener = writer.share_pages(sender.clone());
+    let listener = writer.share_pages(sender.clone()).unwrap();
     thread::scope(|scope| {
         scope.spawn(move || listener.run());
         let pages = (0..PAGES).map(|number| keys.fingerprint(&page(number)));
@@ -116,22 +116,47 @@ fn receive(stream: &Arc<Stream>, pages: &GuestPages) -> Result<Vec<usize>, ReadE
 /// Sends a packet as only a source can that makes it by hand: the pages of these numbers, then references with these hashes, all
 /// with these fingerprints.
 fn forge(stream: &Stream, numbers: &[usize], claimed: &[Fingerprint], hashes: &[PageHash]) {
-    let mut payload = numbers.iter().flat_map(|it| page(*it)).collect::<Vec<_>>();
-    let end = payload.len();
+    let payload = numbers.iter().flat_map(|it| page(*it)).collect::<Vec<_>>();
     let references = (numbers.len()..).zip(hashes);
     let table = Table {
         fingerprints: claimed.to_vec(),
         references: references
             .map(|(page, hash)| Reference { page, hash: *hash })
             .collect(),
+        bases: Vec::new(),
     };
+    let referred = (100..).take(hashes.len());
+    let numbers: Vec<_> = numbers.iter().copied().chain(referred).collect();
+    send(stream, &numbers, (Method::None, payload), &table);
+}
+
+/// The same of page `number`, encoded after page `base`.
+fn forge_after(stream: &Stream, number: usize, base: usize, keys: &Keys) {
+    let settings = Settings::new(Method::ZstdFrames, None).unwrap();
+    let (mut encoder, mut out) = (encoder(&settings, LAYOUT).unwrap(), vec![0; 2 * PAGE]);
+    let (base, page) = (page(base), page(number));
+    let encoded = encoder.encode_after(&base, &page, &mut out).unwrap();
+    assert_eq!(encoded.method, Method::ZstdFrames);
+    let table = Table {
+        fingerprints: vec![keys.fingerprint(&page)],
+        references: Vec::new(),
+        bases: vec![Base {
+            fingerprint: keys.fingerprint(&base),
+            hash: keys.hash(&base),
+        }],
+    };
+    let payload = encoded.payload.to_vec();
+    send(stream, &[number], (Method::ZstdFrames, payload), &table);
+}
+
+fn send(stream: &Stream, numbers: &[usize], pages: (Method, Vec<u8>), table: &Table) {
+    let (method, mut payload) = pages;
+    let end = payload.len();
     payload.resize(end + table.len(), 0);
-    assert!(table.write(Method::None, &mut payload[end..]));
+    assert!(table.write(method, &mut payload[end..]));
     let mut header = RamHeader::new(LAYOUT);
     header.block = BlockName::new(b"ram").unwrap();
-    let referred = (100..).take(hashes.len());
-    let offsets = numbers.iter().copied().chain(referred);
-    let offsets: Vec<_> = offsets.map(|it| (it * PAGE) as u64).collect();
+    let offsets: Vec<_> = numbers.iter().map(|it| (it * PAGE) as u64).collect();
     header.set_pages(&offsets, &[], LAYOUT).unwrap();
     header.method = Method::Shared;
     header.set_payload_len(payload.len(), LAYOUT).unwrap();
@@ -284,6 +309,34 @@ fn a_page_needs_its_whole_hash() {
     }
 }
 
+/// Nor does a chain of packets that need each other grow.
+#[test]
+fn a_base_is_a_page_of_a_packet_without_bases() {
+    let (store, keys) = store_of("acme-1");
+    let pages = store.of_guest(Some("acme-1")).unwrap();
+    let (near, far) = pair();
+    // After page 2, which the store has; after that one; after a page that the store does not have.
+    for (number, base) in [(40, 2), (41, 40), (42, 43)] {
+        forge_after(&near, number, base, &keys);
+    }
+    sync(&near);
+    assert_eq!(receive(&far, &pages).unwrap(), [40]);
+    for missing in [vec![], vec![0], vec![0]] {
+        let verdict = Message::read(&near).unwrap();
+        assert_eq!(verdict, Some(Message::Verdict(missing)));
+    }
+    // The page itself can be referred to, as long as its base is there.
+    let copy = |number, found: &mut [u8]| {
+        let page = page(number);
+        let (fingerprint, hash) = (keys.fingerprint(&page), keys.hash(&page));
+        let decoder = &mut Decoder::new(LAYOUT);
+        pages.find(fingerprint, hash, decoder, found).is_some()
+    };
+    let mut found = vec![0; PAGE];
+    assert!(copy(40, &mut found));
+    assert_eq!(found, page(40));
+}
+
 #[test]
 fn another_group_gets_nothing_even_with_the_hash() {
     let (store, keys) = store_of("acme-1");
@@ -318,11 +371,13 @@ fn a_page_of_another_size_is_not_found() {
     let (fingerprint, hash) = (keys.fingerprint(&page(0)), keys.hash(&page(0)));
     let pages = store.of_guest(Some("acme-2")).unwrap();
     let mut found = vec![0; PAGE];
-    assert!(pages.find(fingerprint, hash, &mut Decoder::new(LAYOUT), &mut found));
+    let is_found = pages.find(fingerprint, hash, &mut Decoder::new(LAYOUT), &mut found);
+    assert!(is_found.is_some());
     for size in [PAGE / 2, 2 * PAGE, 8 * PAGE] {
         let layout = Layout::new(u32::try_from(size).unwrap()).unwrap();
         let mut longer = vec![0; size];
-        assert!(!pages.find(fingerprint, hash, &mut Decoder::new(layout), &mut longer));
+        let is_found = pages.find(fingerprint, hash, &mut Decoder::new(layout), &mut longer);
+        assert!(is_found.is_none());
         assert!(longer.iter().all(|byte| *byte == 0));
     }
 }
@@ -335,10 +390,18 @@ fn the_limit_holds_for_pages_that_shrink_to_nothing() {
     let pages = store.of_guest(None).unwrap();
     for packet in 0..2000 {
         let fingerprints: Vec<_> = (0..128).map(|page| 1 + 128 * packet + page).collect();
-        pages.keep((Method::ZstdFrames, &[7; 20]), PAGE, &fingerprints);
+        let sketches: Vec<_> = fingerprints.iter().map(|it| [*it; 2]).collect();
+        pages.keep(&Keep {
+            method: Method::ZstdFrames,
+            payload: &[7; 20],
+            page_size: PAGE,
+            fingerprints: &fingerprints,
+            sketches: &sketches,
+            bases: &[],
+        });
         pages.find(1, [0; 16], &mut Decoder::new(LAYOUT), &mut [0; PAGE]);
     }
     let state = crate::lock(&store.0.state);
     let (entries, pages) = (state.index.len(), state.usage.pages);
-    assert!(entries * 40 + pages * 4 <= LIMIT, "{entries}, {pages}");
+    assert!(entries * 40 + pages * 12 <= LIMIT, "{entries}, {pages}");
 }

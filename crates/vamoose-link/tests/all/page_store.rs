@@ -77,7 +77,7 @@ fn migrate(
             let (stream, encoder) = (stream.clone(), fixed(Method::ZstdFrames));
             let mut writer = ChannelWriter::new(stream, LAYOUT, encoder, None, stats.clone());
             if far.is_some() {
-                let listener = writer.share_pages(sender.clone());
+                let listener = writer.share_pages(sender.clone()).unwrap();
                 scope.spawn(move || listener.run());
             }
             writers.push(writer);
@@ -176,6 +176,44 @@ fn a_guest_that_comes_home_finds_its_pages() {
         |_| (),
     );
     assert!(back.shared_pages > PAGES as u64 - 9, "{back:?}");
+}
+
+/// The memory with a bit of each page changed, and the pages in another order.
+fn nearly(memory: &[u8]) -> Vec<u8> {
+    let mut nearly = Vec::with_capacity(memory.len());
+    for index in 0..PAGES {
+        nearly.extend_from_slice(&memory[index * 11 % PAGES * PAGE..][..PAGE]);
+        nearly[index * PAGE + 9] ^= 1;
+    }
+    nearly
+}
+
+#[test]
+fn pages_that_resemble_those_of_the_store_are_encoded_after_them() {
+    let (home, away) = (store(64 << 20), store(64 << 20));
+    let stores = (Some(&home), Some(&away));
+    let first = migrate(&guest(0), stores, ("first", 0), |_| ());
+    let second = migrate(&nearly(&guest(0)), stores, ("second", PAGES - 9), |_| ());
+    assert_eq!(second.missed_pages, 0, "{second:?}");
+    assert!(second.wire_bytes < first.wire_bytes / 10, "{second:?}");
+    // Both stores have kept the second guest, too.
+    let back = (Some(&away), Some(&home));
+    let back = migrate(&nearly(&guest(0)), back, ("second", 2 * PAGES - 20), |_| ());
+    assert!(back.shared_pages > PAGES as u64 - 9, "{back:?}");
+}
+
+#[test]
+fn pages_after_an_evicted_one_are_sent() {
+    let (home, away) = (store(64 << 20), store(64 << 20));
+    let stores = (Some(&home), Some(&away));
+    migrate(&guest(0), stores, ("first", 0), |_| ());
+    let second = ("second", PAGES - 9);
+    let sent = migrate(&nearly(&guest(0)), stores, second, |middlebox| {
+        let toward = Direction::ToListener;
+        middlebox.wait_for_bytes(toward, 1, LIMIT).unwrap();
+        away.set_limit(100_000);
+    });
+    assert!(sent.missed_pages > 0, "{sent:?}");
 }
 
 #[test]
