@@ -142,6 +142,14 @@ impl PacketEncoder {
         }
     }
 
+    /// Whether a packet may take more CPU time for fewer bytes: with method auto, while the link limits.
+    pub(crate) fn saves_bytes(&self) -> bool {
+        match self {
+            Self::Fixed(_) => true,
+            Self::Adaptive(adaptive) => adaptive.prefers_differences(),
+        }
+    }
+
     /// The next packet is about to be encoded.
     pub(crate) fn begin_encode(&mut self) {
         if let Self::Adaptive(adaptive) = self {

@@ -148,8 +148,8 @@ struct Kept {
 enum Content {
     /// After these bases.
     Encoded(Method, Zeroizing<Vec<u8>>, Box<[(Weak<Kept>, usize)]>),
-    /// Decoded when a first page was wanted. The hash of each page, once one was compared.
-    Pages(Zeroizing<Vec<u8>>, Box<[PageHash]>),
+    /// Decoded when a first page was wanted, with the hash of each page that was compared.
+    Pages(Zeroizing<Vec<u8>>, Box<[Option<PageHash>]>),
 }
 
 /// A page of a packet in the store.
@@ -350,26 +350,22 @@ impl GuestPages {
             let Some(pages) = self.decode(packet, (*method, payload), bases, decoder) else {
                 return false;
             };
-            let decoded = pages.len() + size_of::<PageHash>() * packet.fingerprints.len();
+            let hashes = vec![None; packet.fingerprints.len()].into_boxed_slice();
+            let decoded = pages.len() + size_of_val(&*hashes);
             let grown = decoded.saturating_sub(payload.len());
-            *content = Content::Pages(pages, Box::default());
+            *content = Content::Pages(pages, hashes);
             lock(&self.store.0.state).grow(packet, grown);
         }
         let Content::Pages(pages, hashes) = &mut *content else {
             return false;
         };
-        if let Some(hash) = hash {
-            if hashes.is_empty() {
-                let pages = pages.chunks(page.len());
-                *hashes = pages.map(|it| self.keys().hash(it)).collect();
-            }
-            if hashes.get(*index) != Some(&hash) {
-                return false;
-            }
-        }
-        let Some(found) = pages.chunks(page.len()).nth(*index) else {
+        let found = pages.chunks(page.len()).nth(*index);
+        let Some((found, known)) = found.zip(hashes.get_mut(*index)) else {
             return false;
         };
+        if hash.is_some_and(|hash| hash != *known.get_or_insert_with(|| self.keys().hash(found))) {
+            return false;
+        }
         page.copy_from_slice(found);
         packet.was_used.store(true, Ordering::Relaxed);
         true

@@ -485,7 +485,7 @@ fn encode(
         });
     }
     if let Some(store) = store
-        && store.plan(pages)
+        && store.plan(pages, encoder.saves_bytes())
     {
         return encode_shared(encoder, store, header, pages, checks, out);
     }

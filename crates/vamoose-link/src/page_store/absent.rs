@@ -93,7 +93,7 @@ impl StoreWriter {
         match self.0 {}
     }
 
-    pub(crate) fn plan(&mut self, _: &[u8]) -> bool {
+    pub(crate) fn plan(&mut self, _: &[u8], _: bool) -> bool {
         match self.0 {}
     }
 

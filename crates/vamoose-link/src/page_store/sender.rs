@@ -161,6 +161,8 @@ pub(crate) struct StoreWriter {
     /// Without a verdict, in the order of their packets.
     undecided: VecDeque<Undecided>,
     undecided_bytes: usize,
+    /// Memory for pages without a verdict.
+    spare: Vec<Vec<u8>>,
     page_size: usize,
     table: Table,
     /// The pages that are not references, if there are references.
@@ -222,6 +224,7 @@ impl StoreWriter {
             verdicts,
             undecided: VecDeque::new(),
             undecided_bytes: 0,
+            spare: Vec::new(),
             page_size: layout.page_size(),
             table: Table::default(),
             rest: Vec::new(),
@@ -233,8 +236,8 @@ impl StoreWriter {
         Ok((writer, listener))
     }
 
-    /// Plans the table of a packet. False before the destination's keys have come.
-    pub(crate) fn plan(&mut self, pages: &[u8]) -> bool {
+    /// Plans the table of a packet, with bases or without. False before the destination's keys have come.
+    pub(crate) fn plan(&mut self, pages: &[u8], seeks_bases: bool) -> bool {
         let Self {
             sender,
             table,
@@ -266,7 +269,7 @@ impl StoreWriter {
                 sketches.push(own.keys().sketch(page));
             }
         }
-        let own = sender.own.as_ref().filter(|_| refers);
+        let own = sender.own.as_ref().filter(|_| refers && seeks_bases);
         table.bases = own.map_or_else(Vec::new, |own| {
             bases.plan(own, sketches, &offer, *page_size)
         });
@@ -361,9 +364,10 @@ impl StoreWriter {
         let mut undecided = Undecided {
             block: header.block,
             offsets: references.iter().map(|it| offsets[it.page]).collect(),
-            pages: Vec::with_capacity(references.len() * self.page_size),
+            pages: self.spare.pop().unwrap_or_default(),
             references: references.len(),
         };
+        undecided.pages.clear();
         for Reference { page, .. } in references {
             let page = &pages[page * self.page_size..][..self.page_size];
             undecided.pages.extend_from_slice(page);
@@ -419,6 +423,7 @@ impl StoreWriter {
                 .missed
                 .fetch_add(missing.len() as u64, Ordering::Relaxed);
             let again = decided.only(&missing, self.page_size);
+            self.spare.push(decided.pages);
             let missed = again.as_ref().map_or(0, |again| again.offsets.len());
             self.sender.stats.shared_pages.add(found);
             self.sender.stats.missed_pages.add(missed);
