@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// Slow enough for much memory to be left behind the switch. The link is one that survives cuts.
-const OPTIONS: [&str; 7] = [
+const OPTIONS: [&str; 9] = [
     "--timeout",
     "1s",
     "--on-timeout",
@@ -27,6 +27,8 @@ const OPTIONS: [&str; 7] = [
     "--max-bandwidth",
     "12M",
     "--insecure",
+    "--reconnect-timeout",
+    "1",
 ];
 
 /// One of each version, to the same version.
@@ -63,22 +65,26 @@ struct UnderWay {
 }
 
 impl UnderWay {
-    fn start(binary: &Binary) -> Result<Option<Self>> {
+    /// Not behind the switch yet. Before it, no end waits for long.
+    fn begin(binary: &Binary) -> Result<Option<Self>> {
         let Some((source, destination)) = guests(binary, binary)? else {
             return Ok(None);
         };
-        let host = Host::start(&["--insecure"])?;
+        let host = Host::start(&["--insecure", "--reconnect-timeout", "1"])?;
         host.knows("vm", &destination.qemu)?;
         let network = Middlebox::new(address(&host)?)?;
-        let migration = command(&source, &network)?;
-        let switching = migration.wait_for("switching to post-copy", LIMIT);
-        switching.with_context(|| host.server.stderr())?;
-        let mut it = Self {
+        Ok(Some(Self {
+            migration: command(&source, &network)?,
             source,
             destination,
             host,
             network,
-            migration,
+        }))
+    }
+
+    fn start(binary: &Binary) -> Result<Option<Self>> {
+        let Some(mut it) = Self::begin(binary)? else {
+            return Ok(None);
         };
         let follows = it.migration.wait_for("its memory follows", LIMIT);
         follows.with_context(|| it.said())?;
@@ -194,6 +200,43 @@ fn a_writing_guest_moves_by_post_copy() -> Result<()> {
 #[test]
 fn a_cut_behind_the_switch_is_survived() -> Result<()> {
     with_the_newest(|guest| guest.is_cut_for(3))
+}
+
+/// `migrate` pauses the guest just before the switch. From then on, a cancel is too late.
+#[test]
+fn a_cut_at_the_switch_is_survived() -> Result<()> {
+    for binary in versions()? {
+        let Some(mut guest) = UnderWay::begin(&binary)? else {
+            return Ok(());
+        };
+        let pauses = guest.source.qemu.qmp.wait_event("STOP", |_| true, LIMIT);
+        pauses.with_context(|| guest.said())?;
+        guest.cut()?;
+        guest.migration.signal(Signal::INT)?;
+        guest.migration.wait_for("too late to cancel", LIMIT)?;
+        let arrives = guest.is_cut_for(3).and_then(|()| guest.arrives());
+        arrives.with_context(|| binary.version.to_string())?;
+    }
+    Ok(())
+}
+
+/// Before the switch, the guest stays at the source.
+#[test]
+fn a_cut_before_the_switch_is_not_waited_for() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let Some(mut guest) = UnderWay::begin(&binary)? else {
+        return Ok(());
+    };
+    guest.source.qemu.qmp.wait_transferred(1 << 20, LIMIT)?;
+    guest.cut()?;
+    guest.host.server.wait_for("migration failed", LIMIT)?;
+    guest.destination.qemu.wait_exit(LIMIT)?;
+    let ended = guest.migration.finish(LIMIT)?;
+    ensure!(ended.status.code() == Some(1), "{}", ended.stderr);
+    guest.source.qemu.qmp.wait_status("running", LIMIT)?;
+    guest.source.wait_rounds(1, LIMIT)
 }
 
 /// Both QEMUs pause, and go on through the relays of the next command.
