@@ -14,7 +14,13 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::{
-    common::{Host, LIMIT, migrate, number},
+    common::{
+        Host, LIMIT,
+        gate::{Fate, Gate, Message},
+        migrate,
+        monitor::SilentMonitor,
+        number,
+    },
     running::{expect_alive, guests},
 };
 
@@ -472,6 +478,55 @@ fn the_last_message_is_lost() -> Result<()> {
         expect_alive(source, destination).with_context(|| binary.version.to_string())?;
     }
     Ok(())
+}
+
+/// The next command lets it run at the source.
+#[test]
+fn a_migrate_is_killed_between_the_pause_and_the_switch() -> Result<()> {
+    for binary in versions()? {
+        let Some((mut source, mut destination)) = guests(&binary, &binary)? else {
+            return Ok(());
+        };
+        let host = Host::start(&[])?;
+        host.knows("vm", &destination.qemu)?;
+        let monitor = SilentMonitor::before(&source.qemu.qmp_socket())?;
+        monitor.fall_silent_at("stop");
+        let start = || migrate(&monitor.path(), &host.address, "vm", &OPTIONS);
+        let mut migration = start()?;
+        let paused = source.qemu.qmp.wait_event("STOP", |_| true, LIMIT);
+        paused.with_context(|| migration.stderr())?;
+        migration.kill()?;
+        source.qemu.qmp.wait_migration(&["failed"], LIMIT)?;
+        ensure!(source.qemu.qmp.query_status()? == "paused");
+        let ended = start()?.finish(LIMIT)?.failure("no QEMU waits there")?;
+        ensure!(ended.status.code() == Some(1), "{}", ended.stderr);
+        ensure!(source.qemu.qmp.query_status()? == "running");
+        source.wait_rounds(1, LIMIT)?;
+        destination.qemu.wait_exit(LIMIT)?;
+    }
+    Ok(())
+}
+
+/// It is asked when it is time to switch.
+#[test]
+fn a_guest_is_not_paused_before_the_destination_answers() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let Some((mut source, destination)) = guests(&binary, &binary)? else {
+        return Ok(());
+    };
+    let host = Host::start(&[])?;
+    host.knows("vm", &destination.qemu)?;
+    let gate = Gate::start(&host.address)?;
+    gate.rule(Message::Answer("receiving"), Fate::Held);
+    let migration = migrate(&source.qemu.qmp_socket(), &gate.address, "vm", &OPTIONS)?;
+    gate.wait_until_held()?;
+    source.wait_rounds(1, LIMIT)?;
+    ensure!(source.qemu.qmp.query_status()? == "running");
+    gate.release(Fate::Passes);
+    migration.finish(LIMIT)?.success()?;
+    expect_alive(source, destination)
 }
 
 /// Until the switch, the guest is the source's.
