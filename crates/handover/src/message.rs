@@ -55,6 +55,9 @@ pub enum SourceMessage {
         /// Its length in bytes.
         len: u64,
     },
+    /// The VMM is about to be told to switch to post-copy, once this is answered by `receiving`. From then on, the destination waits
+    /// for a source that is silent.
+    Switching,
     /// The guest belongs to the destination now. May be repeated over new connections: the answer is the same.
     Commit {
         /// Whether it shall run; it was paused at the source otherwise.
@@ -135,7 +138,7 @@ pub enum DestinationMessage {
     },
     /// The device state has been loaded.
     Loaded,
-    /// Answer to `commit`: the guest is still being loaded. Ask again.
+    /// Answer to `switching`, and to a `commit` for which to ask again: the guest is being received.
     Receiving,
     /// The guest is about to run here.
     Starting,
@@ -247,6 +250,7 @@ pub(crate) mod tests {
             details().prop_map(|details| SourceMessage::Inspect(Prepare::new(details))),
             any::<u64>().prop_map(|len| SourceMessage::State { len }),
             any::<u64>().prop_map(|len| SourceMessage::StatePart { len }),
+            Just(SourceMessage::Switching),
             any::<bool>().prop_map(|resume| SourceMessage::Commit { resume }),
             ".{0,40}".prop_map(|cause| SourceMessage::Abort { cause }),
             Just(SourceMessage::Settled),

@@ -323,7 +323,8 @@ impl Migration<'_> {
             Err(cause) => return (None, Ended::failed(cause)),
         };
         let disks_stats = copies.stats.clone();
-        let relay_has_ended = hand_over.attempt.relay_has_ended.clone();
+        let relay_has_ended = Arc::<AtomicBool>::default();
+        hand_over.attempt.relay_has_ended = Some(relay_has_ended.clone());
         let span = Span::current();
         thread::scope(|scope| {
             let disks = route.as_ref().map(|route| {

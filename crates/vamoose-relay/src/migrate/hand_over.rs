@@ -1,6 +1,7 @@
 //! One attempt from the source's side. Carries out the decisions of crate `handover`.
 
 use std::{
+    mem,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -16,7 +17,10 @@ use handover::{
 use tracing::{debug, warn};
 use vamoose_link::{Conversation, ConversationError, Remote, Session, left};
 
-use super::{Cause, source::SourceQemu};
+use super::{
+    Cause,
+    source::{EVENT_WAIT, SourceQemu},
+};
 use crate::{
     JournalError, chain,
     control::{ControlError, QEMU_FAILED, ask, connect},
@@ -51,8 +55,10 @@ pub(super) struct Attempt<'a> {
     pub(super) their_cause: Option<String>,
     /// The destination has been told to abort.
     has_aborted: bool,
-    /// The guest's memory comes no further.
-    pub(super) relay_has_ended: Arc<AtomicBool>,
+    /// It has been asked to wait for a source that is silent.
+    is_wait_asked: bool,
+    /// Whether the guest's memory comes no further. `None` if it goes through no relay from its beginning on.
+    pub(super) relay_has_ended: Option<Arc<AtomicBool>>,
 }
 
 /// How long to wait for an answer to `commit`. The guest is paused, so a dead connection must not be waited for. Asking a slow
@@ -108,6 +114,17 @@ impl<'a> HandOver<'a> {
     /// Records that the server has accepted the attempt.
     pub(super) fn prepared(&mut self, message: DestinationMessage) -> Result<(), Cause> {
         self.record(SourceEvent::Message(message))
+    }
+
+    /// Whether the destination has answered that it waits for a source that is silent. Asks it, the first time.
+    pub(super) fn is_waited_for(&mut self) -> Result<bool, ControlError> {
+        let control = self.attempt.control.as_mut();
+        let control = control.ok_or(ConversationError::Closed)?;
+        if !mem::replace(&mut self.attempt.is_wait_asked, true) {
+            control.send(&SourceMessage::Switching)?;
+        }
+        let answer = control.receive_until(Instant::now() + EVENT_WAIT)?;
+        Ok(answer == Some(DestinationMessage::Receiving))
     }
 
     /// Records that the source QEMU is to be told to switch to post-copy, and whether the guest is held before.
@@ -197,7 +214,8 @@ impl<'a> Attempt<'a> {
             their_state: None,
             their_cause: None,
             has_aborted: false,
-            relay_has_ended: Arc::default(),
+            is_wait_asked: false,
+            relay_has_ended: None,
         }
     }
 
@@ -254,7 +272,7 @@ impl<'a> Attempt<'a> {
     }
 
     fn warn(&mut self, source: &Source) {
-        if !std::mem::replace(&mut self.warned, true) {
+        if !mem::replace(&mut self.warned, true) {
             // An earlier cancel was not meant to give up the question; one that follows the warning is.
             self.cancel.store(false, Ordering::Relaxed);
             let guest = match source.runs_here() {
@@ -272,13 +290,22 @@ impl<'a> Attempt<'a> {
     /// again.
     fn given_up(&self, source: &Source) -> Option<SourceEvent> {
         // The destination's QEMU may answer nothing while its guest waits for a page.
-        if commits_post_copy(source.state()) && self.relay_has_ended.load(Ordering::Acquire) {
+        if let (true, Some(ended)) = (commits_post_copy(source.state()), &self.relay_has_ended) {
+            self.refuse_to_cancel();
             let cause = "the connection was lost behind the switch to post-copy".to_owned();
-            return Some(SourceEvent::GaveUp { cause });
+            let has_ended = ended.load(Ordering::Acquire);
+            return has_ended.then_some(SourceEvent::GaveUp { cause });
         }
         (self.warned && self.cancel.load(Ordering::Relaxed)).then(|| SourceEvent::GaveUp {
             cause: format!("cancelled; before that: {}", self.last_problem),
         })
+    }
+
+    /// Tells a user who cancels that it is too late, while the destination may lack what it needs to run the guest.
+    pub(super) fn refuse_to_cancel(&self) {
+        if self.cancel.swap(false, Ordering::Relaxed) {
+            warn!("too late to cancel: the guest would be lost, as it is on its way");
+        }
     }
 
     /// Tells the destination of a finished attempt that the attempt has failed. Returns whether the destination knows now.

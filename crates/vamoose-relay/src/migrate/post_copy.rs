@@ -53,7 +53,7 @@ impl Migration<'_> {
         &self,
         hand_over: &mut HandOver<'_>,
         source: &mut SourceQemu,
-        stats: &Stats,
+        relay: &SourceRelay<'_>,
         account: &Value,
         elapsed: Duration,
     ) -> Result<(), Cause> {
@@ -62,9 +62,14 @@ impl Migration<'_> {
             Some(after) => elapsed >= after,
             None => false,
         };
-        if !is_time || source.may_be_switched || !stats.has_answer() {
+        if !is_time
+            || source.may_be_switched
+            || !relay.stats.has_answer()
+            || !hand_over.is_waited_for()?
+        {
             return Ok(());
         }
+        relay.session.keep_trying(KEEP_TRYING);
         hand_over.ask_to_switch(source.is_wanted)?;
         if source.is_wanted {
             source.hold()?;
@@ -89,7 +94,6 @@ impl Migration<'_> {
         ended: &mut Ended,
         observe: &mut dyn FnMut(News<'_>),
     ) -> Result<(), Cause> {
-        relay.session.keep_trying(KEEP_TRYING);
         info!("the guest runs at the destination, and its memory follows");
         let mut asked: Option<Instant> = None;
         loop {
@@ -169,7 +173,7 @@ impl Migration<'_> {
         observe: &mut dyn FnMut(News<'_>),
     ) -> Result<(), Cause> {
         self.check_given_up(source)?;
-        hand_over.attempt.relay_has_ended = Arc::default();
+        hand_over.attempt.relay_has_ended = None;
         ended.account = source.qemu.query_migrate()?;
         let status = MigrationStatus::of(&ended.account);
         match status {
@@ -223,6 +227,7 @@ impl Migration<'_> {
         }
         let closed = || Cause::from(ControlError::from(ConversationError::Closed));
         let session = hand_over.attempt.session().ok_or_else(closed)?;
+        session.keep_trying(KEEP_TRYING);
         let listener = listen_beside(self.qmp, "outgoing", self.config.stall_timeout)?;
         let route = Route::new(listener, &session, &preamble(ConnectionKind::Data, id));
         let (hangup, stats) = (Hangup::new()?, Arc::new(Stats::default()));

@@ -73,6 +73,7 @@ impl Migration<'_> {
         loop {
             if source.may_be_switched {
                 // QEMU cannot be stopped any more, whatever happens.
+                hand_over.attempt.refuse_to_cancel();
             } else if let Some(stop) = &mut stopping {
                 stop.urge(source, relay.hangup)?;
             } else if let Some(cause) =
@@ -116,7 +117,7 @@ impl Migration<'_> {
                 stopping = Some(Stop::begin(cause, source, copies, relay.hangup)?);
             }
             if status == "active" && stopping.is_none() {
-                self.switch(hand_over, source, relay.stats, &account, guide.elapsed())?;
+                self.switch(hand_over, source, relay, &account, guide.elapsed())?;
             }
             guide.complete(&mut account, round_trip);
             if status == "completed" && !source.may_be_switched {

@@ -24,6 +24,7 @@ use super::{
 use crate::{
     Config, Dialer, EndKind, Observer, Outcome, Relay, RelayError, Role, UnderWay, chain,
     journal::{AtDestination, Entry},
+    main_stream::KEEP_TRYING,
     observer::Observation,
     qemu::ENDING,
 };
@@ -66,6 +67,8 @@ struct Inner {
     host: Host,
     /// When the source's last connection was lost.
     silent_since: Option<Instant>,
+    /// The source QEMU may have switched to post-copy: the loss of a connection does not end the attempt.
+    may_be_switched: bool,
 }
 
 /// Carries out the driver's actions.
@@ -118,6 +121,7 @@ impl Job {
                     unwritten: false,
                 },
                 silent_since: Some(Instant::now()),
+                may_be_switched: false,
             }),
             changed: Condvar::new(),
             transfer: Mutex::new(transfer.map(Arc::new)),
@@ -154,6 +158,15 @@ impl Job {
         inner.host.entry.record.side.post_copy && is_here
     }
 
+    /// Ends the relay, and its connections with it.
+    pub(super) fn end_relay(&self) {
+        self.hang_up();
+        let ended = Instant::now() + ENDING;
+        while self.transfer().is_some() && Instant::now() < ended {
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     /// Makes the QEMU wait for its source at `incoming`, and `transfer` the relay to it, unless all memory has come: then it returns
     /// true.
     pub(super) fn recover(
@@ -161,12 +174,6 @@ impl Job {
         transfer: Transfer,
         incoming: &Address,
     ) -> Result<bool, PrepareError> {
-        // The relay before ends first, and its connections with it.
-        self.hang_up();
-        let ended = Instant::now() + ENDING;
-        while self.transfer().is_some() && Instant::now() < ended {
-            thread::sleep(Duration::from_millis(5));
-        }
         let Host { entry, qemu, .. } = &mut lock(&self.inner).host;
         let complete = qemu.recover(incoming, entry.record.side.kept_monitor)?;
         *lock(&self.transfer) = (!complete).then(|| Arc::new(transfer));
@@ -282,7 +289,7 @@ impl Job {
         inner.silent_since = Some(Instant::now());
         // Without `migrate`, a guest that is still being received cannot be committed. A loaded guest can be, over a new
         // connection.
-        if *inner.driver.state() == DestinationState::Receiving {
+        if *inner.driver.state() == DestinationState::Receiving && !inner.may_be_switched {
             drop(inner);
             self.hang_up();
         }
@@ -298,6 +305,12 @@ impl Job {
         }
         if is_commit {
             lock(&self.inner).notice_end_after_start();
+        }
+        if let (SourceMessage::Switching, Some(transfer)) = (&message, self.transfer()) {
+            transfer.session.keep_trying(KEEP_TRYING);
+            let mut inner = lock(&self.inner);
+            inner.may_be_switched = true;
+            inner.host.send(&DestinationMessage::Receiving);
         }
         self.handle(DestinationEvent::Message(message));
         if !is_commit {

@@ -183,15 +183,13 @@ impl Server {
                     let found = found.map_or_else(|| self.find(&prepare), |(_, found)| Ok(found));
                     self.prepare_and_reply(scope, attempt, found, (stream, session), &mut job)
                 }
-                (SourceMessage::Prepare(prepare), Some(job)) if job.is_under_post_copy() => {
+                (SourceMessage::Prepare(prepare), Some(job)) => {
                     match self.prepare_recovery(job, &prepare, session) {
                         Ok(answer) => self.receive_and_reply(scope, job, &answer, stream),
                         Err(error) => self.refuse((stream, session), &error),
                     }
                 }
-                (SourceMessage::Prepare(_) | SourceMessage::Inspect(_), Some(_)) => {
-                    refuse(stream, &PrepareError::Repeated)
-                }
+                (SourceMessage::Inspect(_), Some(_)) => refuse(stream, &PrepareError::Repeated),
                 (message, Some(job)) => {
                     job.request(message);
                     Ok(())

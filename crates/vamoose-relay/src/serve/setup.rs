@@ -177,7 +177,11 @@ impl Server {
     ) -> Result<DestinationMessage, PrepareError> {
         let protocol = prepare.negotiate()?;
         let request: Request = from_details(prepare.details.clone())?;
-        if !request.resumes {
+        if request.resumes {
+            // Its source has no relay any more.
+            job.end_relay();
+        }
+        if !request.resumes || !job.is_under_post_copy() {
             return Err(PrepareError::Repeated);
         }
         let incoming = self.incoming(&job.name);

@@ -14,12 +14,18 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::{
-    common::{Host, LIMIT, migrate, number},
+    common::{
+        Host, LIMIT,
+        gate::{Fate, Gate, Message},
+        migrate,
+        monitor::SilentMonitor,
+        number,
+    },
     running::{expect_alive, guests},
 };
 
 /// Slow enough for much memory to be left behind the switch. The link is one that survives cuts.
-const OPTIONS: [&str; 7] = [
+const OPTIONS: [&str; 9] = [
     "--timeout",
     "1s",
     "--on-timeout",
@@ -27,6 +33,8 @@ const OPTIONS: [&str; 7] = [
     "--max-bandwidth",
     "12M",
     "--insecure",
+    "--reconnect-timeout",
+    "1",
 ];
 
 /// One of each version, to the same version.
@@ -63,22 +71,26 @@ struct UnderWay {
 }
 
 impl UnderWay {
-    fn start(binary: &Binary) -> Result<Option<Self>> {
+    /// Not behind the switch yet. Before it, no end waits for long.
+    fn begin(binary: &Binary) -> Result<Option<Self>> {
         let Some((source, destination)) = guests(binary, binary)? else {
             return Ok(None);
         };
-        let host = Host::start(&["--insecure"])?;
+        let host = Host::start(&["--insecure", "--reconnect-timeout", "1"])?;
         host.knows("vm", &destination.qemu)?;
         let network = Middlebox::new(address(&host)?)?;
-        let migration = command(&source, &network)?;
-        let switching = migration.wait_for("switching to post-copy", LIMIT);
-        switching.with_context(|| host.server.stderr())?;
-        let mut it = Self {
+        Ok(Some(Self {
+            migration: command(&source, &network)?,
             source,
             destination,
             host,
             network,
-            migration,
+        }))
+    }
+
+    fn start(binary: &Binary) -> Result<Option<Self>> {
+        let Some(mut it) = Self::begin(binary)? else {
+            return Ok(None);
         };
         let follows = it.migration.wait_for("its memory follows", LIMIT);
         follows.with_context(|| it.said())?;
@@ -194,6 +206,43 @@ fn a_writing_guest_moves_by_post_copy() -> Result<()> {
 #[test]
 fn a_cut_behind_the_switch_is_survived() -> Result<()> {
     with_the_newest(|guest| guest.is_cut_for(3))
+}
+
+/// `migrate` pauses the guest just before the switch. From then on, a cancel is too late.
+#[test]
+fn a_cut_at_the_switch_is_survived() -> Result<()> {
+    for binary in versions()? {
+        let Some(mut guest) = UnderWay::begin(&binary)? else {
+            return Ok(());
+        };
+        let pauses = guest.source.qemu.qmp.wait_event("STOP", |_| true, LIMIT);
+        pauses.with_context(|| guest.said())?;
+        guest.cut()?;
+        guest.migration.signal(Signal::INT)?;
+        guest.migration.wait_for("too late to cancel", LIMIT)?;
+        let arrives = guest.is_cut_for(3).and_then(|()| guest.arrives());
+        arrives.with_context(|| binary.version.to_string())?;
+    }
+    Ok(())
+}
+
+/// Before the switch, the guest stays at the source.
+#[test]
+fn a_cut_before_the_switch_is_not_waited_for() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let Some(mut guest) = UnderWay::begin(&binary)? else {
+        return Ok(());
+    };
+    guest.source.qemu.qmp.wait_transferred(1 << 20, LIMIT)?;
+    guest.cut()?;
+    guest.host.server.wait_for("migration failed", LIMIT)?;
+    guest.destination.qemu.wait_exit(LIMIT)?;
+    let ended = guest.migration.finish(LIMIT)?;
+    ensure!(ended.status.code() == Some(1), "{}", ended.stderr);
+    guest.source.qemu.qmp.wait_status("running", LIMIT)?;
+    guest.source.wait_rounds(1, LIMIT)
 }
 
 /// Both QEMUs pause, and go on through the relays of the next command.
@@ -429,6 +478,55 @@ fn the_last_message_is_lost() -> Result<()> {
         expect_alive(source, destination).with_context(|| binary.version.to_string())?;
     }
     Ok(())
+}
+
+/// The next command lets it run at the source.
+#[test]
+fn a_migrate_is_killed_between_the_pause_and_the_switch() -> Result<()> {
+    for binary in versions()? {
+        let Some((mut source, mut destination)) = guests(&binary, &binary)? else {
+            return Ok(());
+        };
+        let host = Host::start(&[])?;
+        host.knows("vm", &destination.qemu)?;
+        let monitor = SilentMonitor::before(&source.qemu.qmp_socket())?;
+        monitor.fall_silent_at("stop");
+        let start = || migrate(&monitor.path(), &host.address, "vm", &OPTIONS);
+        let mut migration = start()?;
+        let paused = source.qemu.qmp.wait_event("STOP", |_| true, LIMIT);
+        paused.with_context(|| migration.stderr())?;
+        migration.kill()?;
+        source.qemu.qmp.wait_migration(&["failed"], LIMIT)?;
+        ensure!(source.qemu.qmp.query_status()? == "paused");
+        let ended = start()?.finish(LIMIT)?.failure("no QEMU waits there")?;
+        ensure!(ended.status.code() == Some(1), "{}", ended.stderr);
+        ensure!(source.qemu.qmp.query_status()? == "running");
+        source.wait_rounds(1, LIMIT)?;
+        destination.qemu.wait_exit(LIMIT)?;
+    }
+    Ok(())
+}
+
+/// It is asked when it is time to switch.
+#[test]
+fn a_guest_is_not_paused_before_the_destination_answers() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let Some((mut source, destination)) = guests(&binary, &binary)? else {
+        return Ok(());
+    };
+    let host = Host::start(&[])?;
+    host.knows("vm", &destination.qemu)?;
+    let gate = Gate::start(&host.address)?;
+    gate.rule(Message::Answer("receiving"), Fate::Held);
+    let migration = migrate(&source.qemu.qmp_socket(), &gate.address, "vm", &OPTIONS)?;
+    gate.wait_until_held()?;
+    source.wait_rounds(1, LIMIT)?;
+    ensure!(source.qemu.qmp.query_status()? == "running");
+    gate.release(Fate::Passes);
+    migration.finish(LIMIT)?.success()?;
+    expect_alive(source, destination)
 }
 
 /// Until the switch, the guest is the source's.

@@ -95,7 +95,11 @@ impl Shared {
 
     fn serve(&self, near: &UnixStream, far: &UnixStream) {
         thread::scope(|scope| {
-            scope.spawn(|| pass_lines(near, far, |line| self.command(line)));
+            scope.spawn(|| {
+                pass_lines(near, far, |line| self.command(line));
+                // The client has gone.
+                self.command(&[]);
+            });
             pass_lines(far, near, |_| self.answer());
         });
     }
