@@ -101,6 +101,12 @@ impl Decoder {
         result.map(|()| &self.pages[..len])
     }
 
+    /// Forgets an error, and what came before it.
+    pub fn reset(&mut self) {
+        self.unpackers.clear();
+        self.failed = false;
+    }
+
     /// Whether a packet with `len` bytes of pages can be decoded at all.
     fn check(&self, len: usize) -> Result<(), DecodeError> {
         if self.failed {

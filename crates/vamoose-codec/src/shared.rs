@@ -55,7 +55,7 @@ pub struct Table {
     pub fingerprints: Vec<Fingerprint>,
     /// The pages that are not encoded.
     pub references: Vec<Reference>,
-    /// At most [`MOST_BASES`], and only with method zstd-frames.
+    /// At most [`MOST_BASES`], and one for each encoded page, and only with method zstd-frames.
     pub bases: Vec<Base>,
 }
 
@@ -139,8 +139,8 @@ impl Table {
         let Some(len) = rest.len().checked_sub(table) else {
             return Err(corrupt("it is shorter than its table"));
         };
-        if bases > 0 && method != Method::ZstdFrames {
-            return Err(corrupt("it has bases, and a method that uses none"));
+        if bases > 0 && (method != Method::ZstdFrames || bases + count > pages) {
+            return Err(corrupt("it has bases that its pages cannot use"));
         }
         let (fingerprints, rest) = rest[len..].split_at(FINGERPRINT * pages);
         let (references, bases) = rest.split_at(REFERENCE * count);
@@ -207,9 +207,8 @@ mod tests {
                 .into_iter()
                 .map(|(fingerprint, hash)| Base { fingerprint, hash })
                 .collect();
-            if INNER[inner] != Method::ZstdFrames {
-                bases.clear();
-            }
+            let encoded = fingerprints.len() - references.len();
+            bases.truncate(if INNER[inner] == Method::ZstdFrames { encoded } else { 0 });
             let table = Table { fingerprints, references, bases };
             let mut payload = pages.clone();
             payload.resize(pages.len() + table.len(), 0xee);

@@ -27,7 +27,8 @@
 //! version of the page can be overtaken.
 //!
 //! A packet that needs a base which is not found is not decoded: all its encoded pages are missing. A kept packet is decoded when a
-//! page of it is wanted, after its bases; if one of these has been evicted meanwhile, the page is not found.
+//! page of it is wanted, after its bases; if one of these has been evicted meanwhile, the page is not found. A base's packet has been
+//! decoded when the base was found, so no chain of packets has to be decoded.
 //!
 //! # What it costs guests that have nothing in common
 //! The store keeps packets as they came, encoded. It neither decodes nor hashes a page before a reference to its packet comes.
@@ -135,9 +136,8 @@ struct Kept {
     group: Group,
     page_size: usize,
     fingerprints: Box<[Fingerprint]>,
-    /// Of the pages that can be bases. None if the packet has bases itself.
+    /// Of the pages, if they left this host.
     sketches: Box<[Sketch]>,
-    has_bases: bool,
     content: Mutex<Content>,
     /// Memory taken by all of this. Changes with the lock of the state only.
     bytes: AtomicUsize,
@@ -275,7 +275,6 @@ impl GuestPages {
             page_size: packet.page_size,
             fingerprints: fingerprints.into(),
             sketches: sketches.into(),
-            has_bases: !bases.is_empty(),
             content: Mutex::new(Content::Encoded(packet.method, payload, after.collect())),
             bytes: AtomicUsize::new(bytes),
             was_used: AtomicBool::new(false),
@@ -309,12 +308,14 @@ impl GuestPages {
     ) -> Option<KeptPage> {
         self.index_all();
         let found = lock(&self.store.0.state).find(self.group, index_key(&self.group, fingerprint));
-        let found = found.filter(|found| self.copy(found, Some(hash), decoder, page))?;
-        self.store.0.hits.fetch_add(1, Ordering::Relaxed);
-        Some(found)
+        found.filter(|found| self.copy(found, Some(hash), decoder, page))
     }
 
-    /// For each of these pages of `page_size` bytes one that resembles it, of a packet without bases.
+    fn count_hit(&self) {
+        self.store.0.hits.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// For each of these pages of `page_size` bytes one that resembles it.
     fn similar(&self, sketches: &[Sketch], page_size: usize) -> Vec<Option<KeptPage>> {
         self.index_all();
         let state = lock(&self.store.0.state);
@@ -348,6 +349,8 @@ impl GuestPages {
         let mut content = lock(&packet.content);
         if let Content::Encoded(method, payload, bases) = &*content {
             let Some(pages) = self.decode(packet, (*method, payload), bases, decoder) else {
+                // It never can be.
+                *content = Content::Pages(Zeroizing::default(), Box::default());
                 return false;
             };
             let hashes = vec![None; packet.fingerprints.len()].into_boxed_slice();
@@ -371,7 +374,7 @@ impl GuestPages {
         true
     }
 
-    /// The pages of a packet. Its bases' packets have no bases, so no packet waits for itself.
+    /// The pages of a packet. The packets of its bases are decoded already, so that packets do not wait for each other.
     fn decode(
         &self,
         packet: &Kept,
@@ -387,6 +390,9 @@ impl GuestPages {
         }
         let mut pages = Zeroizing::new(vec![0; packet.fingerprints.len() * packet.page_size]);
         let decoded = decoder.decode_after(method, payload, &earlier, &mut pages);
+        if decoded.is_err() {
+            decoder.reset();
+        }
         decoded.ok().map(|()| pages)
     }
 }

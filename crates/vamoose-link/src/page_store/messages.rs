@@ -3,11 +3,11 @@
 //! ```text
 //!   0     kind     1 keys    2 list                 3 verdict
 //!   1..3  count    48        of fingerprints        of pages that were not found
-//!   3..   bytes    keys      4 · count              2 · count: indices among the references of the packet
+//!   3..   bytes    keys      4 · count              2 · count: indices among the references of the packet, and their number: see below
 //! ```
 //!
 //! Numbers are big endian. There is a verdict for each packet with references or bases, in the order of the packets on the channel. If
-//! a base was not found, the number of references stands for all encoded pages.
+//! a base was not found, the number of references, as an index, stands for all encoded pages.
 
 use std::io;
 

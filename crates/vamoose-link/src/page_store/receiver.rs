@@ -157,6 +157,7 @@ impl Drop for StoreReader {
 impl StoreReader {
     /// Reads the table of a packet's payload.
     pub(crate) fn open(&mut self, payload: &[u8], pages: usize) -> Result<Parts, DecodeError> {
+        self.bases.clear();
         let (method, len) = self.table.read(payload, pages)?;
         let references = self.table.references.len();
         Ok(Parts {
@@ -169,20 +170,18 @@ impl StoreReader {
 
     /// Fills `earlier` with the bases of the packet that was opened. False if one is not found.
     pub(crate) fn find_bases(&mut self, earlier: &mut Vec<u8>) -> bool {
-        let page_size = self.layout.page_size();
         earlier.clear();
-        earlier.resize(self.table.bases.len() * page_size, 0);
-        self.bases.clear();
-        for (Base { fingerprint, hash }, page) in
-            self.table.bases.iter().zip(earlier.chunks_mut(page_size))
-        {
+        for Base { fingerprint, hash } in &self.table.bases {
+            let end = earlier.len();
+            earlier.resize(end + self.layout.page_size(), 0);
+            let page = &mut earlier[end..];
             let found = self
                 .pages
                 .find(*fingerprint, *hash, &mut self.decoder, page);
-            let Some(base) = found.filter(|found| !found.packet.has_bases) else {
-                return false;
-            };
-            self.bases.push(base);
+            match found {
+                Some(base) => self.bases.push(base),
+                None => return false,
+            }
         }
         true
     }
@@ -206,6 +205,8 @@ impl StoreReader {
             sketches: &[],
             bases: &self.bases,
         });
+        // The store may evict them.
+        self.bases.clear();
     }
 
     /// Puts the packet's pages together: `rest`, the encoded ones if all bases were found, and those of the store, in `out`. Pages that
@@ -236,6 +237,8 @@ impl StoreReader {
                         page.fill(0);
                         verdict.push(number);
                         missing.push(index);
+                    } else {
+                        self.pages.count_hit();
                     }
                 }
             }

@@ -49,6 +49,9 @@ pub(crate) const MANY_UNDECIDED: usize = 8 << 20;
 /// Packets that do not shrink which a channel adds to the store, and one more for each that does.
 const RAW_PACKETS: u32 = 16;
 
+/// Buffers for pages without a verdict that a channel keeps.
+const MOST_SPARE: usize = 16;
+
 /// Fewer missed references than this say nothing yet.
 const FEW: u64 = 256;
 
@@ -91,7 +94,7 @@ impl StoreSender {
         verdicts.changed.notify_all();
     }
 
-    fn take(&self, message: Message, verdicts: &Verdicts) -> io::Result<()> {
+    pub(super) fn take(&self, message: Message, verdicts: &Verdicts) -> io::Result<()> {
         match message {
             Message::Keys(keys) => {
                 let mut offer = self.offer.write().unwrap_or_else(PoisonError::into_inner);
@@ -122,7 +125,7 @@ impl StoreSender {
 
 /// The verdicts on a channel's references.
 #[derive(Default)]
-struct Verdicts {
+pub(super) struct Verdicts {
     state: Mutex<VerdictState>,
     changed: Condvar,
 }
@@ -185,18 +188,24 @@ struct Bases {
     earlier: Vec<u8>,
     /// Packets in a row without bases, see [`Self::are_sought`].
     without: u32,
+    /// Packets whose bases the destination had, and packets that were sent again since it had not.
+    used: u32,
+    lost: u32,
 }
 
-/// Packets in a row without bases after which bases are sought for one packet in as many.
+/// After so many packets in a row without bases, these are sought for one packet in so many.
 const SOUGHT_FOR_ONE_IN: u32 = 16;
+
+/// With fewer bases than this part of its encoded pages, a packet is encoded better without.
+const FEWEST_BASES: usize = 8;
 
 /// The pages of a packet that the destination may not have found.
 pub(crate) struct Undecided {
     pub(crate) block: BlockName,
-    /// Of the references, then those of the encoded pages if the packet has bases.
+    /// Of the references, and then of the encoded pages if the packet has bases.
     pub(crate) offsets: Vec<u64>,
     pub(crate) pages: Vec<u8>,
-    references: usize,
+    reference_count: usize,
 }
 
 impl StoreWriter {
@@ -212,6 +221,8 @@ impl StoreWriter {
             pages: Vec::new(),
             earlier: Vec::new(),
             without: 0,
+            used: 0,
+            lost: 0,
         };
         let verdicts = Arc::<Verdicts>::default();
         let listener = StoreListener {
@@ -251,6 +262,8 @@ impl StoreWriter {
         table.references.clear();
         own_fingerprints.clear();
         sketches.clear();
+        table.bases.clear();
+        bases.clear();
         let offer = sender.offer.read().unwrap_or_else(PoisonError::into_inner);
         let Some(keys) = offer.keys else {
             return false;
@@ -269,10 +282,17 @@ impl StoreWriter {
                 sketches.push(own.keys().sketch(page));
             }
         }
-        let own = sender.own.as_ref().filter(|_| refers && seeks_bases);
-        table.bases = own.map_or_else(Vec::new, |own| {
-            bases.plan(own, sketches, &offer, *page_size)
-        });
+        drop(offer);
+        if let Some(own) = &sender.own
+            && refers
+            && seeks_bases
+        {
+            let is_offered = |fingerprint| {
+                let offer = sender.offer.read().unwrap_or_else(PoisonError::into_inner);
+                offer.fingerprints.contains(&fingerprint)
+            };
+            bases.plan((own, sketches), (&keys, &is_offered), *page_size, table);
+        }
         true
     }
 
@@ -291,9 +311,12 @@ impl StoreWriter {
         } = &mut self.bases;
         let encoded = encoder.encode_after(earlier, pages, out)?;
         let len = (encoded.method == Method::ZstdFrames).then_some(encoded.payload.len());
-        if len.is_none() {
-            self.table.bases.clear();
-            self.bases.pages.clear();
+        match len {
+            Some(_) => self.bases.without = 0,
+            None => {
+                self.table.bases.clear();
+                self.bases.clear();
+            }
         }
         Ok(len)
     }
@@ -344,13 +367,12 @@ impl StoreWriter {
                 payload: encoded.1,
                 page_size: self.page_size,
                 fingerprints: &self.own,
-                sketches: match self.bases.pages[..] {
-                    [] => &self.sketches,
-                    _ => &[],
-                },
+                sketches: &self.sketches,
                 bases: &self.bases.pages,
             });
         }
+        // The store may evict them.
+        self.bases.clear();
         if self.table.needs_store() {
             self.note_undecided(header, pages, rest.as_deref().unwrap_or(pages));
         }
@@ -365,7 +387,7 @@ impl StoreWriter {
             block: header.block,
             offsets: references.iter().map(|it| offsets[it.page]).collect(),
             pages: self.spare.pop().unwrap_or_default(),
-            references: references.len(),
+            reference_count: references.len(),
         };
         undecided.pages.clear();
         for Reference { page, .. } in references {
@@ -409,7 +431,7 @@ impl StoreWriter {
                 return Ok(None);
             };
             self.undecided_bytes -= decided.pages.len();
-            let references = decided.references;
+            let references = decided.reference_count;
             let most = references + usize::from(decided.offsets.len() > references);
             let is_right = missing.is_sorted_by(|before, after| before < after)
                 && missing.iter().all(|index| usize::from(*index) < most);
@@ -423,7 +445,19 @@ impl StoreWriter {
                 .missed
                 .fetch_add(missing.len() as u64, Ordering::Relaxed);
             let again = decided.only(&missing, self.page_size);
-            self.spare.push(decided.pages);
+            if decided.offsets.len() > references {
+                let is_lost = missing
+                    .last()
+                    .is_some_and(|it| usize::from(*it) == references);
+                let count = match is_lost {
+                    true => &mut self.bases.lost,
+                    false => &mut self.bases.used,
+                };
+                *count += 1;
+            }
+            if self.spare.len() < MOST_SPARE {
+                self.spare.push(decided.pages);
+            }
             let missed = again.as_ref().map_or(0, |again| again.offsets.len());
             self.sender.stats.shared_pages.add(found);
             self.sender.stats.missed_pages.add(missed);
@@ -440,43 +474,53 @@ impl Undecided {
     fn only(&self, missing: &[u16], page_size: usize) -> Option<Self> {
         let (mut offsets, mut pages) = (Vec::new(), Vec::new());
         for index in missing.iter().map(|index| usize::from(*index)) {
-            let named = match index < self.references {
+            let named = match index < self.reference_count {
                 true => index..index + 1,
-                false => self.references..self.offsets.len(),
+                false => self.reference_count..self.offsets.len(),
             };
             offsets.extend_from_slice(&self.offsets[named.clone()]);
             pages.extend_from_slice(&self.pages[named.start * page_size..named.end * page_size]);
         }
-        let (block, references) = (self.block, 0);
+        let block = self.block;
         (!offsets.is_empty()).then_some(Self {
             block,
             offsets,
             pages,
-            references,
+            reference_count: 0,
         })
     }
 }
 
 impl Bases {
-    /// Finds pages of `own` that resemble those with these sketches, and that the destination has.
-    fn plan(
-        &mut self,
-        own: &GuestPages,
-        sketches: &[Sketch],
-        offer: &Offer,
-        page_size: usize,
-    ) -> Vec<Base> {
-        let mut bases = Vec::new();
+    fn clear(&mut self) {
         self.pages.clear();
         self.earlier.clear();
+    }
+
+    /// Finds pages of the store that resemble those with these sketches, and that the destination has by its keys and its offer, and adds
+    /// them to the table.
+    fn plan(
+        &mut self,
+        (own, sketches): (&GuestPages, &[Sketch]),
+        (keys, is_offered): (&Keys, &dyn Fn(Fingerprint) -> bool),
+        page_size: usize,
+        table: &mut Table,
+    ) {
+        if sketches.is_empty() {
+            return;
+        }
         self.without = self.without.wrapping_add(1);
-        let Some(keys) = offer.keys.filter(|_| self.are_sought()) else {
-            return bases;
-        };
+        if !self.are_sought() {
+            return;
+        }
+        let mut rejected: Vec<KeptPage> = Vec::new();
         for found in own.similar(sketches, page_size).into_iter().flatten() {
-            let is_same =
-                |it: &KeptPage| it.index == found.index && Arc::ptr_eq(&it.packet, &found.packet);
-            if bases.len() == MOST_BASES || self.pages.iter().any(is_same) {
+            let is_known = self
+                .pages
+                .iter()
+                .chain(&rejected)
+                .any(|it| it.index == found.index && Arc::ptr_eq(&it.packet, &found.packet));
+            if is_known || table.bases.len() == MOST_BASES {
                 continue;
             }
             let end = self.earlier.len();
@@ -484,23 +528,26 @@ impl Bases {
             let page = &mut self.earlier[end..];
             let is_there = own.copy(&found, None, &mut self.decoder, page);
             let fingerprint = keys.fingerprint(page);
-            if is_there && offer.fingerprints.contains(&fingerprint) {
+            if is_there && is_offered(fingerprint) {
                 let hash = keys.hash(page);
-                bases.push(Base { fingerprint, hash });
+                table.bases.push(Base { fingerprint, hash });
                 self.pages.push(found);
             } else {
                 self.earlier.truncate(end);
+                rejected.push(found);
             }
         }
-        if !bases.is_empty() {
-            self.without = 0;
+        if table.bases.len() * FEWEST_BASES < sketches.len() {
+            table.bases.clear();
+            self.clear();
         }
-        bases
     }
 
     /// Whether it is worth it: in vain it costs both ends for nothing.
     fn are_sought(&self) -> bool {
-        self.without <= SOUGHT_FOR_ONE_IN || self.without.is_multiple_of(SOUGHT_FOR_ONE_IN)
+        let is_now =
+            self.without <= SOUGHT_FOR_ONE_IN || self.without.is_multiple_of(SOUGHT_FOR_ONE_IN);
+        is_now && self.lost <= 2 + self.used / 8
     }
 }
 

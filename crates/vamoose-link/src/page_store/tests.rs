@@ -10,9 +10,11 @@ use vamoose_codec::{
 };
 
 use super::{
-    GuestPages, Keep, PageStore, StoreLister, StoreSender,
+    Content, GuestPages, Keep, PAGE_BITS, PageStore, StoreLister, StoreSender, StoreWriter,
     fingerprint::{KEYS_LEN, Keys},
+    index_key,
     messages::Message,
+    sender::Verdicts,
 };
 use crate::{ChannelReader, ChannelWriter, Packet, ReadError, Received, Stream, WriteError};
 
@@ -309,9 +311,8 @@ fn a_page_needs_its_whole_hash() {
     }
 }
 
-/// Nor does a chain of packets that need each other grow.
 #[test]
-fn a_base_is_a_page_of_a_packet_without_bases() {
+fn a_packet_comes_after_its_bases_or_not_at_all() {
     let (store, keys) = store_of("acme-1");
     let pages = store.of_guest(Some("acme-1")).unwrap();
     let (near, far) = pair();
@@ -320,21 +321,73 @@ fn a_base_is_a_page_of_a_packet_without_bases() {
         forge_after(&near, number, base, &keys);
     }
     sync(&near);
-    assert_eq!(receive(&far, &pages).unwrap(), [40]);
-    for missing in [vec![], vec![0], vec![0]] {
+    assert_eq!(receive(&far, &pages).unwrap(), [40, 41]);
+    for missing in [vec![], vec![], vec![0]] {
         let verdict = Message::read(&near).unwrap();
         assert_eq!(verdict, Some(Message::Verdict(missing)));
     }
-    // The page itself can be referred to, as long as its base is there.
-    let copy = |number, found: &mut [u8]| {
+    let find = |number: usize, found: &mut [u8]| {
         let page = page(number);
         let (fingerprint, hash) = (keys.fingerprint(&page), keys.hash(&page));
         let decoder = &mut Decoder::new(LAYOUT);
         pages.find(fingerprint, hash, decoder, found).is_some()
     };
     let mut found = vec![0; PAGE];
-    assert!(copy(40, &mut found));
+    assert!(find(40, &mut found));
     assert_eq!(found, page(40));
+    // Page 41 has not been decoded before its base is evicted.
+    let place = |number| {
+        let key = index_key(&pages.group, keys.fingerprint(&page(number)));
+        crate::lock(&store.0.state).index[&key] >> PAGE_BITS
+    };
+    let of_base = place(40);
+    crate::lock(&store.0.state)
+        .packets
+        .remove(&of_base)
+        .unwrap();
+    assert!(!find(41, &mut found));
+    // A decoder that has met such a packet goes on.
+    assert!(find(2, &mut found));
+    assert_eq!(found, page(2));
+}
+
+/// A packet is not kept after the bases of the one before it.
+#[test]
+fn a_source_keeps_each_packet_with_its_own_bases() {
+    let store = PageStore::new(1 << 20, Vec::new()).unwrap();
+    let keys = Keys::decode(&[7; KEYS_LEN]);
+    let sender = StoreSender::new(store.of_guest(None), Arc::default());
+    let sender = Arc::new(sender);
+    let (near, _far) = pair();
+    let (mut writer, _listener) = StoreWriter::new(sender.clone(), near, LAYOUT).unwrap();
+    let tell = |message| sender.take(message, &Verdicts::default()).unwrap();
+    let mut send = |page: &[u8], seeks_bases| {
+        let mut header = RamHeader::new(LAYOUT);
+        header.set_pages(&[0], &[], LAYOUT).unwrap();
+        let mut out = vec![0; 2 * PAGE];
+        assert!(writer.plan(page, seeks_bases));
+        let len = writer.encode(page, &mut out).unwrap();
+        let encoded = match len {
+            Some(len) => (Method::ZstdFrames, &out[..len]),
+            None => (Method::None, page),
+        };
+        writer.note(&header, page, None, encoded);
+        let state = crate::lock(&store.0.state);
+        let (_, kept) = state.packets.last_key_value().unwrap();
+        match &*crate::lock(&kept.content) {
+            Content::Encoded(_, _, bases) => bases.len(),
+            Content::Pages(..) => panic!("nobody has asked for a page of it"),
+        }
+    };
+    tell(Message::Keys(keys));
+    let (first, mut second) = (page(1), page(1));
+    second[9] ^= 1;
+    assert_eq!(send(&first, true), 0);
+    tell(Message::List(vec![keys.fingerprint(&first)]));
+    assert_eq!(send(&second, true), 1);
+    for seeks_bases in [false, true] {
+        assert_eq!(send(&page(3), seeks_bases), 0);
+    }
 }
 
 #[test]
