@@ -109,7 +109,7 @@ fn still(binary: &Binary, way: Way, channels: u8) -> Result<()> {
     Ok(())
 }
 
-/// One guest, which goes from QEMU to QEMU: once by every way over one channel, and over four.
+/// One guest, which goes from QEMU to QEMU: once by every way, over one channel and over four in turn.
 #[test]
 fn a_guest_that_writes_all_the_time() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
@@ -128,16 +128,14 @@ fn a_guest_that_writes_all_the_time() -> Result<()> {
     let mut guest = Guest::start(&machine)?;
     guest.wait_ready(LIMIT)?;
     guest.wait_ticks(3, LIMIT)?;
-    for channels in [1, 4] {
-        for way in WAYS {
-            let context = || format!("{way:?}, {channels} channels");
-            let mut next = Guest::start(&machine.clone().incoming().paused())?;
-            running(&mut guest, &mut next, *way, channels).with_context(context)?;
-            next.qemu.qmp.cont()?;
-            next.wait_ticks(1, LIMIT).with_context(context)?;
-            guest.finish()?;
-            guest = next;
-        }
+    for (way, channels) in WAYS.iter().zip([1, 4].into_iter().cycle()) {
+        let context = || format!("{way:?}, {channels} channels");
+        let mut next = Guest::start(&machine.clone().incoming().paused())?;
+        running(&mut guest, &mut next, *way, channels).with_context(context)?;
+        next.qemu.qmp.cont()?;
+        next.wait_ticks(1, LIMIT).with_context(context)?;
+        guest.finish()?;
+        guest = next;
     }
     // It checks its own checksums all the time, and would have stopped with a word about it.
     guest.wait_rounds(2, LIMIT)?;

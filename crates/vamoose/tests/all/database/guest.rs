@@ -214,6 +214,7 @@ const PAGE_FORMAT: std::ops::Range<usize> = 18..20;
 const ROWS: usize = 100;
 
 #[test]
+#[ignore = "minutes: make databases"]
 fn lost_writes_are_found() -> Result<()> {
     let (Some(binary), Some(system)) = (qemu::newest_or_skip()?, System::build_or_skip()?) else {
         return Ok(());
