@@ -179,7 +179,8 @@ fn command(source: &Guest, network: &Middlebox) -> Result<Vamoose> {
     migrate(&source.qemu.qmp_socket(), &to, "vm", &OPTIONS)
 }
 
-/// Each version, from the first round on.
+/// Each version, from the first round on. QEMU 11.1 without KVM then loses pages now and then, on a busy host, also without Vamoose: it
+/// switches earlier.
 #[test]
 fn a_writing_guest_moves_by_post_copy() -> Result<()> {
     for binary in versions()? {
@@ -188,7 +189,12 @@ fn a_writing_guest_moves_by_post_copy() -> Result<()> {
         };
         let host = Host::start(&[])?;
         host.knows("vm", &destination.qemu)?;
-        let options = ["--postcopy", "--max-bandwidth", "40M"];
+        let begin = match binary.version.major {
+            ..11 => &["--postcopy"][..],
+            _ => &["--timeout", "1s", "--on-timeout", "postcopy"],
+        };
+        let slow = ["--max-bandwidth", "40M", "--downtime-limit", "1"];
+        let options = [begin, &slow].concat();
         let migration = host.migrate(&source.qemu, "vm", &options)?;
         let ended = migration.finish(LIMIT)?.success();
         let ended = ended.with_context(|| host.server.stderr())?;
