@@ -3,13 +3,16 @@
 //! ```text
 //!            Loaded              commit               Started
 //!  Receiving ──────> Loaded ───────────────> Starting ──────> Running ── Died ─> Ended
-//!      │ Failed, abort  │ Failed, abort         │ │                                ▲
-//!      │                │                       │ └──────── Died ──────────────────┘
+//!      │ abort; Failed, │ Failed, abort         │ │                                ▲
+//!      │ then NotStarted│                       │ └──────── Died ──────────────────┘
 //!      │                │                       │ NotStarted, the first time
 //!      └────────────────┴──────> Aborting <─────┘
 //!                                    │ Died: its VMM has ended, which is proven
 //!                                    └────────> Aborted
 //! ```
+//!
+//! A VMM whose connections break may have loaded all of the guest just before, and have the only copy. So it is looked at before it is
+//! ended, unless the source gives the attempt up.
 //!
 //! Under post-copy, `Switched` takes the place of `Loaded`: what the guest needs to run is here, and its source cannot continue it. From
 //! then on, only the source's `abort` gives the guest up.
@@ -27,7 +30,9 @@ pub struct Destination {
     commit: Option<bool>,
     /// An earlier action may have told the guest to run, so that a refusal proves nothing.
     told: bool,
-    /// [`DestinationAction::Run`] or [`DestinationAction::Check`] is being carried out.
+    /// Nothing more comes in, for this reason. It is not known yet whether everything had been loaded before.
+    cut: Option<String>,
+    /// [`DestinationAction::Look`], [`DestinationAction::Run`] or [`DestinationAction::Check`] is being carried out.
     looking: bool,
     /// The answer that was just observed, while the journal is being written.
     seen: Option<DestinationMessage>,
@@ -93,7 +98,7 @@ pub enum DestinationEvent {
     Switched,
     /// A `commit` has waited long enough for [`DestinationEvent::Loaded`] and is to be answered.
     StillReceiving,
-    /// The guest can no longer arrive, or is not wanted: the connections broke, loading failed, the migration was cancelled,
+    /// Nothing more will come, or the guest is not wanted: the connections broke, loading failed, the migration was cancelled,
     /// the source was silent for too long.
     Failed { cause: String },
     /// The guest has been observed here, continued, or paused if it was paused at the source. It has run, even if something
@@ -105,11 +110,12 @@ pub enum DestinationEvent {
     /// The guest was here, and has been sent on to another host since.
     MovedOn,
     /// The guest was not told to run, or failed in a way that proves it never ran. Also if the VMM had ended
-    /// before [`DestinationAction::Run`] reached it; [`DestinationEvent::Died`] follows then.
+    /// before [`DestinationAction::Run`] reached it; [`DestinationEvent::Died`] follows then. After [`DestinationAction::Look`]:
+    /// the guest is not all here.
     NotStarted { cause: String },
-    /// The guest was told to run, or queried, and it is not known whether it runs.
+    /// The guest was told to run, or queried, and it is not known whether it runs, or is all here.
     Unclear { reason: String },
-    /// The VMM's process is proven to have ended. While [`DestinationAction::Run`] or
+    /// The VMM's process is proven to have ended. While [`DestinationAction::Look`], [`DestinationAction::Run`] or
     /// [`DestinationAction::Check`] is being carried out, only that action reports what it finds.
     Died { cause: String },
     /// Its VMM could not be ended, after [`DestinationAction::End`].
@@ -127,6 +133,9 @@ pub enum DestinationAction {
     Persist,
     /// Send this on every control connection of this attempt. Success proves nothing.
     Send(DestinationMessage),
+    /// Nothing more comes in. Find out whether all of the guest has been loaded, change nothing, and report `Loaded`, `Switched`,
+    /// `NotStarted`, `Unclear` or `Died`.
+    Look,
     /// Give the guest what belongs to it (its disks) and, if `resume`, continue it, unless that was done before. Report
     /// [`DestinationEvent::Started`], `MovedOn`, `NotStarted`, `Unclear` or `Died`.
     Run {
@@ -151,6 +160,7 @@ impl Destination {
             state: DestinationState::Receiving,
             commit: None,
             told: false,
+            cut: None,
             looking: false,
             seen: None,
         }
@@ -171,7 +181,7 @@ impl Destination {
     /// What to do after [`Destination::restore`]. A guest that was being received went to a process that is gone.
     pub fn go_on(&mut self) -> Vec<DestinationAction> {
         match &self.state {
-            DestinationState::Receiving => self.abort("the destination's process was ended".into()),
+            DestinationState::Receiving => self.cut("the destination's process was ended".into()),
             DestinationState::Aborting { .. } => vec![DestinationAction::End],
             // A guest that was to be started is started now. Others are looked at when the source asks.
             DestinationState::Starting { resume, .. } => {
@@ -198,6 +208,11 @@ impl Destination {
         self.state.is_over()
     }
 
+    /// Whether nothing more comes in, and it is not known yet whether everything had been loaded before.
+    pub fn is_cut(&self) -> bool {
+        self.cut.is_some()
+    }
+
     /// Takes an event and returns what to do.
     pub fn handle(&mut self, event: DestinationEvent) -> Vec<DestinationAction> {
         let seen = self.seen.take();
@@ -217,9 +232,8 @@ impl Destination {
                 _ => Vec::new(),
             },
             DestinationEvent::Failed { cause } => match &self.state {
-                DestinationState::Receiving | DestinationState::Loaded { post_copy: false } => {
-                    self.abort(cause)
-                }
+                DestinationState::Receiving => self.cut(cause),
+                DestinationState::Loaded { post_copy: false } => self.abort(cause),
                 _ => Vec::new(),
             },
             DestinationEvent::Started { state } => {
@@ -246,7 +260,10 @@ impl Destination {
         match &self.state {
             DestinationState::Receiving => {
                 self.commit = Some(resume);
-                Vec::new()
+                match self.cut {
+                    Some(_) => self.look(),
+                    None => Vec::new(),
+                }
             }
             DestinationState::Loaded { post_copy } => self.start(resume, *post_copy),
             // The guest belongs here. The present observation is the answer.
@@ -294,9 +311,22 @@ impl Destination {
         }
     }
 
+    fn cut(&mut self, cause: String) -> Vec<DestinationAction> {
+        self.cut.get_or_insert(cause);
+        self.look()
+    }
+
+    fn look(&mut self) -> Vec<DestinationAction> {
+        match std::mem::replace(&mut self.looking, true) {
+            true => Vec::new(),
+            false => vec![DestinationAction::Look],
+        }
+    }
+
     /// The journal records first that the guest never runs here. Once the VMM has ended, that cannot be found out again.
     fn abort(&mut self, cause: String) -> Vec<DestinationAction> {
         self.state = DestinationState::Aborting { cause };
+        (self.cut, self.looking) = (None, false);
         vec![DestinationAction::Persist, DestinationAction::End]
     }
 
@@ -305,6 +335,7 @@ impl Destination {
             return Vec::new();
         }
         self.state = DestinationState::Loaded { post_copy };
+        (self.cut, self.looking) = (None, false);
         let mut actions = vec![
             DestinationAction::Persist,
             DestinationAction::Send(DestinationMessage::Loaded),
@@ -331,6 +362,10 @@ impl Destination {
     fn not_started(&mut self, cause: String) -> Vec<DestinationAction> {
         self.looking = false;
         match &self.state {
+            DestinationState::Receiving => {
+                let cause = self.cut.take().unwrap_or(cause);
+                self.abort(cause)
+            }
             DestinationState::Starting {
                 post_copy: false, ..
             } if !self.told => self.abort(cause),
@@ -349,6 +384,8 @@ impl Destination {
         self.looking = false;
         self.state = match std::mem::replace(&mut self.state, DestinationState::Receiving) {
             DestinationState::Receiving | DestinationState::Loaded { .. } => {
+                // The VMM may have ended for that reason.
+                let cause = self.cut.take().unwrap_or(cause);
                 DestinationState::Aborted { cause }
             }
             DestinationState::Aborting { cause } => DestinationState::Aborted { cause },
@@ -445,8 +482,16 @@ mod tests {
     fn a_guest_that_is_not_to_come_is_ended_before_that_is_answered() {
         for state in [DestinationState::Receiving, LOADED] {
             for event in [failed(), abort()] {
+                let mut ended = restored(state.clone());
+                if state == DestinationState::Receiving && event == failed() {
+                    follow(
+                        &mut ended,
+                        [(event, "look"), (not_started(), "persist, end")],
+                    );
+                } else {
+                    follow(&mut ended, [(event, "persist, end")]);
+                }
                 let told = [
-                    (event, "persist, end"),
                     (commit(), "end"),
                     (not_ended(), "send unclear"),
                     (died(), "persist, send aborted"),
@@ -454,11 +499,44 @@ mod tests {
                     (abort(), "send aborted"),
                     (settled(), "forget"),
                 ];
-                follow(&mut restored(state.clone()), told);
+                follow(&mut ended, told);
             }
             let told = [(died(), "persist, send aborted"), (started(), "")];
             follow(&mut restored(state), told);
         }
+    }
+
+    /// Its source may be gone by now.
+    #[test]
+    fn a_guest_that_was_loaded_when_the_connections_broke_is_kept() {
+        let told = [
+            (failed(), "look"),
+            (failed(), ""),
+            (DestinationEvent::Loaded, "persist, send loaded"),
+            (commit(), "persist, send starting, run"),
+        ];
+        follow(&mut receiving(), told);
+        let mut again = restored(DestinationState::Receiving);
+        assert_eq!(told_of(&again.go_on()), "look");
+        let told = [
+            (unclear(), "send unclear"),
+            (failed(), "look"),
+            (unclear(), "send unclear"),
+            (commit(), "look"),
+            (
+                DestinationEvent::Loaded,
+                "persist, send loaded, persist, send starting, run",
+            ),
+        ];
+        follow(&mut again, told);
+        let mut again = restored(DestinationState::Receiving);
+        assert_eq!(told_of(&again.go_on()), "look");
+        let told = [
+            (unclear(), "send unclear"),
+            (abort(), "persist, end"),
+            (not_started(), "send unclear"),
+        ];
+        follow(&mut again, told);
     }
 
     #[test]
@@ -537,7 +615,8 @@ mod tests {
         follow(&mut receiving(), told);
         follow(&mut running(), [(not_persisted(), "send running")]);
         let told = [
-            (failed(), "persist, end"),
+            (failed(), "look"),
+            (not_started(), "persist, end"),
             (not_persisted(), "end"),
             (died(), "persist, send aborted"),
             (not_persisted(), "send aborted"),
@@ -549,7 +628,7 @@ mod tests {
     fn a_process_that_is_started_again_goes_on() {
         let (resume, cause) = (true, String::new);
         for (state, actions) in [
-            (DestinationState::Receiving, "persist, end"),
+            (DestinationState::Receiving, "look"),
             (LOADED, ""),
             (
                 DestinationState::Starting {
@@ -622,6 +701,7 @@ mod tests {
     fn told_of(actions: &[DestinationAction]) -> String {
         let told = actions.iter().map(|action| match action {
             DestinationAction::Persist => "persist",
+            DestinationAction::Look => "look",
             DestinationAction::Run { .. } => "run",
             DestinationAction::Check => "check",
             DestinationAction::End => "end",

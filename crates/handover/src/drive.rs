@@ -67,6 +67,12 @@ pub trait DestinationHost {
     /// Carries out [`DestinationAction::Send`].
     fn send(&mut self, message: &DestinationMessage);
 
+    /// Carries out [`DestinationAction::Look`]. By default the process that reports `Loaded` does so before anything can fail.
+    fn look(&mut self) -> Option<DestinationEvent> {
+        let cause = "the guest is incomplete".to_owned();
+        Some(DestinationEvent::NotStarted { cause })
+    }
+
     /// Carries out [`DestinationAction::Run`].
     fn run(&mut self, resume: bool) -> Option<DestinationEvent>;
 
@@ -245,6 +251,7 @@ impl DestinationDriver {
                 host.send(&message);
                 None
             }
+            DestinationAction::Look => host.look(),
             DestinationAction::Run { resume } => host.run(resume),
             DestinationAction::Check => {
                 host.check(*self.machine.state() == DestinationState::Running)

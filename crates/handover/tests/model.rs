@@ -16,8 +16,8 @@
 //!   same command is run again. This is tried in every state. It excuses only what is unknowable: all copies are gone,
 //!   or a VMM or its journal has ended between the order to run and the look ([`repair`]).
 //! - I4: *aborted* is believed from another incarnation than the one that accepted.
-//! - I5: *aborted* or *ended* is sent of a VMM that is still there; a VMM is ended that has the guest; a destination is told
-//!   to give up the only copy.
+//! - I5: *aborted* or *ended* is sent of a VMM that is still there; a VMM is ended that has the guest; a destination gives up the
+//!   only copy, or is told to.
 //! - I6: a guest that its owner has paused is requested to run, or one that shall run is left paused.
 //! - I7: two VMMs have the guest's disks, or one is reported to have the guest that does not have its disks.
 //! - I8: the guest runs with disks that lack something it has written, where each host has disks of its own.
@@ -32,13 +32,13 @@
 //!   was requested to is `NotStarted`; its death is reported besides, but not during a request or a look.
 //! - A VMM is asked to switch to post-copy only while its driver's machine is Switching. A driver reports `Failed` then only of a VMM
 //!   that has come back, and `GuestDied` of one that is to resume behind the switch, which no VMM can.
-//! - A server looks whether its VMM is behind the switch before it reports that a guest cannot arrive, and reports `Switched` then.
 //! - A server writes down that it receives before it sends *prepared*.
 //! - `NotPersisted` means that the journal has what it had before.
 //! - A message for which there is no connection is reported as `Closed`, incomplete.
 //!
 //! # Not in the model
-//! Two drivers at once, a person's word (`settle`; but for the word that nobody else has moved the guest, which is true),
+//! An owner's wish that cannot be written down while a VMM is asked to switch to post-copy, which nobody can take back then; two
+//! drivers at once, a person's word (`settle`; but for the word that nobody else has moved the guest, which is true),
 //! versions, an answer to an order that takes effect long after it was given up, an owner who pauses the guest at the
 //! destination before that has seen it run, another tool that moves a guest which came back while the journal could not be
 //! written, and a host that starts anew: its guests and its journal end together.
@@ -392,11 +392,11 @@ mod mutants {
     #[test]
     fn a_start_without_a_record() {
         let scene = Scene {
-            bounds: Bounds::these(1, [(Fault::Kill, 1), (Fault::Failure, 1)]),
+            bounds: Bounds::these(1, [(Fault::Kill, 1), (Fault::Death, 1)]),
             ..QEMU
         };
-        let ended = "I5 no VMM is ended that has the guest";
-        caught(scene, Mutant::NoRecordOfStarting, ended);
+        let stale = "I1 never a stale copy that runs";
+        caught(scene, Mutant::NoRecordOfStarting, stale);
     }
 
     #[test]
@@ -506,6 +506,17 @@ mod mutants {
         };
         let ended = "I5 the only copy is not ended";
         caught(scene, Mutant::EndsTheSwitched, ended);
+    }
+
+    /// Its server is killed when it has loaded everything, and the source's VMM ends.
+    #[test]
+    fn the_last_copy_of_a_guest_is_ended() {
+        let scene = Scene {
+            bounds: Bounds::these(1, [(Fault::Kill, 1), (Fault::Death, 1)]),
+            ..QEMU
+        };
+        let ended = "I5 the only copy is not ended";
+        caught(scene, Mutant::EndsTheLoaded, ended);
     }
 
     #[test]

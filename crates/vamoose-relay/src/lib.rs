@@ -70,7 +70,7 @@ pub use observer::{End, EndKind, Observed, Observer};
 pub use process::ProcessId;
 pub use qemu::{Fact, Fit, QemuError, Version};
 pub use qmp::QmpError;
-pub use relay::{Outcome, Relay, Summary};
+pub use relay::{Milestone, Outcome, Relay, Summary};
 pub use serve::{ServeError, Server, ServerConfig};
 pub use settle::{SettleError, Settlement, Verdict};
 pub use under_way::{Role, UnderWay, WatchError, Watchable, under_way};

@@ -123,6 +123,11 @@ impl Marks {
         None
     }
 
+    /// Whether the last section may have begun: behind it the guest is complete.
+    pub(crate) fn may_be_last(&self) -> bool {
+        self.item.is_none() || self.section == Section::End
+    }
+
     /// Ends the search for marks.
     pub(crate) fn stop(&mut self) {
         self.item = None;

@@ -316,7 +316,7 @@ impl Migration<'_> {
             config: &config,
             hangup: &hangup,
             stats: &stats,
-            on_loaded: &|| (),
+            reached: &|_| (),
         };
         let route = match self.route(&copies, &session, hand_over.attempt.id()) {
             Ok(route) => route,

@@ -21,7 +21,7 @@ use tracing::{Span, debug, info, warn};
 use vamoose_link::{Pacer, Stream};
 
 use crate::{
-    Outcome, Relay, RelayError, Summary, chain,
+    Milestone, Outcome, Relay, RelayError, Summary, chain,
     first_bytes::{
         Arrivals, BLOCKS_MAGIC, FirstBytes, UnclassifiedConnection, classify, may_be_post_copy,
     },
@@ -89,6 +89,7 @@ pub(crate) fn pass(
     let mut arrivals = Arrivals::new(relay.accept, relay.hangup, others);
     let mut setup_time = None;
     let pacer = relay.pacer();
+    (relay.reached)(Milestone::Last);
     let outcome = thread::scope(|scope| {
         let begin = |stream, first: Vec<u8>, is_main, is_urgent| {
             let connection = Connection {
@@ -145,7 +146,7 @@ pub(crate) fn pass(
                         Report::Failed(error) => return Err(error),
                         Report::Loaded => {
                             loaded = true;
-                            (relay.on_loaded)();
+                            (relay.reached)(Milestone::Loaded);
                         }
                     }
                 }

@@ -199,6 +199,7 @@ impl Qemu {
             debug!("{}", chain(error));
         }
         let answer = qmp.execute("query-version", json!({}))?;
+        qmp.set_timeout(ANSWER_WITHIN);
         let part = |name| {
             let number = answer["qemu"][name].as_u64();
             number.ok_or(QemuError::Answer("query-version", "qemu"))
@@ -228,7 +229,11 @@ impl Qemu {
     }
 
     /// Waits at most this long for each answer.
-    fn patient_for<T>(&mut self, timeout: Duration, ask: impl FnOnce(&mut Self) -> T) -> T {
+    pub(crate) fn patient_for<T>(
+        &mut self,
+        timeout: Duration,
+        ask: impl FnOnce(&mut Self) -> T,
+    ) -> T {
         let usual = self.qmp.set_timeout(timeout);
         let answer = ask(self);
         self.qmp.set_timeout(usual);

@@ -128,7 +128,8 @@ const SOON: Duration = Duration::from_secs(2);
 const LONGEST_LINE: usize = 16 << 20;
 
 impl Qmp {
-    /// Connects to the monitor at `path` and negotiates. A monitor that does not answer soon is reported in the log.
+    /// Connects to the monitor at `path` and negotiates, with at most `timeout` for an answer. A monitor that does not answer soon is
+    /// reported in the log.
     pub(crate) fn connect_within(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
         let start = Instant::now();
         let soon = timeout.min(SOON);
@@ -169,7 +170,7 @@ impl Qmp {
             unanswered: BTreeSet::new(),
             has_oob: false,
             is_taken_over: false,
-            timeout: ANSWER_WITHIN,
+            timeout: timeout.min(ANSWER_WITHIN),
         };
         let mut greeting = qmp.read_message(start + soon)?;
         if greeting.is_none() && start.elapsed() < timeout {

@@ -56,8 +56,17 @@ pub struct Relay<'a> {
     pub hangup: &'a Hangup,
     /// Counts while it runs.
     pub stats: &'a Arc<Stats>,
-    /// Called once, when the source has received the message that the destination has loaded the guest.
-    pub on_loaded: &'a (dyn Fn() + Sync),
+    /// Called at each milestone, once.
+    pub reached: &'a (dyn Fn(Milestone) + Sync),
+}
+
+/// How far a guest has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Milestone {
+    /// What comes next may be the last of the guest. Before this, the destination cannot have all of it.
+    Last,
+    /// The source has received the message that the destination has loaded the guest.
+    Loaded,
 }
 
 /// How certain it is that the guest has arrived.
@@ -312,7 +321,7 @@ impl Relay<'_> {
         let loaded = Cell::new(None);
         let on_loaded = || {
             loaded.set(Some(Instant::now()));
-            (self.on_loaded)();
+            (self.reached)(Milestone::Loaded);
         };
         let outcome = thread::scope(|scope| {
             let threads = Threads {
@@ -337,7 +346,7 @@ impl Relay<'_> {
                 }
             }
             let (near, far) = (&source.main, &destination.main);
-            threads.forward_main(near, far, &pacer, &main_state);
+            threads.forward_main(near, far, &pacer, &main_state, self.reached);
             threads.return_main(far, near, &main_state);
             // From here on, only the threads can report, so the supervisor notices when all of them have ended.
             drop(threads);

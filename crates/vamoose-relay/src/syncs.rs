@@ -17,7 +17,7 @@ use tracing::warn;
 use vamoose_link::{Stats, lock};
 
 use crate::{
-    Config, RelayError,
+    Config, Milestone, RelayError,
     main_stream::{MainState, Witness, Write},
     marks::Marks,
 };
@@ -125,6 +125,8 @@ pub(crate) struct BehindSyncs<'a> {
     timeout: Duration,
     marks: Marks,
     found: u64,
+    /// Called when the last of the guest may come, and `None` after that.
+    reached: Option<&'a (dyn Fn(Milestone) + Sync)>,
 }
 
 impl<'a> BehindSyncs<'a> {
@@ -133,6 +135,7 @@ impl<'a> BehindSyncs<'a> {
         syncs: &'a Syncs,
         stats: &'a Stats,
         config: &Config,
+        reached: &'a (dyn Fn(Milestone) + Sync),
     ) -> Self {
         Self {
             state,
@@ -141,6 +144,14 @@ impl<'a> BehindSyncs<'a> {
             timeout: config.stall_timeout,
             marks: Marks::new(config.layout),
             found: 0,
+            reached: Some(reached),
+        }
+    }
+
+    /// Before the last section is passed on, that is noted.
+    fn note_last(&mut self) {
+        if let Some(reached) = self.reached.take_if(|_| self.marks.may_be_last()) {
+            reached(Milestone::Last);
         }
     }
 
@@ -174,11 +185,13 @@ impl Witness for BehindSyncs<'_> {
         while let Some(end) = self.marks.next(&piece[followed..]) {
             followed += end;
             self.found += 1;
+            self.note_last();
             // Without its last byte, the mark has no effect.
             write(&piece[written..followed - 1])?;
             written = followed - 1;
             self.wait()?;
         }
+        self.note_last();
         write(&piece[written..])?;
         self.state.sent();
         Ok(())
@@ -218,6 +231,31 @@ mod tests {
     }
 
     #[test]
+    fn last_section_is_noted_before_it_is_passed_on() {
+        let end = b"\x03\x00\x00\x00\x02";
+        let (syncs, state, stats) = (Syncs::new(0), MainState::default(), Stats::default());
+        let config = Config::new(Engines::software(Settings::default()));
+        for opaque in [false, true] {
+            let passed = Mutex::new(Vec::new());
+            let noted = Mutex::new(Vec::new());
+            let note = |milestone| lock(&noted).push((milestone, lock(&passed).len()));
+            let mut main = BehindSyncs::new(&state, &syncs, &stats, &config, &note);
+            if opaque {
+                main.marks.stop();
+            }
+            for byte in [&stream()[..], &end[..]].concat() {
+                main.pass(&[byte], &mut |part| {
+                    lock(&passed).extend_from_slice(part);
+                    Ok(())
+                })
+                .unwrap();
+            }
+            let before = if opaque { 0 } else { stream().len() };
+            assert_eq!(*lock(&noted), [(Milestone::Last, before)]);
+        }
+    }
+
+    #[test]
     fn mark_is_sent_after_its_sync_on_all_channels() {
         let bytes = stream();
         let first = bytes.len() - 5 - 8 - 10;
@@ -228,7 +266,7 @@ mod tests {
         let (out, written) = channel();
         thread::scope(|scope| {
             scope.spawn(|| {
-                let mut main = BehindSyncs::new(&state, &syncs, &stats, &config);
+                let mut main = BehindSyncs::new(&state, &syncs, &stats, &config, &|_| ());
                 let out = out;
                 main.pass(&bytes, &mut |part| {
                     out.send(part.to_vec()).unwrap();

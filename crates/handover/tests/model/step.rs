@@ -211,8 +211,12 @@ impl Now {
         match side {
             Side::Source => {
                 let driver = self.driver.as_ref();
-                let next = driver.and_then(|d| d.machine.pending().next());
-                next == Some(&SourceAction::Persist)
+                driver.is_some_and(|d| {
+                    let record = &self.attempts[usize::from(d.attempt)];
+                    let is_switching = matches!(d.machine.state(), SourceState::Switching { .. });
+                    let is_wish = is_switching && d.machine.resume() != record.resume;
+                    d.machine.pending().next() == Some(&SourceAction::Persist) && !is_wish
+                })
             }
             Side::Destination(attempt) => {
                 let job = self.attempts[attempt].job.as_ref();
@@ -628,7 +632,7 @@ impl Now {
                     steps.push(Step::Operate(index, Outcome::Refused));
                     steps.extend(mute.map(|outcome| Step::Operate(index, outcome)));
                 }
-                Operation::Watch | Operation::Check if may_fail => {
+                Operation::Watch | Operation::Look | Operation::Check if may_fail => {
                     let effect = false;
                     steps.push(Step::Operate(index, Outcome::Mute { effect }));
                 }
@@ -640,23 +644,19 @@ impl Now {
         }
         let state = job.machine.state();
         match state {
-            DestinationState::Receiving => {
-                if attempt.vmm == Vmm::Loaded {
-                    steps.push(Step::SeesLoaded(index));
+            DestinationState::Receiving if job.doing.is_none() => {
+                match attempt.vmm {
+                    Vmm::Loaded => steps.push(Step::SeesLoaded(index)),
+                    Vmm::Partial | Vmm::Frozen => steps.push(Step::SeesSwitched(index)),
+                    _ => {}
                 }
                 steps.push(Step::StillReceiving(index));
-                let is_switched = matches!(attempt.vmm, Vmm::Partial | Vmm::Frozen);
-                if is_switched {
-                    steps.push(Step::SeesSwitched(index));
-                }
-                // A server looks whether the source has switched.
-                if !is_switched || scene.mutant == Some(Mutant::EndsTheSwitched) {
-                    let attempt = index;
-                    let by_itself = self.may_still_come(attempt);
-                    steps.push(Step::Fails { attempt, by_itself });
-                }
+                let attempt = index;
+                let by_itself = self.may_still_come(attempt);
+                steps.push(Step::Fails { attempt, by_itself });
             }
-            DestinationState::Loaded { .. } => {
+            // A server keeps a guest that is complete.
+            DestinationState::Loaded { .. } if scene.engine != Engine::Qemu => {
                 let (attempt, by_itself) = (index, true);
                 steps.push(Step::Fails { attempt, by_itself });
             }
@@ -1413,11 +1413,7 @@ impl Now {
             let forgets = scene.mutant == Some(Mutant::ForgetsThatItTold);
             let mut machine: DestinationDriver =
                 Driven::new(Destination::restore(incarnation, state.clone()));
-            let is_switched = state == DestinationState::Receiving
-                && matches!(attempt.vmm, Vmm::Partial | Vmm::Frozen);
-            if is_switched && scene.mutant != Some(Mutant::EndsTheSwitched) {
-                machine.handle(DestinationEvent::Switched);
-            } else if let DestinationState::Starting { resume, post_copy } = state
+            if let DestinationState::Starting { resume, post_copy } = state
                 && forgets
             {
                 let loaded =
@@ -1491,6 +1487,21 @@ impl Now {
             {
                 DestinationEvent::Unclear { reason: text() }
             }
+            (Operation::Look, Vmm::Loaded, Outcome::Works)
+                if scene.mutant != Some(Mutant::EndsTheLoaded) =>
+            {
+                DestinationEvent::Loaded
+            }
+            (Operation::Look, Vmm::Partial | Vmm::Frozen, Outcome::Works)
+                if scene.mutant != Some(Mutant::EndsTheSwitched) =>
+            {
+                DestinationEvent::Switched
+            }
+            (
+                Operation::Look,
+                Vmm::Waiting | Vmm::Receiving | Vmm::Loaded | Vmm::Partial | Vmm::Frozen,
+                Outcome::Works,
+            ) => DestinationEvent::NotStarted { cause: text() },
             (
                 Operation::Watch | Operation::Check,
                 Vmm::Runs | Vmm::RunsPartial | Vmm::Halted,
@@ -1500,7 +1511,7 @@ impl Now {
                 attempt.fresh = true;
                 DestinationEvent::Started { state: text() }
             }
-            (Operation::Watch | Operation::Check, Vmm::Dead, Outcome::Works) => {
+            (Operation::Watch | Operation::Look | Operation::Check, Vmm::Dead, Outcome::Works) => {
                 self.ended(index);
                 return;
             }
@@ -1521,6 +1532,7 @@ impl Now {
                 DestinationEvent::Died { cause: text() }
             }
             (Operation::End, _, _) => DestinationEvent::NotEnded { reason: text() },
+            (Operation::Look, _, _) => DestinationEvent::Unclear { reason: text() },
             _ => {
                 job.unsure = true;
                 DestinationEvent::Unclear { reason: text() }
@@ -1631,6 +1643,16 @@ impl DestinationHost for AtDestination<'_> {
         let (scene, number) = (self.scene, self.attempt);
         let attempt = &mut self.now.attempts[number];
         let state = plain::journal(destination.state().clone());
+        // A guest that is to run has run at the source again if that gives the attempt up.
+        let was_receiving = matches!(attempt.journal, Some((_, DestinationState::Receiving)));
+        let gives_up = matches!(state, DestinationState::Aborting { .. }) && was_receiving;
+        if gives_up
+            && (attempt.vmm == Vmm::Loaded && !attempt.stale && self.now.wanted)
+            && matches!(self.now.source, SourceVmm::Dead { .. })
+        {
+            self.now.fail(Wrong::OnlyCopyEnded);
+        }
+        let attempt = &mut self.now.attempts[number];
         if self.journal == Journal::Full {
             if scene.mutant == Some(Mutant::IgnoresFailedWrites) {
                 return Ok(());
@@ -1663,6 +1685,17 @@ impl DestinationHost for AtDestination<'_> {
     fn send(&mut self, message: &DestinationMessage) {
         self.now
             .say_there(self.scene, self.attempt, message.clone());
+    }
+
+    fn look(&mut self) -> Option<DestinationEvent> {
+        let cause = String::new();
+        match self.scene.engine {
+            Engine::Qemu => {
+                self.does(Operation::Look);
+                None
+            }
+            Engine::Live { .. } => Some(DestinationEvent::NotStarted { cause }),
+        }
     }
 
     fn run(&mut self, resume: bool) -> Option<DestinationEvent> {

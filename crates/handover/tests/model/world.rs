@@ -97,6 +97,8 @@ pub(crate) enum Mutant {
     SwitchesWithoutRecord,
     /// A server ends a VMM that was being received, although the source has switched to post-copy.
     EndsTheSwitched,
+    /// A server ends a VMM whose source is gone without a look whether it has loaded everything.
+    EndsTheLoaded,
     /// The attempt is over when the guest runs at the destination, whose memory has not come yet.
     LeavesTheSwitched,
 }
@@ -124,7 +126,7 @@ pub(crate) enum Wrong {
     EndedRunning,
     /// I2: reported in doubt, and no commit was written down.
     DoubtWithoutCommit,
-    /// I5: a destination is told to give up the only copy.
+    /// I5: a destination gives up the only copy, or is told to.
     OnlyCopyEnded,
     /// I6: a paused guest is requested to run, or a running one to stay paused.
     RunsUnasked,
@@ -399,6 +401,8 @@ pub(crate) enum Operation {
     },
     /// The second half of it: `cont` was accepted, now look.
     Watch,
+    /// Whether everything has been loaded.
+    Look,
     Check,
     End,
 }

@@ -212,12 +212,13 @@ impl World<'_> {
                 Process::Migrate(id) => self.migrates[id].guest,
                 Process::Serve(_) => return,
             };
-            let of_guest = self.serves[id]
-                .jobs
-                .iter()
-                .filter(|(_, job)| job.record.guest == guest);
-            let other = of_guest.map(|(attempt, _)| *attempt).next_back();
+            let host = self.serves[id].host;
+            let mut known = self.journal::<AtDestination>(host, Role::Destination);
+            known.retain(|record| record.guest == guest);
+            let last = known.iter().max_by_key(|record| record.qemu);
+            let other = last.map(|record| record.attempt);
             if let (Some(other), SourceMessage::Commit { .. }) = (other, &message) {
+                self.find_job(id, other);
                 if let Some(job) = self.job(id, other) {
                     job.controls.push(session);
                 }
@@ -386,6 +387,14 @@ impl World<'_> {
         }
     }
 
+    /// What had been loaded when the transfer ended was not told.
+    pub(crate) fn looks_at_cut(&mut self, id: usize, attempt: AttemptId) {
+        let is_cut = |job: &Job| job.driver.as_ref().is_some_and(|it| it.is_cut());
+        if self.serves[id].is_alive && self.serves[id].jobs.get(&attempt).is_some_and(is_cut) {
+            self.fail_job(id, attempt, "the transfer has ended");
+        }
+    }
+
     fn notice_end(&mut self, id: usize, attempt: AttemptId) {
         let Some(job) = self.serves[id].jobs.get(&attempt) else {
             return;
@@ -438,6 +447,9 @@ impl World<'_> {
             };
             let world = &mut *self;
             driver.step(&mut Host { world, id, attempt });
+            if driver.is_cut() && driver.pending().next().is_none() {
+                self.after(Duration::from_secs(1), Event::LooksAgain(id, attempt));
+            }
             if let Some(job) = self.job(id, attempt) {
                 job.driver = Some(driver);
             }
@@ -602,15 +614,21 @@ impl DestinationHost for Host<'_, '_> {
             DestinationState::Aborting { .. } => Some(Mutant::NoRecordOfAborting),
             _ => None,
         };
-        if forgets.is_some_and(|mutant| world.has(mutant)) {
-            return Ok(());
-        }
+        let gives_up = matches!(state, DestinationState::Aborting { .. });
+        let is_forgotten = forgets.is_some_and(|mutant| world.has(mutant));
         let Some(job) = world.job(self.id, self.attempt) else {
             return Ok(());
         };
-        job.record.state = state.clone();
-        let record = job.record.clone();
-        world.write_journal(host, (Role::Destination, self.attempt), &record)
+        let mut record = job.record.clone();
+        record.state = state.clone();
+        if !is_forgotten {
+            job.record = record.clone();
+            world.write_journal(host, (Role::Destination, self.attempt), &record)?;
+        }
+        if gives_up {
+            world.qemus[record.qemu].is_given_up = true;
+        }
+        Ok(())
     }
 
     fn send(&mut self, message: &DestinationMessage) {
@@ -620,6 +638,16 @@ impl DestinationHost for Host<'_, '_> {
             self.world
                 .fail("a guest is said to run in a QEMU that has ended");
         }
+        if matches!(message, DestinationMessage::Aborted { .. }) && self.world.qemus[qemu].is_alive
+        {
+            self.world
+                .fail("an attempt is said to be aborted whose QEMU is there");
+        }
+        if matches!(message, DestinationMessage::Ended { .. }) && self.world.qemus[qemu].is_put_down
+        {
+            self.world
+                .fail("a guest is said to have ended that has never run");
+        }
         let controls = self
             .world
             .job(self.id, self.attempt)
@@ -627,6 +655,20 @@ impl DestinationHost for Host<'_, '_> {
         for session in controls.unwrap_or_default() {
             self.world.answer(session, message);
         }
+    }
+
+    fn look(&mut self) -> Option<DestinationEvent> {
+        let qemu = self.qemu();
+        let reason = "somebody else has continued it".to_owned();
+        Some(match self.world.monitor(qemu) {
+            Ok(State::Paused) if !self.world.has(Mutant::EndsTheLoaded) => DestinationEvent::Loaded,
+            Ok(State::Paused | State::Incoming) => {
+                let cause = "the guest is incomplete".to_owned();
+                DestinationEvent::NotStarted { cause }
+            }
+            Ok(_) => DestinationEvent::Unclear { reason },
+            Err(_) => self.connection_lost(qemu),
+        })
     }
 
     fn run(&mut self, resume: bool) -> Option<DestinationEvent> {
@@ -700,6 +742,7 @@ impl DestinationHost for Host<'_, '_> {
         let was_lost = world.guests[guest].is_lost;
         let was_sent = world.qemus[qemu].status() == Some(Status::Completed);
         world.kill_qemu(qemu, "serve has ended it");
+        world.qemus[qemu].is_put_down = world.qemus[qemu].is_given_up;
         if world.guests[guest].home == qemu && !was_sent {
             world.fail("a QEMU is ended that has the guest");
         }

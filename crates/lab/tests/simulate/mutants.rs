@@ -28,6 +28,8 @@ pub(crate) enum Mutant {
     AssumesThatItRan,
     /// *Aborted* is sent of a QEMU that could not be ended.
     AbortsWithoutEnd,
+    /// A QEMU whose connections are gone is ended without a look whether it has loaded the guest.
+    EndsTheLoaded,
     /// A server that was started again forgets that it may have told the guest to run.
     ForgetsThatItTold,
     /// A QEMU that has sent its guest on is requested to run.
@@ -83,7 +85,7 @@ pub(crate) enum Mutant {
 }
 
 impl Mutant {
-    pub(crate) const ALL: [Self; 38] = [
+    pub(crate) const ALL: [Self; 39] = [
         Self::NoRecordOfCommitting,
         Self::NoRecordOfStarting,
         Self::NoRecordOfReceiving,
@@ -97,6 +99,7 @@ impl Mutant {
         Self::SilenceIsEvidence,
         Self::AssumesThatItRan,
         Self::AbortsWithoutEnd,
+        Self::EndsTheLoaded,
         Self::ForgetsThatItTold,
         Self::RunsWhatWasSentOn,
         Self::CommitsWithoutALook,

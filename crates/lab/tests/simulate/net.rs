@@ -41,9 +41,12 @@ pub(crate) struct Connection {
     /// Bytes that each end has sent and the other one has not read.
     pub(crate) unread: [u64; 2],
     is_swallowed: bool,
+    /// An end that has another connection for the stream may still read what comes on this one.
+    pub(crate) is_replaced: [bool; 2],
     /// An end that is over neither sends nor hears.
     pub(crate) is_over: [bool; 2],
-    flips: [bool; 2],
+    /// After how many parts for an end a bit changes.
+    flips: [Option<usize>; 2],
     /// What the ends call it.
     pub(crate) ids: [Option<ConnectionId>; 2],
     pub(crate) heard: [Duration; 2],
@@ -108,7 +111,8 @@ impl World<'_> {
             unread: [0; 2],
             is_swallowed: false,
             is_over: [false; 2],
-            flips: [false; 2],
+            flips: [None; 2],
+            is_replaced: [false; 2],
             ids: [None; 2],
             heard: [self.now; 2],
             sent: [self.now; 2],
@@ -131,7 +135,9 @@ impl World<'_> {
         }
         let len = part.len();
         connection.unread[1 - to] += len;
-        if std::mem::take(&mut connection.flips[to]) {
+        let flip = connection.flips[to].take();
+        connection.flips[to] = flip.and_then(|parts| parts.checked_sub(1));
+        if flip == Some(0) {
             match &mut part {
                 Part::Header(bytes) => bytes[9] ^= 4,
                 Part::Bytes(bytes) => bytes[0] ^= 64,
@@ -168,7 +174,7 @@ impl World<'_> {
             let Some((_, part)) = connection.flight[end].pop_front() else {
                 break;
             };
-            if !connection.is_over[end] {
+            if !connection.is_over[end] || connection.is_replaced[end] {
                 connection.heard[end] = self.now;
                 connection.arrived[end].push_back(part);
             }
@@ -185,6 +191,15 @@ impl World<'_> {
         connection.arrived[end].clear();
     }
 
+    /// An end has another connection for the stream. What it has read from this one meanwhile may still come.
+    pub(crate) fn replace(&mut self, number: usize, end: usize) {
+        let connection = &mut self.connections[number];
+        connection.is_replaced[end] = true;
+        let arrived = std::mem::take(&mut connection.arrived[end]);
+        self.close(number, end);
+        self.connections[number].arrived[end] = arrived;
+    }
+
     // Faults.
 
     fn of_pair(&self, pair: usize) -> Vec<usize> {
@@ -194,6 +209,11 @@ impl World<'_> {
             connection.link / paths == pair && connection.is_over != [true; 2]
         };
         (0..self.connections.len()).filter(is_open).collect()
+    }
+
+    /// Nothing is under way between two hosts.
+    pub(crate) fn is_silent_between(&self, one: usize, other: usize) -> bool {
+        self.of_pair(self.pair(one, other)).is_empty()
     }
 
     pub(crate) fn reset(&mut self, pair: usize) {
@@ -252,7 +272,7 @@ impl World<'_> {
             .collect();
         if !open.is_empty() {
             self.flips += 1;
-            self.connections[open[any % open.len()]].flips[end] = true;
+            self.connections[open[any % open.len()]].flips[end] = Some(any % 4);
         }
     }
 }

@@ -49,7 +49,7 @@ pub(crate) enum Fault {
     /// Resets, one after the other.
     Storm(usize, Duration, Duration),
     Slow(usize, u64, Duration),
-    /// A bit changes.
+    /// A bit changes in one of the next parts that an end gets.
     Corrupt(usize, usize),
     /// Connections to a host are refused though it is there, as by a proxy or a firewall.
     Refuse(usize, Duration),
@@ -59,8 +59,9 @@ pub(crate) enum Fault {
     /// A QEMU ends: that which has the guest, or one that receives it.
     KillSource(usize),
     KillDestination(usize),
-    /// `serve` and the QEMU that receives a guest end at once.
+    /// `serve` ends and at once the QEMU that receives a guest, or another tool sends that guest on.
     KillBoth(usize, Duration),
+    SendOn(usize, Duration),
     /// A host loses its power.
     Crash(usize, Duration),
     /// No journal can be written.
@@ -71,7 +72,7 @@ pub(crate) enum Fault {
     Break(usize, bool),
     /// A QEMU cannot be killed.
     Stuck(usize, Duration),
-    /// QEMU waits for a SYNC to be sent and does not notice that its connections are gone.
+    /// The relay ends; QEMU waits for a SYNC to be sent and does not notice.
     Numb(usize),
     /// The owner pauses the guest or continues it; its disk is full.
     Pause(usize),
@@ -129,8 +130,35 @@ impl Fault {
             33 => Self::Reload(any, short),
             34 => Self::OtherTool(any),
             35 => Self::KillBoth(any, short),
-            _ => Self::NewQemu(any),
+            36 => Self::SendOn(any, short),
+            37 => Self::NewQemu(any),
+            _ => Self::Storm(any, random.millis(100, 900), long),
         }
+    }
+
+    /// The same, for the guest and the hosts of a command.
+    pub(crate) fn aimed(mut self, guest: usize, hosts: [usize; 2]) -> Self {
+        match &mut self {
+            Self::Crash(host, _) => *host = hosts[*host % 2],
+            Self::KillServe(host, _)
+            | Self::KillBoth(host, _)
+            | Self::SendOn(host, _)
+            | Self::Reload(host, _)
+            | Self::Refuse(host, _)
+            | Self::Journal(host, _) => *host = hosts[1],
+            Self::KillSource(of)
+            | Self::KillDestination(of)
+            | Self::Monitor(of, ..)
+            | Self::Break(of, _)
+            | Self::Stuck(of, _)
+            | Self::Numb(of)
+            | Self::Pause(of)
+            | Self::Continue(of)
+            | Self::Halt(of)
+            | Self::Cancel(of) => *of = guest,
+            _ => {}
+        }
+        self
     }
 }
 
@@ -143,7 +171,7 @@ impl Options {
         let calm = Duration::from_secs(60 * minutes);
         // Some runs have one fault, some a storm of them; and most of a few kinds, which meet more often then.
         let number = random.pick(&[0, 1, 2, 4, 8, 16, 32, 64]);
-        const KINDS: usize = 37;
+        const KINDS: usize = 39;
         let few: [usize; 3] = std::array::from_fn(|_| random.below(KINDS));
         let mut faults: Vec<_> = (0..number)
             .map(|_| {

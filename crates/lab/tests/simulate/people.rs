@@ -13,6 +13,7 @@ use evacuation::{
 use handover::{GuestLocation, SourceState};
 
 use crate::{
+    destination::AtDestination,
     mutants::Mutant,
     options::Fault,
     qemu::{State, Status},
@@ -27,8 +28,9 @@ pub(crate) struct Guest {
     /// Its owner wants it to run, and that is known to whoever migrates it.
     pub(crate) wanted: bool,
     is_sure: bool,
-    /// The QEMU that has it.
+    /// The QEMU that has it; and the one in which it was last started from its disk.
     pub(crate) home: usize,
+    pub(crate) booted: usize,
     /// No QEMU has it any more.
     pub(crate) is_lost: bool,
     pub(crate) wrote_at: Duration,
@@ -88,6 +90,7 @@ impl<'a> World<'a> {
                 wanted: !(self.options.paused && guest == 0),
                 is_sure: true,
                 home: 0,
+                booted: 0,
                 is_lost: false,
                 wrote_at: Duration::ZERO,
                 writes_at: Duration::ZERO,
@@ -129,6 +132,7 @@ impl<'a> World<'a> {
         self.qemus[qemu].memory.clone_from(&memory);
         let of = &mut self.guests[guest];
         (of.memory, of.written, of.home, of.is_lost) = (memory, 1 << 40 | of.written, qemu, false);
+        of.booted = qemu;
         self.qemus[qemu].written = of.written;
         match of.wanted {
             true => self.runs(qemu),
@@ -215,12 +219,24 @@ impl<'a> World<'a> {
         };
         let home = self.guests[guest].home;
         match report {
-            None => self.runs_again(guest, host, to, false),
-            Some(GuestLocation::InDoubt) => {
-                self.guests[guest].doubts += 1;
+            None | Some(GuestLocation::InDoubt) => {
+                self.guests[guest].doubts += u32::from(report.is_some());
                 if self.guests[guest].doubts > DOUBTS && self.is_calm() {
                     self.settle(guest);
                     return false;
+                }
+                match self.random.below(8) {
+                    _ if self.is_calm() => {}
+                    0 if self.claims_that_it_never_ran(guest) => return true,
+                    1 => self.continues_by_hand(guest),
+                    // An unfinished attempt is finished even if the command names another destination.
+                    2 | 3 => {
+                        let other = self.random.below(self.hosts.len());
+                        let other = if other == host { to } else { other };
+                        self.runs_again(guest, host, other, false);
+                        return true;
+                    }
+                    _ => {}
                 }
                 self.runs_again(guest, host, to, false);
             }
@@ -370,7 +386,7 @@ impl<'a> World<'a> {
     /// Whether the destination of an attempt still has its journal and QEMU.
     fn can_be_known(&self, record: &AtSource) -> bool {
         let key = (Role::Destination, record.attempt);
-        let there = self.entry::<crate::destination::AtDestination>(record.to, key);
+        let there = self.entry::<AtDestination>(record.to, key);
         there.is_some_and(|it| self.qemus[it.qemu].is_alive)
     }
 
@@ -436,13 +452,7 @@ impl<'a> World<'a> {
                 }
             }
             Fault::Settle(_) => {
-                if let (None, Some((host, record))) = (command, self.open_record(guest))
-                    && self.hosts[host].is_up
-                    && matches!(record.state, SourceState::Committing { .. })
-                {
-                    let id = self.start_migrate(guest, host, record.to, false);
-                    self.migrates[id].settles = true;
-                }
+                self.claims_that_it_never_ran(guest);
             }
             Fault::OtherTool(any) => self.other_tool_moves(guest, any),
             Fault::NewQemu(any) => {
@@ -461,12 +471,52 @@ impl<'a> World<'a> {
         }
     }
 
-    fn other_tool_moves(&mut self, guest: usize, any: usize) {
+    /// A person is wrong, perhaps, about a guest in doubt. Returns whether there is one.
+    fn claims_that_it_never_ran(&mut self, guest: usize) -> bool {
+        let (None, Some((host, record))) = (self.command_of(guest), self.open_record(guest)) else {
+            return false;
+        };
+        let is_doubted = matches!(record.state, SourceState::Committing { .. });
+        if !is_doubted || !self.hosts[host].is_up {
+            return false;
+        }
+        let id = self.start_migrate(guest, host, record.to, false);
+        self.migrates[id].settles = true;
+        self.looks_again(guest, Duration::from_secs(10));
+        true
+    }
+
+    /// A person who sees that no destination runs the guest or was requested to continues it where it was.
+    fn continues_by_hand(&mut self, guest: usize) {
+        let home = self.guests[guest].home;
+        let Some((_, record)) = self.open_record(guest) else {
+            return;
+        };
+        let key = (Role::Destination, record.attempt);
+        let there = self.entry::<AtDestination>(record.to, key);
+        let is_unused = there.is_some_and(|it| {
+            use handover::DestinationState::{Aborted, Loaded};
+            matches!(it.state, Loaded { .. } | Aborted { .. })
+        });
+        let is_quiet = self.is_silent_between(self.qemus[home].host, record.to);
+        let is_sent = self.qemus[home].is_alive && self.qemus[home].state == State::Postmigrate;
+        if is_unused && is_quiet && is_sent && record.qemu == home && self.guests[guest].wanted {
+            self.note(format_args!(
+                "a person continues guest {guest} in QEMU {home}"
+            ));
+            self.runs(home);
+        }
+    }
+
+    pub(crate) fn other_tool_moves(&mut self, guest: usize, any: usize) {
         let home = self.guests[guest].home;
         let to = (self.qemus[home].host + 1 + any % (self.hosts.len() - 1)) % self.hosts.len();
         // Over another monitor, also while `migrate` is still getting ready.
         let command = self.command_of(guest);
-        let is_free = command.is_none_or(|id| self.migrates[id].is_getting_ready());
+        let is_free = command.is_none_or(|id| {
+            let it = &self.migrates[id];
+            it.is_getting_ready() || it.qemu != Some(home) && it.qemu.is_some()
+        });
         let is_free = is_free && self.at_path(to, guest).is_none();
         let is_well = self.qemus[home].is_running() && !self.qemus[home].is_migrating();
         // Whoever evacuates a host leaves its guests alone otherwise.
@@ -548,7 +598,9 @@ impl<'a> World<'a> {
             self.of_guest(guest)
                 .any(|q| self.qemus[q].host == host && self.qemus[q].has_disks)
         };
-        if !self.hosts[0].is_up || !self.hosts[to].is_up {
+        let answers =
+            |host: usize| self.hosts[host].is_up && self.now >= self.hosts[host].refuses_until;
+        if !answers(0) || !answers(to) {
             return match self.has(Mutant::TakesUnknownForSource) {
                 true => At::Source,
                 false => At::Unknown,

@@ -39,6 +39,9 @@ pub(crate) struct Qemu {
     pub(crate) stuck_until: Duration,
     pub(crate) breaks: Option<bool>,
     pub(crate) is_numb: bool,
+    /// Its server has written down that it never runs the guest; and has ended it after that.
+    pub(crate) is_given_up: bool,
+    pub(crate) is_put_down: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -212,6 +215,8 @@ impl World<'_> {
             stuck_until: Duration::ZERO,
             breaks: None,
             is_numb: false,
+            is_given_up: false,
+            is_put_down: false,
         });
         self.qemus.len() - 1
     }

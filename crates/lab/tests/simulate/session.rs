@@ -272,7 +272,7 @@ impl World<'_> {
             self.connections[connection].arrived[CLIENT].front(),
             Some(Part::Refused)
         );
-        self.close(connection, CLIENT);
+        self.replace(connection, CLIENT);
         let of = &mut self.sessions[session].streams[stream];
         let Some(end) = &mut of.ends[CLIENT] else {
             return;
@@ -345,7 +345,7 @@ impl World<'_> {
             let unread = &mut self.connections[number].unread[1 - end];
             *unread = unread.saturating_sub(part.len());
             self.take(number, end, part);
-            if self.connections[number].is_over[end] {
+            if self.connections[number].is_over[end] && !self.connections[number].is_replaced[end] {
                 break;
             }
         }
@@ -375,13 +375,17 @@ impl World<'_> {
             Some((_, id)) if mixes => Some(id),
             _ => of_old,
         };
+        let is_old = self.connections[number].is_replaced[end];
         match part {
+            Part::Header(_) | Part::Bytes(_) if is_old && of_old.is_none() => {}
+            Part::Welcome(bytes) if is_old && self.has(Mutant::TakesLateWelcomes) => {
+                self.welcomed(number, &bytes);
+            }
+            part if is_old && !matches!(part, Part::Header(_) | Part::Bytes(_)) => {}
             Part::Hello(bytes) => self.greet(number, &bytes),
             Part::Answer(bytes) if is_dialled => self.is_greeted(number, &bytes),
             Part::Attach(bytes) => self.attach(number, bytes),
-            Part::Welcome(bytes) if is_dialled || self.has(Mutant::TakesLateWelcomes) => {
-                self.welcomed(number, &bytes);
-            }
+            Part::Welcome(bytes) if is_dialled => self.welcomed(number, &bytes),
             Part::Header(bytes) => {
                 if let (Some(id), Some(near)) = (id, self.end(session, stream, end)) {
                     let came = near.state.on_header(id, &bytes, "a path", now);
@@ -479,7 +483,7 @@ impl World<'_> {
         };
         let attach = attach.encode(&transcript, &secret);
         if let Some((old, _)) = old {
-            self.close(old, CLIENT);
+            self.replace(old, CLIENT);
         }
         self.connections[number].attach = attach;
         self.connections[number].transcripts[CLIENT] = Some(transcript);
@@ -581,7 +585,7 @@ impl World<'_> {
         end.on = id.map(|id| (number, id));
         end.since = since;
         if let Some((old, _)) = old {
-            self.close(old, SERVER);
+            self.replace(old, SERVER);
         }
         self.connections[number].ids[SERVER] = id;
         match (is_accepted, id) {

@@ -136,6 +136,12 @@ impl Migrate {
         )
     }
 
+    /// Nothing has failed, and nobody has given it up.
+    pub(crate) fn is_undisturbed(&self, disturbed: Duration, now: Duration) -> bool {
+        let is_given_up = self.is_cancelled || self.stopping.is_some();
+        self.driver.is_some() && !is_given_up && self.without_relay.is_none() && now < disturbed
+    }
+
     fn policy(timeout: Option<(Duration, OnTimeout)>) -> Policy {
         Policy {
             downtime_limit: DOWNTIME_LIMIT,
@@ -427,9 +433,14 @@ impl World<'_> {
         let confirmed = self.migrates[id].confirm || self.has(Mutant::TakesItForItsOwn);
         let is_committing = matches!(record.state, SourceState::Committing { .. });
         let found = match (completed, is_committing) {
-            (None, _) if self.has(Mutant::DoubtsTheDead) => FoundGuest::Sent { confirmed: true },
+            (None, _) if self.has(Mutant::DoubtsTheDead) => {
+                self.migrates[id].has_committed = is_committing;
+                return self.reports(id, GuestLocation::InDoubt);
+            }
             (None, _) => FoundGuest::Ended,
-            (Some(_), true) if has_sent => FoundGuest::Sent { confirmed },
+            (Some(_), true) if has_sent || self.has(Mutant::CommitsWithoutALook) => {
+                FoundGuest::Sent { confirmed }
+            }
             (Some(true), false) => FoundGuest::Sent { confirmed },
             (Some(_), _) => FoundGuest::Here,
         };
@@ -691,6 +702,15 @@ impl World<'_> {
         }
     }
 
+    /// The relay of a QEMU's migration ends.
+    pub(crate) fn relay_ends(&mut self, qemu: usize) {
+        let is_its = |id: &usize| self.migrates[*id].qemu == Some(qemu) && self.is_moving(*id);
+        if let Some(id) = (0..self.migrates.len()).find(is_its) {
+            self.migrates[id].without_relay = Some(self.now);
+            self.hang_up_source(id);
+        }
+    }
+
     fn hang_up_source(&mut self, id: usize) {
         if let Some(session) = self.migrates[id].control {
             for stream in MAIN..self.sessions[session].streams.len() {
@@ -779,7 +799,11 @@ impl World<'_> {
         const LONG: Duration = Duration::from_secs(100);
         let it = &self.migrates[id];
         let since = it.began_to_move.max(self.troubled);
-        let is_quiet = self.options.writes * CHUNK * 4 < self.options.rate;
+        let is_forced = matches!(
+            self.options.timeout,
+            Some((_, OnTimeout::Force | OnTimeout::Pause | OnTimeout::Throttle))
+        );
+        let is_quiet = is_forced || self.options.writes * CHUNK * 4 < self.options.rate;
         let is_undisturbed = it.stopping.is_none() && it.without_relay.is_none();
         if self.is_moving(id) && is_quiet && is_undisturbed && self.now > since + LONG {
             self.fail("a guest that writes little does not move");

@@ -42,6 +42,8 @@ pub(crate) struct World<'a> {
     pub(crate) connections: Vec<Connection>,
     pub(crate) links: Vec<Link>,
     pub(crate) evacuation: Option<Evacuation<'a>>,
+    /// When the first fault came.
+    pub(crate) disturbed: Duration,
     /// Faults that go with one of the next actions of any process.
     armed: Vec<(u32, Fault)>,
     /// Processes that are to be killed before their next action.
@@ -64,6 +66,7 @@ pub(crate) enum Event {
     DialIsLate(usize, usize, usize),
     Migrate(usize),
     StillReceiving(usize, AttemptId),
+    LooksAgain(usize, AttemptId),
     /// A guest writes.
     Writes(usize),
     /// A person looks at a guest.
@@ -159,6 +162,7 @@ impl<'a> World<'a> {
             connections: Vec::new(),
             links: Vec::new(),
             evacuation: None,
+            disturbed: Duration::MAX,
             armed: Vec::new(),
             doomed: Vec::new(),
             troubled: Duration::ZERO,
@@ -210,6 +214,7 @@ impl<'a> World<'a> {
             }
             Event::Migrate(id) => self.advance_migrate(id),
             Event::StillReceiving(serve, attempt) => self.still_receiving(serve, attempt),
+            Event::LooksAgain(serve, attempt) => self.looks_at_cut(serve, attempt),
             Event::Writes(guest) => self.writes(guest),
             Event::Person(guest) => self.person(guest),
             Event::Evacuates => self.evacuates(),
@@ -268,9 +273,24 @@ impl<'a> World<'a> {
         };
         let due: Vec<_> = self.armed.extract_if(.., is_due).collect();
         for (_, fault) in due {
+            let fault = match self.command_with(process) {
+                Some(id) => {
+                    let it = &self.migrates[id];
+                    fault.aimed(it.guest, [it.host, it.to])
+                }
+                None => fault,
+            };
             match fault {
                 // Now, and not when the action has been carried out.
-                Fault::KillMigrate(_) | Fault::KillServe(..) | Fault::KillBoth(..) => {
+                Fault::KillMigrate(_) if matches!(process, Process::Migrate(_)) => {
+                    let back = Duration::ZERO;
+                    self.counts(fault);
+                    self.doomed.push(Doom { process, back });
+                }
+                Fault::KillMigrate(_)
+                | Fault::KillServe(..)
+                | Fault::KillBoth(..)
+                | Fault::SendOn(..) => {
                     self.fault(fault);
                 }
                 _ => self.after(Duration::ZERO, Event::Happens(fault)),
@@ -291,6 +311,17 @@ impl<'a> World<'a> {
             Process::Serve(id) => self.kill_serve(id, doom.back),
         }
         true
+    }
+
+    /// The command whose process this is, or that has one with a server.
+    fn command_with(&self, process: Process) -> Option<usize> {
+        match process {
+            Process::Migrate(id) => Some(id),
+            Process::Serve(id) => (0..self.migrates.len()).rev().find(|it| {
+                let it = &self.migrates[*it];
+                it.is_alive() && self.hosts[it.to].serve == Some(id)
+            }),
+        }
     }
 
     // Journals.
@@ -387,8 +418,7 @@ impl<'a> World<'a> {
     }
 
     fn fault(&mut self, fault: Fault) {
-        *self.counts.faults.entry(fault.kind()).or_default() += 1;
-        self.note(format_args!("FAULT {fault:?}"));
+        self.counts(fault);
         let (hosts, pairs) = (self.hosts.len(), self.pairs());
         let until = |time: Duration| (self.now + time).min(self.options.calm);
         match fault {
@@ -449,7 +479,7 @@ impl<'a> World<'a> {
                     self.kill_qemu(other, "a fault");
                 }
             }
-            Fault::KillBoth(host, back) => {
+            Fault::KillBoth(host, back) | Fault::SendOn(host, back) => {
                 let host = host % hosts;
                 let home = |q: usize| self.guests[self.qemus[q].guest].home == q;
                 let on_host = (0..self.qemus.len()).rev();
@@ -462,8 +492,10 @@ impl<'a> World<'a> {
                 if let Some(id) = self.hosts[host].serve {
                     self.kill_serve(id, back);
                 }
-                if let Some(last) = last {
-                    self.kill_qemu(last, "a fault");
+                match (last, fault) {
+                    (Some(last), Fault::KillBoth(..)) => self.kill_qemu(last, "a fault"),
+                    (Some(last), _) => self.other_tool_moves(self.qemus[last].guest, host),
+                    _ => {}
                 }
             }
             Fault::Crash(host, back) => self.crash(host % hosts, back),
@@ -483,6 +515,7 @@ impl<'a> World<'a> {
             Fault::Numb(any) => {
                 let qemu = self.some_qemu(any, true);
                 self.qemus[qemu].is_numb = true;
+                self.relay_ends(qemu);
             }
             Fault::Reload(host, back) => {
                 if let Some(id) = self.hosts[host % hosts].serve {
@@ -498,6 +531,12 @@ impl<'a> World<'a> {
             | Fault::OtherTool(any)
             | Fault::NewQemu(any) => self.people_do(fault, any % self.guests.len()),
         }
+    }
+
+    fn counts(&mut self, fault: Fault) {
+        *self.counts.faults.entry(fault.kind()).or_default() += 1;
+        self.disturbed = self.disturbed.min(self.now);
+        self.note(format_args!("FAULT {fault:?}"));
     }
 
     pub(crate) fn troubles(&mut self, until: Duration) {
@@ -570,13 +609,23 @@ impl<'a> World<'a> {
         let home = self.guests[of].home;
         let is_lost = self.guests[of].is_lost;
         let has_moved = Some(home) != source || is_lost;
+        let booted = self.guests[of].booted;
+        let is_earlier = migrate.record.as_ref().is_some_and(|it| it.qemu < booted);
         match guest {
             GuestLocation::Destination if !has_moved => {
                 self.fail("a guest that is at the source is reported at the destination");
             }
+            GuestLocation::Source if migrate.is_undisturbed(self.disturbed, self.now) => {
+                self.fail("a migration fails though nothing else has");
+            }
             GuestLocation::Source if migrate.began && Some(home) != source && !is_lost => {
                 self.fail("a guest that is elsewhere is reported at the source");
             }
+            GuestLocation::MovedOn if migrate.began && !has_moved => {
+                self.fail("a guest that is at the source is reported as moved on");
+            }
+            // An old command may speak of a guest that was started from its disk since.
+            GuestLocation::Lost if is_earlier => {}
             GuestLocation::Lost if migrate.began && !is_lost && self.qemus[home].is_running() => {
                 self.fail("a guest that runs is reported as lost");
             }

@@ -273,7 +273,7 @@ impl IncomingMigration {
             config,
             hangup: &self.hangup,
             stats: &self.stats,
-            on_loaded: &|| (),
+            reached: &|_| (),
         };
         if kind == MIGRATION {
             return MigrationEnd::of(&relay.relay());

@@ -297,7 +297,7 @@ impl OutgoingMigration {
             config: &config,
             hangup: &self.hangup,
             stats: &self.stats,
-            on_loaded: &|| (),
+            reached: &|_| (),
         };
         MigrationEnd::of(&match kind {
             MIGRATION => relay.relay(),

@@ -85,6 +85,9 @@ pub(crate) struct AtDestination {
     /// The QEMU is prepared for post-copy.
     #[serde(default)]
     pub(crate) post_copy: bool,
+    /// The last of the guest has not come, so its QEMU cannot have all of it.
+    #[serde(default)]
+    pub(crate) incomplete: bool,
     /// Inode of the connection to its monitor that the QEMU keeps.
     #[serde(default)]
     pub(crate) kept_monitor: Option<u64>,

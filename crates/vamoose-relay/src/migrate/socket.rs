@@ -46,7 +46,7 @@ impl Route {
             config,
             hangup,
             stats,
-            on_loaded: &|| (),
+            reached: &|_| (),
         }
     }
 }

@@ -10,7 +10,7 @@ use vamoose_link::{ChannelReader, ChannelWriter, Pacer, Stats, Stream};
 
 use super::supervisor::Report;
 use crate::{
-    Config, Direction, channels,
+    Config, Direction, Milestone, channels,
     channels::OutgoingChannel,
     exchange::{ReaderEnd, WriterEnd},
     main_stream::{MainState, Pump, ReturnWitness, Witness},
@@ -73,8 +73,9 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         to: &Arc<Stream>,
         pacer: &'env Pacer,
         state: &'env MainState,
+        reached: &'env (dyn Fn(Milestone) + Sync),
     ) {
-        let mut behind = BehindSyncs::new(state, self.syncs, self.stats, self.config);
+        let mut behind = BehindSyncs::new(state, self.syncs, self.stats, self.config, reached);
         let pump = Pump::new(Direction::Forward, from, to, self.stats, Some(pacer));
         self.spawn(move |report| report(main_ended(pump, &mut behind)));
     }

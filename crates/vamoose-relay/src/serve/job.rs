@@ -17,12 +17,13 @@ use tracing::{Span, debug, info, warn};
 use vamoose_link::{Address, Hangup, PollQueue, Session, Stats, Stream, left, lock, send_message};
 
 use super::{
-    qemu::{DestinationQemu, LOADING},
+    qemu::{DestinationQemu, FAILING, LOADING},
     setup::PrepareError,
     storage::Exports,
 };
 use crate::{
-    Config, Dialer, EndKind, Observer, Outcome, Relay, RelayError, Role, UnderWay, chain,
+    Config, Dialer, EndKind, Milestone, Observer, Outcome, Relay, RelayError, Role, UnderWay,
+    chain,
     journal::{AtDestination, Entry},
     main_stream::KEEP_TRYING,
     observer::Observation,
@@ -31,8 +32,8 @@ use crate::{
 
 /// How long a QEMU may take to load the last pages of post-copy, when its source has hung up.
 const LOADING_THE_REST: Duration = Duration::from_secs(2);
-/// How long a QEMU may take to fail after its relay has.
-const FAILING: Duration = Duration::from_secs(1);
+/// How soon to ask a QEMU again that did not tell whether it has the guest.
+const LOOK_AGAIN: Duration = Duration::from_secs(5);
 /// How often to ask a QEMU that may be behind the switch to post-copy.
 const LOOKING: Duration = Duration::from_millis(5);
 
@@ -76,6 +77,8 @@ struct Host {
     entry: Entry<AtDestination>,
     qemu: DestinationQemu,
     controls: Vec<Weak<Stream>>,
+    /// When its QEMU was looked at.
+    looked: Instant,
     /// The last write of the journal failed.
     unwritten: bool,
 }
@@ -118,6 +121,7 @@ impl Job {
                     entry,
                     qemu,
                     controls: Vec::new(),
+                    looked: Instant::now(),
                     unwritten: false,
                 },
                 silent_since: Some(Instant::now()),
@@ -138,10 +142,7 @@ impl Job {
 
     /// Continues an attempt from the journal.
     pub(super) fn go_on(&self) {
-        let mut inner = lock(&self.inner);
-        if inner.is_before_switch() {
-            inner.drive(DestinationDriver::go_on);
-        }
+        lock(&self.inner).drive(DestinationDriver::go_on);
         self.changed.notify_all();
     }
 
@@ -195,7 +196,10 @@ impl Job {
             config: &transfer.config,
             hangup: &transfer.hangup,
             stats: &transfer.stats,
-            on_loaded: &|| self.handle(DestinationEvent::Loaded),
+            reached: &|milestone| match milestone {
+                Milestone::Last => lock(&self.inner).may_be_complete(),
+                Milestone::Loaded => self.handle(DestinationEvent::Loaded),
+            },
         };
         let span = Span::current();
         let result = thread::scope(|scope| {
@@ -244,10 +248,17 @@ impl Job {
     pub(super) fn fail(&self, cause: String) {
         lock(&self.transfer).take();
         let mut inner = lock(&self.inner);
-        if *inner.driver.state() == DestinationState::Receiving && inner.is_before_switch() {
+        if *inner.driver.state() == DestinationState::Receiving {
             inner.handle(DestinationEvent::Failed { cause });
         }
         self.changed.notify_all();
+    }
+
+    /// Whether its transfer has ended, its QEMU did not tell whether everything had been loaded, and is to be asked again.
+    pub(super) fn is_to_be_looked_at(&self) -> bool {
+        // The lock is held while an event is handled.
+        let inner = self.inner.try_lock();
+        inner.is_ok_and(|it| it.driver.is_cut() && it.host.looked.elapsed() >= LOOK_AGAIN)
     }
 
     /// Adds a data connection, if it belongs to the source's session.
@@ -324,8 +335,9 @@ impl Job {
         };
         let deadline = Instant::now() + LOADING;
         while *inner.driver.state() == DestinationState::Receiving && Instant::now() < deadline {
-            inner.is_before_switch();
-            if *inner.driver.state() == DestinationState::Receiving {
+            if inner.host.has_switched() {
+                inner.handle(DestinationEvent::Switched);
+            } else {
                 let changed = self.changed.wait_timeout(inner, look.min(left(deadline)));
                 (inner, _) = changed.unwrap_or_else(PoisonError::into_inner);
             }
@@ -445,30 +457,10 @@ impl Inner {
         self.report(&before);
     }
 
-    /// Whether a guest that is being received is certainly not behind post-copy's switch. If it is, its source cannot continue it.
-    fn is_before_switch(&mut self) -> bool {
-        let is_receiving = *self.driver.state() == DestinationState::Receiving;
-        if !is_receiving || !self.host.entry.record.side.post_copy || self.host.qemu.has_ended() {
-            return true;
-        }
-        match self.host.qemu.has_switched() {
-            Ok(true) => {
-                let inode = self.host.qemu.monitor_inode();
-                self.host.entry.record.side.kept_monitor = inode;
-                // The journal has it first: a monitor that QEMU keeps and nobody knows of would be lost.
-                match self.host.entry.write() {
-                    Ok(()) => inode
-                        .into_iter()
-                        .for_each(|inode| self.host.qemu.keep_monitor(inode)),
-                    Err(error) => warn!("{}", chain(&error)),
-                }
-                self.handle(DestinationEvent::Switched);
-            }
-            Ok(false) => return true,
-            // The source asks again.
-            Err(error) => debug!("is the guest under post-copy? {}", chain(&error)),
-        }
-        false
+    /// The last of the guest is about to come. The journal has it first.
+    fn may_be_complete(&mut self) {
+        self.host.entry.record.side.incomplete = false;
+        self.write();
     }
 
     /// Ends the attempt if its QEMU has provably ended.
@@ -557,6 +549,19 @@ impl DestinationHost for Host {
         }
     }
 
+    fn look(&mut self) -> Option<DestinationEvent> {
+        self.looked = Instant::now();
+        if self.entry.record.side.incomplete {
+            let cause = "the guest is incomplete".to_owned();
+            return Some(DestinationEvent::NotStarted { cause });
+        }
+        let event = self.qemu.look();
+        if event == DestinationEvent::Switched {
+            self.keep_monitor();
+        }
+        Some(event)
+    }
+
     fn run(&mut self, resume: bool) -> Option<DestinationEvent> {
         Some(self.qemu.run(resume))
     }
@@ -574,6 +579,26 @@ impl DestinationHost for Host {
 }
 
 impl Host {
+    /// Whether a guest that is being received is behind post-copy's switch.
+    fn has_switched(&mut self) -> bool {
+        let switched = self.entry.record.side.post_copy && self.qemu.has_switched();
+        if switched {
+            self.keep_monitor();
+        }
+        switched
+    }
+
+    /// The journal has it first: a monitor that QEMU keeps and nobody knows of would be lost.
+    fn keep_monitor(&mut self) {
+        let inode = self.qemu.monitor_inode();
+        self.entry.record.side.kept_monitor = inode;
+        match (self.entry.write(), inode) {
+            (Ok(()), Some(inode)) => self.qemu.keep_monitor(inode),
+            (Ok(()), None) => {}
+            (Err(error), _) => warn!("{}", chain(&error)),
+        }
+    }
+
     fn write(&mut self, destination: &Destination) -> Result<(), String> {
         self.entry.record.state = destination.state().clone();
         let written = self.entry.write();

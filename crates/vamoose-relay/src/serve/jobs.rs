@@ -100,6 +100,16 @@ impl Jobs {
         active.values().filter(is_orphan).count()
     }
 
+    /// Attempts of which it is still not known whether everything has been loaded.
+    pub(super) fn to_look_at(&self) -> Vec<Arc<Job>> {
+        let active = lock(&self.active);
+        active
+            .values()
+            .filter(|job| job.is_to_be_looked_at())
+            .cloned()
+            .collect()
+    }
+
     /// Whether any attempt is under way.
     pub(super) fn are_under_way(&self) -> bool {
         lock(&self.active).values().any(|job| job.is_under_way())
@@ -141,6 +151,7 @@ mod tests {
                 orphaned: false,
                 source: None,
                 post_copy: false,
+                incomplete: false,
                 kept_monitor: None,
             },
             state,

@@ -69,6 +69,12 @@ impl Server {
             }
             let orphans = self.jobs.maintain(self.config.orphan_timeout);
             self.observer.orphaned(orphans);
+            for job in self.jobs.to_look_at() {
+                let (span, cause) = (span(job.attempt), "the transfer has ended".to_owned());
+                if let Err(error) = spawn(scope, span, move || job.fail(cause)) {
+                    warn!("a QEMU is not looked at: no thread can be started: {error}");
+                }
+            }
             for sessions in [&self.sessions, &self.local] {
                 if let Some(introduced) = sessions.try_next() {
                     self.take_connection(scope, stop, introduced);

@@ -12,7 +12,7 @@ use crate::{
     Instance, chain,
     control::QEMU_FAILED,
     qemu::{ENDING, KILLED, MigrationStatus, Qemu, QemuError, recover},
-    qmp::Qmp,
+    qmp::{ANSWER_WITHIN, Qmp},
 };
 
 /// The QEMU that receives the guest. The monitor serves one client, so it is not always connected to.
@@ -29,6 +29,10 @@ pub(crate) struct DestinationQemu {
 
 /// Time limit from the last received byte to a loaded guest.
 pub(super) const LOADING: Duration = Duration::from_secs(30);
+/// How long a QEMU may take to fail after its relay has.
+pub(super) const FAILING: Duration = Duration::from_secs(1);
+/// How long to wait for the answer of a QEMU that may hang. Until then, its job hears nothing of its source.
+const ANSWERING: Duration = Duration::from_secs(1);
 
 /// What QEMU says when its source is gone.
 const CONNECTION_LOST: [&str; 4] = [
@@ -88,14 +92,20 @@ impl DestinationQemu {
             .then(|| format!("{QEMU_FAILED}{}", words.join("; ")))
     }
 
-    /// Whether its source has switched to post-copy, and it has what the guest needs to run.
-    pub(super) fn has_switched(&mut self) -> Result<bool, QemuError> {
-        let switched =
-            self.with_qemu(|qemu| Ok(qemu.migration_status()? == MigrationStatus::Switched));
-        match switched {
-            Ok(switched) => self.is_under_post_copy |= switched,
-            Err(_) => self.qemu = None,
+    /// Whether its source has switched to post-copy, and it has what the guest needs to run. False if it does not answer.
+    pub(super) fn has_switched(&mut self) -> bool {
+        if self.has_ended() {
+            return false;
         }
+        let switched = self.with_qemu_within(ANSWERING, |qemu| {
+            Ok(qemu.migration_status()? == MigrationStatus::Switched)
+        });
+        let switched = switched.unwrap_or_else(|error| {
+            debug!("is the guest under post-copy? {}", chain(&error));
+            self.let_go(&error, true);
+            false
+        });
+        self.is_under_post_copy |= switched;
         switched
     }
 
@@ -167,6 +177,49 @@ impl DestinationQemu {
     /// Whether the path of the monitor is free for another QEMU.
     pub(super) fn is_gone(&self) -> bool {
         self.instance.is_gone()
+    }
+
+    /// Whether all of the guest has been loaded, or what it needs to run under post-copy, now that its connections are gone. What
+    /// these still hold is loaded first.
+    pub(super) fn look(&mut self) -> DestinationEvent {
+        if self.instance.has_ended() {
+            return died();
+        }
+        let looked = self.with_qemu_within(ANSWERING, |qemu| {
+            qemu.ask_until("a guest that is loaded or lost", FAILING, |qemu| {
+                let account = qemu.query_migrate()?;
+                let (status, state) = (MigrationStatus::of(&account), qemu.state()?);
+                let is_coming = state == COMING_IN && account["status"] != "setup";
+                Ok(match status {
+                    MigrationStatus::Busy if is_coming => ControlFlow::Continue(state),
+                    _ => ControlFlow::Break((status, state)),
+                })
+            })
+        });
+        match looked {
+            Ok((MigrationStatus::Switched, _)) => {
+                self.is_under_post_copy = true;
+                DestinationEvent::Switched
+            }
+            Ok((_, state)) if state == COMING_IN => {
+                let cause = "the guest is incomplete".to_owned();
+                DestinationEvent::NotStarted { cause }
+            }
+            Ok((_, state)) if HAS_RUN.contains(&&*state) => unclear(format!(
+                "the guest is `{state}`, and nobody has requested it to run"
+            )),
+            Ok(_) => DestinationEvent::Loaded,
+            Err(QemuError::State { state, .. }) => {
+                unclear(format!("its QEMU is still loading the guest: `{state}`"))
+            }
+            // Nobody can continue it any more.
+            Err(error @ QemuError::Replaced) => {
+                let cause = chain(&error);
+                DestinationEvent::NotStarted { cause }
+            }
+            Err(error) if has_not_answered(&error) => unclear(chain(&error)),
+            Err(error) => self.connection_lost(&error),
+        }
     }
 
     /// Continues the loaded guest unless it has been continued, or activates its disks if it is to stay paused. Returns its state.
@@ -315,12 +368,15 @@ impl DestinationQemu {
         if dead || self.instance.has_ended() {
             return died();
         }
-        // A QEMU that waits for a page answers later. Any other connection is useless now, and a new one may work.
-        let waits = matches!(error, QemuError::Qmp(error) if error.is_no_answer());
-        if !(self.is_under_post_copy && waits) {
+        self.let_go(error, self.is_under_post_copy);
+        unclear(chain(error))
+    }
+
+    /// A QEMU that may wait for a page answers later. Any other connection is useless now, and a new one may work.
+    fn let_go(&mut self, error: &QemuError, may_wait: bool) {
+        if !(may_wait && has_not_answered(error)) {
             self.qemu = None;
         }
-        unclear(chain(error))
     }
 
     fn wait_until_loaded(&mut self) -> Result<String, QemuError> {
@@ -340,16 +396,36 @@ impl DestinationQemu {
         &mut self,
         work: impl FnOnce(&mut Qemu) -> Result<T, QemuError>,
     ) -> Result<T, QemuError> {
+        self.with_qemu_within(ANSWER_WITHIN, work)
+    }
+
+    /// As [`with_qemu`](Self::with_qemu), and waits at most this long for each answer.
+    fn with_qemu_within<T>(
+        &mut self,
+        patience: Duration,
+        work: impl FnOnce(&mut Qemu) -> Result<T, QemuError>,
+    ) -> Result<T, QemuError> {
         if let Some(qemu) = &mut self.qemu {
-            return work(qemu);
+            return qemu.patient_for(patience, work);
         }
-        let mut qemu = Qemu::connect(&self.instance.monitor)?;
-        let found = Instance::of(&mut qemu, &self.instance.monitor)?;
+        let Instance {
+            monitor, process, ..
+        } = &self.instance;
+        // Another QEMU there is none of this job's business.
+        if process.is_none() && self.instance.is_gone() {
+            return Err(QemuError::Replaced);
+        }
+        let mut qemu = Qemu::connect_within(monitor, patience)?;
+        let found = qemu.patient_for(patience, |qemu| Instance::of(qemu, monitor))?;
         if !found.is_same(&self.instance) {
             return Err(QemuError::Replaced);
         }
-        work(self.qemu.insert(qemu))
+        self.qemu.insert(qemu).patient_for(patience, work)
     }
+}
+
+fn has_not_answered(error: &QemuError) -> bool {
+    matches!(error, QemuError::Qmp(error) if error.is_no_answer())
 }
 
 fn died() -> DestinationEvent {
@@ -374,7 +450,7 @@ mod tests {
 
     use super::*;
 
-    /// A monitor of a guest that is paused until `cont`, and then in the state `after`, or gone.
+    /// A monitor of a guest that is in a state, paused at first, until `cont`, and then in the state `after`, or gone.
     struct Fake {
         dir: tempfile::TempDir,
         server: JoinHandle<Vec<String>>,
@@ -382,10 +458,18 @@ mod tests {
 
     impl Fake {
         fn start(after: Option<&'static str>) -> (Self, DestinationQemu) {
+            Self::of_incoming("paused", "completed", after)
+        }
+
+        fn of_incoming(
+            state: &'static str,
+            migration: &'static str,
+            after: Option<&'static str>,
+        ) -> (Self, DestinationQemu) {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("qmp");
             let listener = UnixListener::bind(&path).unwrap();
-            let server = thread::spawn(move || serve(&listener, after));
+            let server = thread::spawn(move || serve(&listener, state, migration, after));
             let guest = DestinationQemu::new(
                 Instance::unknown(&path),
                 Some(Qemu::connect(&path).unwrap()),
@@ -400,10 +484,15 @@ mod tests {
         }
     }
 
-    fn serve(listener: &UnixListener, after: Option<&str>) -> Vec<String> {
+    fn serve<'a>(
+        listener: &UnixListener,
+        mut state: &'a str,
+        migration: &str,
+        after: Option<&'a str>,
+    ) -> Vec<String> {
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(b"{\"QMP\": {}}\n").unwrap();
-        let (mut state, mut told) = ("paused", Vec::new());
+        let mut told = Vec::new();
         for line in BufReader::new(stream.try_clone().unwrap()).lines() {
             let Ok(line) = line else { break };
             let request: Value = serde_json::from_str(&line).unwrap();
@@ -412,6 +501,7 @@ mod tests {
                 "query-version" => json!({ "qemu": { "major": 10, "minor": 0, "micro": 0 } }),
                 "query-commands" => json!([{ "name": "blockdev-set-active" }]),
                 "query-status" => json!({ "status": state }),
+                "query-migrate" => json!({ "status": migration }),
                 "cont" => match after {
                     Some(after) => {
                         state = after;
@@ -478,6 +568,28 @@ mod tests {
         let (_fake, mut guest) = Fake::start(None);
         let state = "paused".to_owned();
         assert_eq!(guest.check(true), DestinationEvent::Started { state });
+    }
+
+    #[test]
+    fn guest_whose_connections_are_gone_is_looked_at() {
+        let look = |state, migration| {
+            let (_fake, mut guest) = Fake::of_incoming(state, migration, None);
+            guest.look()
+        };
+        for state in ["paused", "prelaunch"] {
+            assert_eq!(look(state, "completed"), DestinationEvent::Loaded);
+        }
+        for migration in ["setup", "failed", "none"] {
+            let event = look(COMING_IN, migration);
+            let is_lost = matches!(event, DestinationEvent::NotStarted { .. });
+            assert!(is_lost, "{migration}: {event:?}");
+        }
+        // It may have the rest in its sockets; or somebody else has continued it.
+        for (state, migration) in [(COMING_IN, "active"), ("running", "completed")] {
+            let event = look(state, migration);
+            let is_unclear = matches!(event, DestinationEvent::Unclear { .. });
+            assert!(is_unclear, "{state}: {event:?}");
+        }
     }
 
     #[test]

@@ -133,6 +133,7 @@ impl Server {
                 orphaned: false,
                 source: session.identity().map(str::to_owned),
                 post_copy: post_copy.is_some(),
+                incomplete: true,
                 kept_monitor: None,
             },
             state: DestinationState::Receiving,

@@ -63,6 +63,7 @@ impl Exports {
         Relay {
             accept: &self.streams,
             dialer: &self.dialer,
+            reached: &|_| (),
             ..*memory
         }
     }

@@ -171,7 +171,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         config: &config,
         hangup: &Hangup::new()?,
         stats: &stats,
-        on_loaded: &|| (),
+        reached: &|_| (),
     }
     .run();
     if result.is_ok() {

@@ -216,7 +216,7 @@ fn relayed(
         config,
         hangup: &hangup,
         stats: &stats,
-        on_loaded: &|| (),
+        reached: &|_| (),
     };
     let cancel = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {

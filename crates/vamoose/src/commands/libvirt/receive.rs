@@ -112,7 +112,7 @@ pub(super) fn run() -> Result<()> {
         config: &config,
         hangup: &hangup,
         stats: &stats,
-        on_loaded: &|| (),
+        reached: &|_| (),
     };
     thread::scope(|scope| {
         scope.spawn(|| {
