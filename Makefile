@@ -57,13 +57,13 @@ databases: setup # Move guests with PostgreSQL on a disk, three times each, with
 	scripts/setup workloads
 	cargo test --release -p vamoose --test all database:: -- --ignored --nocapture
 
-faults: setup  # Break migrations in every way, at random moments, until one goes wrong (FAULTS="--faults 2000 --seed 1")
-	cargo build --release -p vamoose -p lab --bin vamoose --bin faults
-	"$${CARGO_TARGET_DIR:-target}/release/faults" $(FAULTS)
+# FAULTS, FAULTS_MINUTES and FAULTS_SEED set how many, how long and which, FAULTS_JOBS how many at once; FAULTS_ONLY selects faults by a
+# part of their names, and FAULTS_EXPERIMENT one experiment of a seed.
+faults: setup  # Break migrations in every way, at random moments, until one goes wrong (FAULTS=2000 FAULTS_SEED=1)
+	cargo test --release -p vamoose --test all campaign:: -- --ignored --nocapture
 
 # SOAK_SEED sets which faults. Ends at the first broken promise, with all that is known of it. As root.
 soak: setup    # Migrations of all kinds with faults for hours, with memory and descriptors in target/soak (make soak HOURS=8)
-	cargo build --release -p vamoose -p lab --bin vamoose --bin faults
 	SOAK_HOURS=$(or $(HOURS),8) cargo test --release -p vamoose --test all soak:: -- --ignored --nocapture
 
 bench: setup   # Measure Vamoose beside stock QEMU on this host (minutes; BENCH="silesia links --out DIR"; make bench BENCH=list)

@@ -59,7 +59,7 @@ pub fn target_dir() -> PathBuf {
     std::env::var_os("VAMOOSE_TARGET").map_or_else(|| BUILT_FOR.into(), PathBuf::from)
 }
 
-/// The exit code of a program of the lab. Prints an error on one line with all causes.
+/// The exit code of an internal program. Prints an error on one line with all causes.
 pub fn exit_code(program: &str, result: Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  dialler ──> Middlebox ──> listener      one thread per connection; numbers in order of arrival
-//!               └ apply(All, Reset), apply_at(byte 1000 of connection 2, ...), admit(Refuse), flip(...)
+//!               └ apply(All, Reset), apply_at(byte 1000 of connection 2, ...), admit(Refuse), flip_at(...)
 //! ```
 //! A change is complete when its call returns: no further byte passes that should not. So tests need no sleeps: they name the byte
 //! at which something breaks, or wait for a number of bytes or connections. An [`Observer`] decides piece by piece what passes.
@@ -176,8 +176,6 @@ pub struct Traffic {
     pub passed: u64,
     /// Read and dropped.
     pub dropped: u64,
-    /// Bits flipped in what passed.
-    pub flipped: u64,
 }
 
 /// A bit that was flipped.
@@ -284,14 +282,7 @@ impl Handle {
         });
     }
 
-    /// Flips a bit (0 for the lowest) of a byte to come; byte 0 is the next one.
-    pub fn flip(&self, connection: usize, direction: Direction, byte: u64, bit: u8) -> Result<()> {
-        let flip = |state: &mut State| state.flip(connection, direction, byte, bit);
-        let found = self.0.state.update(flip);
-        found.with_context(|| format!("there is no connection {connection}"))
-    }
-
-    /// Flips a bit of the byte at a mark, if the mark has not been passed.
+    /// Flips a bit (0 for the lowest) of the byte at a mark, if the mark has not been passed.
     pub fn flip_at(&self, mark: Mark, bit: u8) {
         self.0.state.update(|state| state.flip_at(mark, bit));
     }

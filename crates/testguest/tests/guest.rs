@@ -32,7 +32,7 @@ fn guest_writes_in_its_pattern_and_verifies() {
                     vcpus,
                     ..config(kind)
                 };
-                fill(&config.memory, &Fill::Mixed).unwrap();
+                fill(&config.memory, Fill::Mixed);
                 let guest = Guest::new(&config).unwrap();
                 assert_eq!(guest.verify().unwrap().writes, 0);
                 let before = pages(&config.memory);
@@ -108,7 +108,7 @@ fn a_guest_continues_in_the_memory_it_was_moved_to() {
                 vcpus: 2,
                 ..config(kind)
             };
-            fill(&here.memory, &Fill::Mixed).unwrap();
+            fill(&here.memory, Fill::Mixed);
             let mut guest = Guest::new(&here).unwrap();
             let mut writes = 0;
             for hop in 0..4 {

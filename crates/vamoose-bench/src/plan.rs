@@ -105,10 +105,8 @@ fn measure(
     let last = progress.left.saturating_sub(turns.len());
     let mut testbed = Testbed::new(host, &turns[0].0).inspect_err(|_| progress.left = last)?;
     let mut failures = 0;
-    let mut cancelled: Vec<Cell> = Vec::new();
     for (cell, round) in turns {
-        let given_up = cancelled.iter().filter(|other| **other == cell).count() >= GIVE_UP as usize;
-        if stop.load(Ordering::Relaxed) || given_up {
+        if stop.load(Ordering::Relaxed) || results.cancelled(&cell) >= GIVE_UP {
             progress.left -= 1;
             continue;
         }
@@ -117,9 +115,6 @@ fn measure(
             .with_context(|| format!("{cell}, round {round}"))
         {
             Ok(Some(record)) => {
-                if record.outcome == Outcome::Cancelled {
-                    cancelled.push(cell);
-                }
                 results.add(&record)?;
                 progress.done(&line(&record));
             }

@@ -47,15 +47,7 @@ fn program() -> PathBuf {
 
 #[test]
 fn every_fill_arrives_intact() -> Result<()> {
-    let folder = TempDir::new()?;
-    let file = folder.path().join("content");
-    std::fs::write(&file, "neither whole pages nor a whole number of them")?;
-    for (fill, least_normal) in [
-        ("mixed", 5000),
-        (file.to_str().context("a path")?, 8192),
-        ("zero", 0),
-        ("untouched", 0),
-    ] {
+    for fill in ["mixed", "zero", "untouched"] {
         // 32 MiB are 8192 pages. An idle guest leaves it at what was filled.
         let report = demo(&["--ram=32M", "--guest=threads", "--rate=0", "--fill", fill])?;
         let normal = number(&report["ram"], "normal");
@@ -63,7 +55,7 @@ fn every_fill_arrives_intact() -> Result<()> {
         match fill {
             "untouched" => assert_eq!((normal, zero), (0, 0)),
             "zero" => assert_eq!((normal, zero), (0, 8192)),
-            _ => assert!(normal >= least_normal, "{fill}: {report:#}"),
+            _ => assert!(normal >= 5000, "{fill}: {report:#}"),
         }
         assert_eq!(number(&report["guest"], "writes"), 0, "{fill}");
     }
@@ -269,7 +261,7 @@ fn invalid_options_are_refused() -> Result<()> {
             &["--zero-page-detection=dsa", "--dsa-path=models"],
             "--dsa-path",
         ),
-        (&["--fill=/does/not/exist"], "--fill /does/not/exist"),
+        (&["--fill=nonsense"], "--fill"),
         (&["--via=/does/not/exist"], "/does/not/exist"),
         (&["--via=false"], "has ended"),
     ] {

@@ -155,28 +155,6 @@ impl State {
         }
     }
 
-    pub(super) fn flip(
-        &mut self,
-        connection: usize,
-        direction: Direction,
-        byte: u64,
-        bit: u8,
-    ) -> Option<()> {
-        let passed = self
-            .entries
-            .get(connection)?
-            .lane_of(direction)
-            .traffic
-            .passed;
-        let mark = Mark {
-            connection,
-            direction,
-            bytes: passed.saturating_add(byte),
-        };
-        self.flip_at(mark, bit);
-        Some(())
-    }
-
     pub(super) fn flip_at(&mut self, mark: Mark, bit: u8) {
         self.flips.push((mark, bit % 8));
     }
@@ -234,7 +212,6 @@ impl State {
             bytes: byte,
         };
         for (_, bit) in self.flips.extract_if(.., |(flip, _)| *flip == mark) {
-            lane.traffic.flipped += 1;
             self.flipped.push(Flipped {
                 connection,
                 direction,

@@ -345,8 +345,14 @@ fn flipped_bits_come_again() {
             middlebox
                 .wait_for_bytes(Direction::ToListener, mebibytes << 20, LIMIT)
                 .unwrap();
-            let last = middlebox.connections().len() - 1;
-            let _ = middlebox.flip(last, Direction::ToListener, 70_001, 3);
+            let connections = middlebox.connections();
+            let connection = connections.len() - 1;
+            let mark = Mark {
+                connection,
+                direction: Direction::ToListener,
+                bytes: connections[connection].to_listener.passed + (1 << 20) + 1,
+            };
+            middlebox.flip_at(mark, 3);
         }
     });
 }

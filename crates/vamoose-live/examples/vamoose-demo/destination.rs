@@ -42,7 +42,7 @@ fn end_with_the_source() {
 fn receive_guest(order: &Order) -> Result<()> {
     let memory = order.shape.memory()?;
     if order.prealloc {
-        fill(&memory, &Fill::Zero).context("cannot populate the memory")?;
+        fill(&memory, Fill::Zero);
     }
     let ram = ram_of(&memory)?;
     let guest = Guest::incoming(&order.shape.config(memory))?;

@@ -1,7 +1,6 @@
 //! The guest, which both processes create in the same way.
 
 use std::{
-    convert::Infallible,
     num::NonZeroU64,
     thread,
     time::{Duration, Instant},
@@ -10,7 +9,7 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use serde::{Deserialize, Serialize};
-use testguest::{Backing, Config, Fill, Guest, Kind, Memory};
+use testguest::{Backing, Config, Guest, Kind, Memory};
 use vamoose::values::Size;
 use vamoose_live::{Ram, RamBlock};
 
@@ -112,16 +111,6 @@ fn parse_rate(text: &str) -> Result<u64, String> {
     }
 }
 
-/// The value of `--fill`.
-pub(crate) fn parse_fill(word: &str) -> Result<Fill, Infallible> {
-    Ok(match word {
-        "zero" => Fill::Zero,
-        "untouched" => Fill::Untouched,
-        "mixed" => Fill::Mixed,
-        path => Fill::File(path.into()),
-    })
-}
-
 fn default_kind() -> Kind {
     match testguest::kvm_available() {
         Ok(()) => Kind::Kvm,
@@ -141,11 +130,5 @@ mod tests {
         for text in ["", "-1", "1.5", "Max", "10k"] {
             assert!(parse_rate(text).is_err(), "{text}");
         }
-    }
-
-    #[test]
-    fn other_words_are_paths() {
-        assert_eq!(parse_fill("mixed"), Ok(Fill::Mixed));
-        assert_eq!(parse_fill("./mixed"), Ok(Fill::File("./mixed".into())));
     }
 }

@@ -48,7 +48,7 @@ use vamoose_live::{Address, GuestLocation, Ram, Source, SourceConfig, SourceErro
 use crate::{
     digest::digest,
     dsa::DsaOptions,
-    guest::{Shape, parse_fill, ram_of, run_briefly},
+    guest::{Shape, ram_of, run_briefly},
     link::LinkOptions,
     messages::{Arrived, Order},
     process::Process,
@@ -100,9 +100,8 @@ enum Command {
 struct GuestOptions {
     #[command(flatten)]
     shape: Shape,
-    /// Initial content of the memory: `mixed` (similar to a working guest), `zero` (zeros that were written), `untouched`, or
-    /// the bytes of a file
-    #[arg(long, default_value = "mixed", value_name = "FILE|zero|untouched|mixed", value_parser = parse_fill)]
+    /// Initial content of the memory
+    #[arg(long, value_enum, default_value_t = Fill::Mixed)]
     fill: Fill,
     /// Populate the destination's memory before the migration (at the source, every --fill but `untouched` does)
     #[arg(long)]
@@ -203,10 +202,7 @@ impl GuestOptions {
     /// The guest at the source, paused.
     fn make(&self) -> Result<Guest> {
         let memory = self.shape.memory()?;
-        fill(&memory, &self.fill).with_context(|| match &self.fill {
-            Fill::File(path) => format!("--fill {}", path.display()),
-            _ => "cannot fill the memory".to_owned(),
-        })?;
+        fill(&memory, self.fill);
         Guest::new(&self.shape.config(memory))
     }
 }

@@ -7,6 +7,7 @@ mod common;
 
 mod attempts;
 mod bench;
+mod campaign;
 mod commit;
 mod database;
 mod decoder;

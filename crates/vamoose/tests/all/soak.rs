@@ -15,7 +15,6 @@ use std::{
     fs::{self, File},
     io::Write as _,
     path::PathBuf,
-    process::Command,
     sync::{
         Mutex,
         atomic::{AtomicBool, Ordering},
@@ -37,7 +36,12 @@ use lab::{
 use rustix::process::Signal;
 
 use crate::{
-    common::{LIMIT, MIB, number, vamoose},
+    campaign::{
+        self,
+        options::{JOBS, MINUTES, SEED},
+        sandbox,
+    },
+    common::{LIMIT, MIB, number},
     gateway::load::Crowd,
     libvirt::{
         hosts::{self, Generation},
@@ -267,11 +271,10 @@ impl Soak {
         let minutes = (left.as_secs_f64() / 60.0).ceil().to_string();
         let seed = seed.to_string();
         let log = self.folder.join("faults.log");
-        let mut campaign = Command::new(vamoose().with_file_name("faults"))
-            .args(["--jobs", "1", "--minutes", &minutes, "--seed", &seed])
-            .stdout(File::create(&log)?)
-            .spawn()
-            .context("starting faults: build it as the Makefile does")?;
+        let mut campaign = sandbox::command(campaign::TEST)?;
+        campaign.envs([(JOBS, "1"), (MINUTES, &minutes), (SEED, &seed)]);
+        let campaign = campaign.stdout(File::create(&log)?).spawn();
+        let mut campaign = campaign.context("starting the campaign")?;
         let ended = loop {
             if let Some(ended) = campaign.try_wait()? {
                 break ended;

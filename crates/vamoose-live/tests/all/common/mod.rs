@@ -203,7 +203,7 @@ pub(crate) struct Stage {
 impl Stage {
     pub(crate) fn new(shape: &Shape) -> Arc<Self> {
         let (memory, ram) = shape.memory();
-        testguest::fill(&memory, &shape.fill).unwrap();
+        testguest::fill(&memory, shape.fill);
         let guest = Guest::new(&shape.config(memory)).unwrap();
         guest.resume().unwrap();
         Self::between(shape, (Arc::new(guest), ram), shape.memory())

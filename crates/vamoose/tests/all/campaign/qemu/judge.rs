@@ -8,10 +8,10 @@ use lab::writer::Ended;
 
 use super::instance::State;
 use super::scene::{Outcome, Scene};
-use crate::claim::Claim;
-use crate::fault::{Kind, Role};
-use crate::report::{Broken, Trouble, broken};
-use crate::timeline::{Life, doubled};
+use crate::campaign::claim::Claim;
+use crate::campaign::fault::{Kind, Role};
+use crate::campaign::report::{Broken, Trouble, broken};
+use crate::campaign::timeline::{Life, doubled};
 
 /// Who has the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,4 +1,33 @@
-//! Runs experiments in parallel until there are enough or one fails.
+//! `make faults`: breaks migrations in every way, at random moments, and checks where the guest is.
+//!
+//! An experiment is one guest, one migration, one or two faults. Then everything is repaired, and the command is run again until it
+//! knows where the guest is. The test fails with the experiment's seed unless:
+//!
+//! - the guest runs in exactly one place, and has never run in two, nor returned with old memory;
+//! - it is lost only if the only process that had it was killed;
+//! - its memory is right to the last byte, at the source if it stayed, at the destination if it moved;
+//! - everything that a guest of a QEMU has written is on its disk once, and the image is not locked, even if the guest is lost;
+//! - commands are right: success if and only if the guest runs at the destination; in doubt only until the repair, and only after a
+//!   commit;
+//! - the next migration works.
+//!
+//! The seed and the experiment's number determine everything except the exact time of faults that are not tied to a message or a
+//! byte, which depends on the machine's speed.
+//!
+//! Experiments run in parallel until there are enough or one fails.
+
+mod claim;
+mod disk;
+mod fault;
+mod injector;
+mod link;
+pub(crate) mod options;
+mod qemu;
+mod random;
+mod report;
+pub(crate) mod sandbox;
+mod tally;
+mod timeline;
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -7,15 +36,29 @@ use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use lab::vamoose::program;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use crate::fault::Kind;
-use crate::options::Options;
-use crate::qemu::{self, Experiment};
-use crate::report::Trouble;
-use crate::sandbox;
-use crate::tally::Tally;
+use self::fault::Kind;
+use self::options::Options;
+use self::qemu::Experiment;
+use self::report::Trouble;
+use self::tally::Tally;
+use crate::common::vamoose;
+
+/// The test below, for a process of its own.
+pub(crate) const TEST: &str = "campaign::whatever_fails_a_guest_is_in_one_place";
+
+#[test]
+#[ignore = "minutes"]
+fn whatever_fails_a_guest_is_in_one_place() -> Result<()> {
+    if sandbox::is_inside() {
+        return run(&Options::of_environment()?);
+    }
+    let ended = sandbox::command(TEST)?.status();
+    let ended = ended.context("starting the campaign")?;
+    ensure!(ended.success(), "{ended}, see above");
+    Ok(())
+}
 
 /// What all jobs share.
 struct Campaign<'a> {
@@ -42,14 +85,14 @@ struct State {
 ///
 /// # Errors
 /// When an invariant does not hold, or an experiment cannot run.
-pub(crate) fn run(options: &Options) -> Result<()> {
+fn run(options: &Options) -> Result<()> {
     let campaign = Campaign::new(options)?;
     for signal in [SIGINT, SIGTERM, SIGHUP] {
         let interrupted = campaign.interrupted.clone();
         signal_hook::flag::register(signal, interrupted).context("catching signals")?;
     }
     thread::scope(|scope| {
-        for _ in 0..options.jobs() {
+        for _ in 0..options.jobs {
             scope.spawn(|| campaign.work());
         }
     });
@@ -101,7 +144,7 @@ impl<'a> Campaign<'a> {
                 // Other jobs may have found the same; one story is enough.
                 if !state.tally.has_violations() {
                     println!("\nBROKEN: {kind}: {what}");
-                    println!("experiment: {}", self.command(number));
+                    println!("experiment: {}", self.options.repeat(number));
                     println!("plan: {plan}\n{}\n", story.join("\n"));
                 }
                 state.tally.add_violation(&faults, kind, number);
@@ -116,9 +159,8 @@ impl<'a> Campaign<'a> {
     }
 
     fn next_experiment(&self) -> Option<u64> {
-        let minutes = self.options.minutes.unwrap_or(u64::MAX);
-        let enough = self.faults.load(Ordering::SeqCst) >= self.options.faults()
-            || self.begin.elapsed().as_secs() / 60 >= minutes
+        let enough = self.faults.load(Ordering::SeqCst) >= self.options.faults
+            || self.begin.elapsed().as_secs() / 60 >= self.options.minutes
             || self.stop.load(Ordering::SeqCst)
             || self.interrupted.load(Ordering::SeqCst);
         let number = self.next.fetch_add(1, Ordering::SeqCst);
@@ -133,16 +175,6 @@ impl<'a> Campaign<'a> {
             // An error is harmless.
             let _ = write!(out, "\r{experiments} experiments, {faults} faults ");
         }
-    }
-
-    /// The command that repeats an experiment.
-    fn command(&self, number: u64) -> String {
-        let options = self.options;
-        let mut command = format!("faults --seed {}", options.seed);
-        for only in &options.only {
-            command += &format!(" --only '{only}'");
-        }
-        format!("{command} --experiment {number}")
     }
 
     fn conclude(self) -> Result<()> {
@@ -183,18 +215,14 @@ fn two_qemus(options: &Options) -> Result<qemu::Setting> {
     );
     let versions = binaries.iter().map(|binary| binary.version.to_string());
     println!("QEMU {}", versions.collect::<Vec<_>>().join(", "));
-    qemu::Setting::new(program(None, "vamoose")?, binaries, kinds)
+    qemu::Setting::new(vamoose().to_owned(), binaries, kinds)
 }
 
-/// All kinds, or the named ones. Full disks need namespaces.
+/// All kinds, or those of the name asked for. Full disks need namespaces.
 fn wanted_kinds(options: &Options) -> Vec<(u64, Kind)> {
-    let can_be = |kind: Kind| !matches!(kind, Kind::DiskFull(_)) || sandbox::is_inside();
+    let can_be = |kind: Kind| !matches!(kind, Kind::DiskFull(_)) || sandbox::has_namespaces();
     let kinds = qemu::KINDS.into_iter();
-    let wanted = kinds.filter(|(_, kind)| can_be(*kind) && is_wanted(options, *kind));
+    let is_wanted = |kind: Kind| kind.to_string().contains(&options.only);
+    let wanted = kinds.filter(|(_, kind)| can_be(*kind) && is_wanted(*kind));
     wanted.collect()
-}
-
-fn is_wanted(options: &Options, kind: Kind) -> bool {
-    let name = kind.to_string();
-    options.only.is_empty() || options.only.iter().any(|only| name.contains(only))
 }

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::link::Point;
-use crate::random::Random;
+use crate::campaign::link::Point;
+use crate::campaign::random::Random;
 
 /// A kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -15,7 +15,7 @@ pub(crate) enum Kind {
     Interrupt,
     Cut,
     Reset,
-    /// All connections are reset, every [`RESET_EVERY`](crate::injector::RESET_EVERY).
+    /// All connections are reset, every [`RESET_EVERY`](crate::campaign::injector::RESET_EVERY).
     ResetAgain,
     Silence,
     /// Bytes of one direction vanish; the connections are reset at the end.

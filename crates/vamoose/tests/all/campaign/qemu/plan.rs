@@ -5,8 +5,8 @@ use std::fmt;
 use lab::qemu::AWKWARD;
 
 use super::host::RECONNECT;
-use crate::fault::{Choices, Fault, Kind, Role, list};
-use crate::random::Random;
+use crate::campaign::fault::{Choices, Fault, Kind, Role, list};
+use crate::campaign::random::Random;
 
 /// One experiment.
 #[derive(Clone, Debug)]

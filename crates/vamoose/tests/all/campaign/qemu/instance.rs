@@ -6,7 +6,7 @@ use lab::process::Process;
 use lab::qemu::Qemu;
 use lab::qmp::Event;
 
-use crate::timeline::Life;
+use crate::campaign::timeline::Life;
 
 pub(crate) struct Instance {
     pub(crate) name: String,

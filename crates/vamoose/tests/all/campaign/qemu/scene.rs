@@ -15,12 +15,12 @@ use super::host::STALL;
 use super::instance::{Instance, State};
 use super::plan::{Plan, RAM};
 use super::{Hosts, Setting};
-use crate::claim::Claim;
-use crate::fault::{Kind, Role};
-use crate::injector::{Injector, LIMIT, REPAIRED};
-use crate::link::Link;
-use crate::report::{Broken, Trouble, broken};
-use crate::timeline::Life;
+use crate::campaign::claim::Claim;
+use crate::campaign::fault::{Kind, Role};
+use crate::campaign::injector::{Injector, LIMIT, REPAIRED};
+use crate::campaign::link::Link;
+use crate::campaign::report::{Broken, Trouble, broken};
+use crate::campaign::timeline::Life;
 
 /// Indices of the hosts.
 pub(crate) const SOURCE_HOST: usize = 0;

@@ -8,11 +8,11 @@ use lab::process::{Process, now};
 use lab::watched::Watched;
 use rustix::process::{Rlimit, Signal};
 
-use crate::disk::Disk;
-use crate::fault::{Fault, Kind, Moment, Role};
-use crate::link::{LinkHandle, Which};
-use crate::report::{Ended, Report};
-use crate::timeline::clock;
+use crate::campaign::disk::Disk;
+use crate::campaign::fault::{Fault, Kind, Moment, Role};
+use crate::campaign::link::{LinkHandle, Which};
+use crate::campaign::report::{Ended, Report};
+use crate::campaign::timeline::clock;
 
 /// A scheduled action for the fault of this number.
 #[derive(Clone, Copy, Debug)]

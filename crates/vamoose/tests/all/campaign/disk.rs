@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use lab::run;
 use tempfile::TempDir;
 
-use crate::sandbox;
+use crate::campaign::sandbox;
 
 /// The folder of a journal: if possible a separate file system, which can become full.
 #[derive(Clone)]
@@ -22,7 +22,7 @@ const FILLING: &str = "filling";
 impl Disk {
     pub(crate) fn new() -> Result<Self> {
         let dir = TempDir::new().context("creating a folder for a journal")?;
-        if sandbox::is_inside() {
+        if sandbox::has_namespaces() {
             // Unmounted with the namespace.
             let options = format!("size={SIZE},mode=700");
             let mut mount = Command::new("mount");
@@ -38,7 +38,7 @@ impl Disk {
 
     /// Fills the disk except for `pages` pages. Does nothing without a separate file system.
     pub(crate) fn fill(&self, pages: u64) -> Result<()> {
-        if !sandbox::is_inside() {
+        if !sandbox::has_namespaces() {
             return Ok(());
         }
         let stat = rustix::fs::statvfs(self.path()).context("asking for the room on a disk")?;

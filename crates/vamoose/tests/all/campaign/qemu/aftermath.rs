@@ -6,8 +6,8 @@ use super::instance::State;
 use super::judge::Holder;
 use super::plan::Then;
 use super::scene::{HOST, OTHER_HOST, Outcome, SOURCE_HOST, Scene};
-use crate::claim::Claim;
-use crate::report::{Broken, Trouble, broken};
+use crate::campaign::claim::Claim;
+use crate::campaign::report::{Broken, Trouble, broken};
 
 impl Scene<'_> {
     /// Repeats the command until its claim is definite.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use crate::fault::Kind;
+use crate::campaign::fault::Kind;
 
 /// The result of an experiment without a violation.
 #[derive(Clone, Debug)]

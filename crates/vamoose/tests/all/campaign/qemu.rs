@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use lab::qemu::Binary;
 
-use crate::fault::{Choices, Fault, Kind, Role};
-use crate::report::{Ended, Report, Trouble};
+use crate::campaign::fault::{Choices, Fault, Kind, Role};
+use crate::campaign::report::{Ended, Report, Trouble};
 use host::Host;
 use judge::Holder;
 use plan::Plan;

@@ -13,7 +13,7 @@ use lab::vamoose::Vamoose;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::disk::Disk;
+use crate::campaign::disk::Disk;
 
 pub(crate) struct Host {
     program: PathBuf,

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use crate::fault::{Fault, Kind};
-use crate::report::{Broken, Ended, Report};
+use crate::campaign::fault::{Fault, Kind};
+use crate::campaign::report::{Broken, Ended, Report};
 
 /// All experiments so far.
 #[derive(Debug, Default)]
