@@ -181,6 +181,7 @@ impl<'a> World<'a> {
                 self.judge_slowness(id);
                 self.migrates[id].is_cancelled = true;
             }
+            self.migrates[id].is_cancelled |= self.is_calm() && self.waits_for_earlier(id);
             return self.looks_again(guest, Duration::from_secs(10));
         }
         if let Some(report) = self.guests[guest].report.take()

@@ -411,9 +411,20 @@ impl World<'_> {
         }
     }
 
+    /// Whether a command waits for a migration whose own command is gone.
+    pub(crate) fn waits_for_earlier(&self, id: usize) -> bool {
+        let it = &self.migrates[id];
+        let is_migrating = it.qemu.is_some_and(|qemu| self.qemus[qemu].is_migrating());
+        it.phase == Phase::Connecting && is_migrating
+    }
+
     fn take_up(&mut self, id: usize, record: AtSource, qemu: Option<usize>) {
         let completed = match qemu {
             Some(qemu) if self.qemus[qemu].is_migrating() => {
+                let has_committed = matches!(record.state, SourceState::Committing { .. });
+                if self.migrates[id].is_cancelled && !has_committed {
+                    return self.migration_ends(qemu, Status::Cancelled);
+                }
                 let since = self.migrates[id].since;
                 if self.now > since + SETTLING + CONNECT_TIMEOUT {
                     self.migrates[id].has_committed =

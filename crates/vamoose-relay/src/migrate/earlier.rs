@@ -96,7 +96,12 @@ impl Migration<'_> {
                     SourceState::Committing { .. } | SourceState::Supplying => {
                         source.has_come_back()
                     }
-                    _ => source.wait_until_ended().map(|completed| !completed),
+                    ref state => {
+                        // QEMU may be behind the switch to post-copy, and not say so yet. Before it, no `commit` has been sent.
+                        let may_switch = matches!(state, SourceState::Switching { .. });
+                        let cancel = (!may_switch).then_some(self.cancel);
+                        source.wait_until_ended(cancel).map(|completed| !completed)
+                    }
                 };
                 match is_here.map_err(|error| unfinished(error.into(), guest))? {
                     true => FoundGuest::Here,

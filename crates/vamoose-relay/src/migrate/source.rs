@@ -3,6 +3,7 @@
 use std::{
     ops::ControlFlow,
     path::Path,
+    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -177,14 +178,24 @@ impl SourceQemu {
     }
 
     /// Waits for the end of a migration whose driving process is gone. Returns whether it completed, or is behind the switch to
-    /// post-copy. One that is held for copies of disks, which that process alone could finish, is cancelled.
-    pub(super) fn wait_until_ended(&mut self) -> Result<bool, QemuError> {
-        let expected = "a migration that has ended";
+    /// post-copy. One that is held for copies of disks, which that process alone could finish, is cancelled, and any other before that
+    /// switch once `cancel` is set.
+    pub(super) fn wait_until_ended(
+        &mut self,
+        cancel: Option<&AtomicBool>,
+    ) -> Result<bool, QemuError> {
+        let expected = match cancel {
+            Some(_) => {
+                "a migration that has ended: to cancel it, run the command again and press Ctrl-C while it waits"
+            }
+            None => "a migration that has ended",
+        };
+        let is_cancelled = || cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed));
         let completed = self.qemu.ask_until(expected, SETTLING, |qemu| {
             let account = qemu.query_migrate()?;
             Ok(match MigrationStatus::of(&account) {
                 MigrationStatus::Busy => {
-                    if account["status"] == "pre-switchover" {
+                    if account["status"] == "pre-switchover" || is_cancelled() {
                         qemu.execute("migrate_cancel", json!({}))?;
                     }
                     ControlFlow::Continue(format!("migration {}", account["status"]))
@@ -575,7 +586,12 @@ const UNLIMITED: u64 = 1 << 40;
 
 #[cfg(test)]
 mod tests {
-    use lab::qemu::{Builder, newest_or_skip};
+    use std::os::unix::net::UnixListener;
+
+    use lab::{
+        qemu::{Builder, newest_or_skip},
+        ram::Fill,
+    };
 
     use super::*;
     use crate::qmp::ANSWER_WITHIN;
@@ -652,15 +668,15 @@ mod tests {
         let Some((mut process, mut source)) = running() else {
             return;
         };
-        assert!(!source.wait_until_ended().unwrap());
+        assert!(!source.wait_until_ended(None).unwrap());
         send_away(&mut process);
         assert_eq!(source.resume(true), SourceEvent::FoundSent);
         assert_eq!(process.qmp.query_status().unwrap(), "postmigrate");
         // Of this attempt.
-        assert!(source.wait_until_ended().unwrap());
+        assert!(source.wait_until_ended(None).unwrap());
         assert_eq!(source.resume(true), SourceEvent::Resumed);
         process.qmp.wait_status("running", LIMIT).unwrap();
-        assert!(!source.wait_until_ended().unwrap());
+        assert!(!source.wait_until_ended(None).unwrap());
     }
 
     /// While `migrate` gets ready, and QEMU has not been told to migrate.
@@ -716,7 +732,41 @@ mod tests {
             let held = process.qmp.wait_migration(&["pre-switchover"], LIMIT);
             held.unwrap();
             let mut source = SourceQemu::connect(&process.qmp_socket(), ANSWER_WITHIN).unwrap();
-            assert!(!source.wait_until_ended().unwrap(), "{}", binary.version);
+            assert!(
+                !source.wait_until_ended(None).unwrap(),
+                "{}",
+                binary.version
+            );
+            assert_eq!(source.resume(true), SourceEvent::Resumed);
+            process.qmp.wait_status("running", LIMIT).unwrap();
+        }
+    }
+
+    /// Its monitor did not answer when its driver wanted to cancel it.
+    #[test]
+    fn migration_without_its_relay_is_cancelled_on_request() {
+        if newest_or_skip().unwrap().is_none() {
+            return;
+        }
+        for binary in lab::qemu::available() {
+            let guest = Builder::bare(binary, 16 * MIB).content(Fill::Mixed, 1);
+            let mut process = guest.start().unwrap();
+            process.qmp.cont().unwrap();
+            // It accepts, and reads nothing.
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("relay");
+            let _relay = UnixListener::bind(&path).unwrap();
+            let uri = format!("unix:{}", path.display());
+            process.qmp.migrate(&uri).unwrap();
+            process.qmp.wait_migration(&["active"], LIMIT).unwrap();
+            let mut source = SourceQemu::connect(&process.qmp_socket(), ANSWER_WITHIN).unwrap();
+            assert!(
+                !source
+                    .wait_until_ended(Some(&AtomicBool::new(true)))
+                    .unwrap(),
+                "{}",
+                binary.version
+            );
             assert_eq!(source.resume(true), SourceEvent::Resumed);
             process.qmp.wait_status("running", LIMIT).unwrap();
         }
