@@ -43,8 +43,7 @@ fn source(stream: Arc<Stream>) {
     let settings = Settings::new(Method::ZstdFrames, None).expect("a default level");
     let encoder = encoder(&settings, LAYOUT).expect("memory");
     let mut writer = ChannelWriter::new(stream, LAYOUT, encoder, None, Arc::default());
-    let listener = writer.share_pages(sender.clone()).expect("memory");
-    listener.run();
+    writer.share_pages(sender.clone()).run();
     // At least 3 bytes announce a list, and each fingerprint has 4.
     assert!(sender.offered().is_none_or(|offered| offered < 1 << 16));
 }

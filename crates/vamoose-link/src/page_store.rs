@@ -153,7 +153,6 @@ enum Content {
 }
 
 /// A page of a packet in the store.
-#[derive(Clone)]
 struct KeptPage {
     packet: Arc<Kept>,
     index: usize,

@@ -146,18 +146,15 @@ impl ChannelWriter {
 
     /// Sends references to pages that the destination's store has. The writer must be on a stream of a session. Returns what
     /// reads the destination's messages on the channel, which must run.
-    ///
-    /// # Errors
-    /// When there is no memory for an encoder.
-    pub fn share_pages(&mut self, sender: Arc<StoreSender>) -> Result<StoreListener, EncodeError> {
+    pub fn share_pages(&mut self, sender: Arc<StoreSender>) -> StoreListener {
         let (stream, layout) = (self.sender.stream.clone(), self.sender.layout);
-        let (store, listener) = StoreWriter::new(sender, stream, layout)?;
+        let (store, listener) = StoreWriter::new(sender, stream, layout);
         self.store = Some(store);
         if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
             // The store keeps encoded pages only, and what is alike today saves bytes of the next guest.
             adaptive.avoid_raw();
         }
-        Ok(listener)
+        listener
     }
 
     /// Sends pages by the method that the source's QEMU used, if the first packet tells it (over a session), instead of the

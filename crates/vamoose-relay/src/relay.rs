@@ -23,7 +23,6 @@ use std::{
 
 use multifd::{Initial, MAIN_MAGIC};
 use tracing::{Span, error_span, info, warn};
-use vamoose_codec::EncodeError;
 use vamoose_link::{
     ChannelReader, ChannelWriter, DeltaReceiver, DeltaSender, Hangup, Pacer, Stats, StoreListener,
     StoreLister, StoreSender, Stream,
@@ -257,15 +256,12 @@ impl Relay<'_> {
     }
 
     /// Lets the writers send references to pages that the destination's store has, if there is one. Returns what reads its messages.
-    fn share_pages(
-        &self,
-        writers: &mut [ChannelWriter],
-    ) -> Result<Vec<StoreListener>, EncodeError> {
+    fn share_pages(&self, writers: &mut [ChannelWriter]) -> Vec<StoreListener> {
         let session = self.dialer.with().filter(|_| self.config.takes_store());
         let guest = self.config.guest.as_deref();
         let sender = session.and_then(|it| StoreSender::over(&it, guest, self.stats.clone()));
         let Some(sender) = sender.map(Arc::new) else {
-            return Ok(Vec::new());
+            return Vec::new();
         };
         let share = |writer: &mut ChannelWriter| writer.share_pages(sender.clone());
         writers.iter_mut().map(share).collect()
@@ -298,7 +294,7 @@ impl Relay<'_> {
         let pacer = self.pacer();
         let is_one_to_one = incoming == outgoing;
         let mut writers = self.writers(destination.channels, &pacer)?;
-        let listeners = self.share_pages(&mut writers)?;
+        let listeners = self.share_pages(&mut writers);
         let first = source.channels.first();
         let lister = StoreLister::over(&source.channels, self.config.guest.as_deref());
         let kept = first.and_then(|stream| DeltaReceiver::of(stream, *layout));

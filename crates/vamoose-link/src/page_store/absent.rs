@@ -85,7 +85,7 @@ impl StoreWriter {
         sender: Arc<StoreSender>,
         _: Arc<Stream>,
         _: Layout,
-    ) -> Result<(Self, StoreListener), EncodeError> {
+    ) -> (Self, StoreListener) {
         match *sender {}
     }
 

@@ -57,8 +57,7 @@ impl Keys {
             // Looks at one of them, not always at the same place: many pages are tables.
             zeros += usize::from(words[number * 5 % LANES] == [0; 8]);
             for (lane, word) in lanes.iter_mut().zip(words) {
-                let word = u64::from_le_bytes(*word);
-                *lane = (lane.rotate_left(23) ^ word).wrapping_mul(factor | 1);
+                *lane = mix(*lane, word, factor);
             }
         }
         if words.len() - zeros <= words.len() / NOT_ZERO {
@@ -72,17 +71,16 @@ impl Keys {
 
     /// From the middle of each half of a page.
     pub(super) fn sketch(&self, page: &[u8]) -> Sketch {
+        let [start, factor] = [0, 8].map(|at| word(self.fingerprint[at..].first_chunk()));
         [page.len() / 4, page.len() / 4 * 3].map(|at| {
             let part = page.get(at..at + PART).unwrap_or_default();
-            let [start, factor] = [0, 8].map(|at| word(self.fingerprint[at..].first_chunk()));
             let words = part.as_chunks::<8>().0;
             if words.iter().all(|word| *word == [0; 8]) {
                 return 0;
             }
-            let mix = |sum: u64, word: &[u8; 8]| {
-                (sum.rotate_left(23) ^ u64::from_le_bytes(*word)).wrapping_mul(factor | 1)
-            };
-            fold(words.iter().fold(start ^ at as u64, mix))
+            let start = start ^ at as u64;
+            let sum = words.iter().fold(start, |sum, word| mix(sum, word, factor));
+            fold(sum)
         })
     }
 
@@ -93,6 +91,10 @@ impl Keys {
         hash.copy_from_slice(&blake3::keyed_hash(&self.hash, page).as_bytes()[..len]);
         hash
     }
+}
+
+fn mix(sum: u64, word: &[u8; 8], factor: u64) -> u64 {
+    (sum.rotate_left(23) ^ u64::from_le_bytes(*word)).wrapping_mul(factor | 1)
 }
 
 fn fold(sum: u64) -> Fingerprint {

@@ -180,7 +180,9 @@ pub(crate) struct StoreWriter {
 
 /// What the encoded pages of a packet resemble, of the pages that this host's store keeps.
 struct Bases {
-    encoder: Encoder,
+    layout: Layout,
+    /// Made when it is first needed.
+    encoder: Option<Encoder>,
     decoder: Decoder,
     /// Of the planned packet.
     pages: Vec<KeptPage>,
@@ -213,10 +215,10 @@ impl StoreWriter {
         sender: Arc<StoreSender>,
         stream: Arc<Stream>,
         layout: Layout,
-    ) -> Result<(Self, StoreListener), EncodeError> {
-        let settings = Settings::new(Method::ZstdFrames, Some(1))?;
+    ) -> (Self, StoreListener) {
         let bases = Bases {
-            encoder: encoder(&settings, layout)?,
+            layout,
+            encoder: None,
             decoder: Decoder::new(layout),
             pages: Vec::new(),
             earlier: Vec::new(),
@@ -244,7 +246,7 @@ impl StoreWriter {
             sketches: Vec::new(),
             bases,
         };
-        Ok((writer, listener))
+        (writer, listener)
     }
 
     /// Plans the table of a packet, with bases or without. False before the destination's keys have come.
@@ -307,8 +309,18 @@ impl StoreWriter {
             return Ok(None);
         }
         let Bases {
-            encoder, earlier, ..
+            layout,
+            encoder: slot,
+            earlier,
+            ..
         } = &mut self.bases;
+        let encoder = match slot {
+            Some(encoder) => encoder,
+            None => {
+                let settings = Settings::new(Method::ZstdFrames, Some(1))?;
+                slot.insert(encoder(&settings, *layout)?)
+            }
+        };
         let encoded = encoder.encode_after(earlier, pages, out)?;
         let len = (encoded.method == Method::ZstdFrames).then_some(encoded.payload.len());
         match len {

@@ -53,7 +53,7 @@ fn source(
     let settings = Settings::new(Method::ZstdFrames, None).unwrap();
     let encoder = encoder(&settings, LAYOUT).unwrap();
     let mut writer = ChannelWriter::new(near.clone(), LAYOUT, encoder, None, Arc::default());
-    let listener = writer.share_pages(sender.clone()).unwrap();
+    let listener = writer.share_pages(sender.clone());
     thread::scope(|scope| {
         scope.spawn(move || listener.run());
         let pages = (0..PAGES).map(|number| keys.fingerprint(&page(number)));
@@ -359,7 +359,7 @@ fn a_source_keeps_each_packet_with_its_own_bases() {
     let sender = StoreSender::new(store.of_guest(None), Arc::default());
     let sender = Arc::new(sender);
     let (near, _far) = pair();
-    let (mut writer, _listener) = StoreWriter::new(sender.clone(), near, LAYOUT).unwrap();
+    let (mut writer, _listener) = StoreWriter::new(sender.clone(), near, LAYOUT);
     let tell = |message| sender.take(message, &Verdicts::default()).unwrap();
     let mut send = |page: &[u8], seeks_bases| {
         let mut header = RamHeader::new(LAYOUT);

@@ -77,7 +77,7 @@ fn migrate(
             let (stream, encoder) = (stream.clone(), fixed(Method::ZstdFrames));
             let mut writer = ChannelWriter::new(stream, LAYOUT, encoder, None, stats.clone());
             if far.is_some() {
-                let listener = writer.share_pages(sender.clone()).unwrap();
+                let listener = writer.share_pages(sender.clone());
                 scope.spawn(move || listener.run());
             }
             writers.push(writer);

@@ -168,7 +168,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
                 writer.send_differences(sent_pages.clone())?;
             }
             if let Some(store) = &store {
-                let listener = writer.share_pages(store.clone())?;
+                let listener = writer.share_pages(store.clone());
                 self.spawn(move || listener.run())?;
             }
             // The coordinator waits for the round before.
