@@ -61,6 +61,16 @@ fn with_the_newest(work: impl Fn(&mut UnderWay) -> Result<()>) -> Result<()> {
     }
 }
 
+/// A guest, the QEMU that waits for it, and the host of that, with these options.
+fn waited_for(binary: &Binary, options: &[&str]) -> Result<Option<(Guest, Guest, Host)>> {
+    let Some((source, destination)) = guests(binary, binary)? else {
+        return Ok(None);
+    };
+    let host = Host::start(options)?;
+    host.knows("vm", &destination.qemu)?;
+    Ok(Some((source, destination, host)))
+}
+
 /// A guest on its way to a host, behind the switch.
 struct UnderWay {
     source: Guest,
@@ -73,11 +83,10 @@ struct UnderWay {
 impl UnderWay {
     /// Not behind the switch yet. Before it, no end waits for long.
     fn begin(binary: &Binary) -> Result<Option<Self>> {
-        let Some((source, destination)) = guests(binary, binary)? else {
+        let options = ["--insecure", "--reconnect-timeout", "1"];
+        let Some((source, destination, host)) = waited_for(binary, &options)? else {
             return Ok(None);
         };
-        let host = Host::start(&["--insecure", "--reconnect-timeout", "1"])?;
-        host.knows("vm", &destination.qemu)?;
         let network = Middlebox::new(address(&host)?)?;
         Ok(Some(Self {
             migration: command(&source, &network)?,
@@ -184,11 +193,9 @@ fn command(source: &Guest, network: &Middlebox) -> Result<Vamoose> {
 #[test]
 fn a_writing_guest_moves_by_post_copy() -> Result<()> {
     for binary in versions()? {
-        let Some((source, destination)) = guests(&binary, &binary)? else {
+        let Some((source, destination, host)) = waited_for(&binary, &[])? else {
             return Ok(());
         };
-        let host = Host::start(&[])?;
-        host.knows("vm", &destination.qemu)?;
         let begin = match binary.version.major {
             ..11 => &["--postcopy"][..],
             _ => &["--timeout", "1s", "--on-timeout", "postcopy"],
@@ -490,11 +497,9 @@ fn the_last_message_is_lost() -> Result<()> {
 #[test]
 fn a_migrate_is_killed_between_the_pause_and_the_switch() -> Result<()> {
     for binary in versions()? {
-        let Some((mut source, mut destination)) = guests(&binary, &binary)? else {
+        let Some((mut source, mut destination, host)) = waited_for(&binary, &[])? else {
             return Ok(());
         };
-        let host = Host::start(&[])?;
-        host.knows("vm", &destination.qemu)?;
         let monitor = SilentMonitor::before(&source.qemu.qmp_socket())?;
         monitor.fall_silent_at("stop");
         let start = || migrate(&monitor.path(), &host.address, "vm", &OPTIONS);
@@ -519,11 +524,9 @@ fn a_guest_is_not_paused_before_the_destination_answers() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
-    let Some((mut source, destination)) = guests(&binary, &binary)? else {
+    let Some((mut source, destination, host)) = waited_for(&binary, &[])? else {
         return Ok(());
     };
-    let host = Host::start(&[])?;
-    host.knows("vm", &destination.qemu)?;
     let gate = Gate::start(&host.address)?;
     gate.rule(Message::Answer("receiving"), Fate::Held);
     let migration = migrate(&source.qemu.qmp_socket(), &gate.address, "vm", &OPTIONS)?;
@@ -531,7 +534,8 @@ fn a_guest_is_not_paused_before_the_destination_answers() -> Result<()> {
     source.wait_rounds(1, LIMIT)?;
     ensure!(source.qemu.qmp.query_status()? == "running");
     gate.release(Fate::Passes);
-    migration.finish(LIMIT)?.success()?;
+    let ended = migration.finish(LIMIT)?.success();
+    ended.with_context(|| host.server.stderr())?;
     expect_alive(source, destination)
 }
 
@@ -541,11 +545,9 @@ fn a_migration_is_cancelled_before_the_switch() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
-    let Some((mut source, destination)) = guests(&binary, &binary)? else {
+    let Some((mut source, _destination, host)) = waited_for(&binary, &[])? else {
         return Ok(());
     };
-    let host = Host::start(&[])?;
-    host.knows("vm", &destination.qemu)?;
     let slow = ["--postcopy", "--max-bandwidth", "5M"];
     let migration = host.migrate(&source.qemu, "vm", &slow)?;
     source.qemu.qmp.wait_transferred(1 << 20, LIMIT)?;
