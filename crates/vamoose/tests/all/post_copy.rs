@@ -188,8 +188,8 @@ fn command(source: &Guest, network: &Middlebox) -> Result<Vamoose> {
     migrate(&source.qemu.qmp_socket(), &to, "vm", &OPTIONS)
 }
 
-/// Each version, from the first round on. QEMU 11.1 without KVM then loses pages now and then, on a busy host, also without Vamoose: it
-/// switches earlier.
+/// Each version, from the first round on. QEMU 11.1 without KVM loses pages of a guest that writes for long before the switch, also without
+/// Vamoose: it switches earlier.
 #[test]
 fn a_writing_guest_moves_by_post_copy() -> Result<()> {
     for binary in versions()? {
@@ -521,7 +521,8 @@ fn a_migrate_is_killed_between_the_pause_and_the_switch() -> Result<()> {
 /// It is asked when it is time to switch.
 #[test]
 fn a_guest_is_not_paused_before_the_destination_answers() -> Result<()> {
-    let Some(binary) = qemu::newest_or_skip()? else {
+    // Without KVM, QEMU 11.1 loses pages of a guest that writes for long before the switch.
+    let Some(binary) = qemu::find_or_skip(10, 0)? else {
         return Ok(());
     };
     let Some((mut source, destination, host)) = waited_for(&binary, &[])? else {
