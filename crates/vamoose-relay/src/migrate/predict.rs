@@ -22,7 +22,7 @@ use vamoose_link::{EncodingCost, left};
 use super::{Migration, SourceQemu, preflight::Inspected};
 use crate::{chain, qemu::QemuError};
 pub use link::LinkSpeed;
-use model::whole;
+pub(super) use model::whole;
 pub use model::{Inputs, Prediction, Remedies, Writes};
 use sample::{Memory, Sample};
 
@@ -47,7 +47,7 @@ pub struct Forecast {
 const SHORT: u64 = 1;
 const LONG: u64 = 3;
 const LONGER: u64 = 9;
-/// Most bytes of pages to be encoded.
+/// Most bytes of rewritten pages to be encoded.
 const ENCODED: usize = 4 << 20;
 /// QEMU's own default.
 const DOWNTIME_LIMIT: Duration = Duration::from_millis(300);
@@ -82,7 +82,7 @@ impl Migration<'_> {
             let (memory, sample) = memory.as_ref().ok()?;
             Some(sample.changed(&memory.sample(page_size).ok()?))
         };
-        let encodings = self.encodings(memory.as_ref().ok().map(|(_, sample)| sample));
+        let encodings = self.encodings(memory.as_ref().ok());
         let mut changed = [None, None];
         if source.is_wanted {
             changed[0] = again(SHORT);
@@ -154,10 +154,10 @@ impl Migration<'_> {
         })
     }
 
-    /// What the method makes of the guest's pages; of raw pages, if there is no sample.
-    fn encodings(&self, sample: Option<&Sample>) -> Vec<EncodingCost> {
-        let content = sample
-            .map(|sample| sample.content(ENCODED))
+    /// What the method makes of the guest's pages; of raw pages, if they cannot be read.
+    fn encodings(&self, memory: Option<&(Memory, Sample)>) -> Vec<EncodingCost> {
+        let content = memory
+            .and_then(|(memory, sample)| memory.runs(sample).ok())
             .unwrap_or_default();
         let costs = self.config.method.costs(self.config.layout, &content);
         match costs {

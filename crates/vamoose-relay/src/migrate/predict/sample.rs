@@ -31,6 +31,9 @@ pub(super) struct Sample {
 /// Pages of a sample, and most bytes of one.
 const PAGES: u64 = 4096;
 const BYTES: u64 = 16 << 20;
+/// Most runs of neighbouring pages, and bytes of a run.
+const RUNS: usize = 64;
+const RUN: u64 = 256 << 10;
 
 impl Memory {
     /// The memory of the guest of `process`, which has `ram` bytes.
@@ -53,19 +56,50 @@ impl Memory {
 
     /// Reads the same pages each time.
     pub(super) fn sample(&self, page_size: usize) -> io::Result<Sample> {
+        let numbers: Vec<_> = self.numbers(page_size).collect();
+        let mut bytes = vec![0; numbers.len() * page_size];
+        for (number, out) in numbers.iter().zip(bytes.chunks_mut(page_size)) {
+            self.read(*number, page_size, out)?;
+        }
+        Ok(Sample { page_size, bytes })
+    }
+
+    /// Pages that are not zero, in runs that begin with pages of the sample: packets hold neighbours, which resemble each other.
+    pub(super) fn runs(&self, sample: &Sample) -> io::Result<Vec<u8>> {
+        let page_size = sample.page_size;
+        let pages = self.len / page_size as u64;
+        let all = self.numbers(page_size).zip(sample.pages());
+        let used: Vec<_> = all.filter(|(_, page)| !is_zero(page)).collect();
+        let mut bytes = Vec::new();
+        // From all over the memory.
+        let stride = used.len().div_ceil(RUNS).max(1);
+        for (first, _) in used.into_iter().step_by(stride) {
+            let count = (RUN / page_size as u64).max(1).min(pages - first);
+            let mut run = vec![0; usize::try_from(count).map_err(io::Error::other)? * page_size];
+            self.read(first, page_size, &mut run)?;
+            let pages = run.chunks(page_size).filter(|page| !is_zero(page));
+            bytes.extend(pages.flatten());
+        }
+        Ok(bytes)
+    }
+
+    /// Numbers of the pages of a sample.
+    fn numbers(&self, page_size: usize) -> impl Iterator<Item = u64> + use<> {
         let page = page_size as u64;
         let pages = self.len / page;
         let count = pages.min(PAGES).min(BYTES / page).max(1);
-        let mut bytes = vec![0; usize::try_from(count * page).map_err(io::Error::other)?];
-        for (at, out) in (0..count).zip(bytes.chunks_mut(page_size)) {
+        (0..count).map(move |at| {
             // One of each part of the memory, not always the first: programs align what they keep.
             let (first, next) = (pages * at / count, pages * (at + 1) / count);
             let any = at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 17;
-            let page_number = first + any % (next - first).max(1);
-            self.file
-                .read_exact_at(out, self.start + page_number * page)?;
-        }
-        Ok(Sample { page_size, bytes })
+            first + any % (next - first).max(1)
+        })
+    }
+
+    /// Reads from the page of this number on.
+    fn read(&self, number: u64, page_size: usize, out: &mut [u8]) -> io::Result<()> {
+        self.file
+            .read_exact_at(out, self.start + number * page_size as u64)
     }
 }
 
@@ -74,18 +108,6 @@ impl Sample {
     pub(super) fn used(&self) -> f64 {
         let used = self.pages().filter(|page| !is_zero(page)).count();
         used as f64 / self.pages().count() as f64
-    }
-
-    /// The pages that are not zero: at most `most` bytes.
-    pub(super) fn content(&self, most: usize) -> Vec<u8> {
-        let used: Vec<_> = self.pages().filter(|page| !is_zero(page)).collect();
-        // From all over the memory.
-        let stride = (used.len() * self.page_size).div_ceil(most).max(1);
-        used.into_iter()
-            .step_by(stride)
-            .flatten()
-            .copied()
-            .collect()
     }
 
     /// Share of pages that differ in a later sample, and these pages: as they were, and as they are there.
@@ -204,7 +226,10 @@ mod tests {
         };
         let before = memory.sample(4096).unwrap();
         assert!((0.22..0.28).contains(&before.used()), "{}", before.used());
-        assert!(before.content(1 << 20).len() <= 1 << 20);
+        // Every fourth page of each run.
+        let runs = memory.runs(&before).unwrap();
+        assert!((3 << 20..=4 << 20).contains(&runs.len()), "{}", runs.len());
+        assert!(runs.iter().all(|byte| *byte == 7));
         let half = bytes.len() / 2;
         memory
             .file
@@ -232,14 +257,9 @@ mod tests {
         };
         let memory = Memory::open(this, marked.len() as u64).unwrap();
         let sample = memory.sample(4096).unwrap();
-        assert!(
-            sample
-                .content(1 << 20)
-                .iter()
-                .filter(|byte| **byte == 0xa5)
-                .count()
-                > 1 << 19
-        );
+        let runs = memory.runs(&sample).unwrap();
+        let marked = runs.iter().filter(|byte| **byte == 0xa5).count();
+        assert!(marked > 1 << 22, "{marked}");
         let another = ProcessId {
             start_time: start_time + 1,
             ..this
