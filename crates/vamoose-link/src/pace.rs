@@ -24,7 +24,7 @@ use self::shares::Shares;
 use crate::{Session, lock, session::Urgency};
 
 /// A limit in bytes per second of many migrations together, which can be changed at any time. A clone is the same limit.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Limit(Arc<State>);
 
 #[derive(Debug)]
@@ -35,13 +35,24 @@ struct State {
     changed: Condvar,
 }
 
-impl Default for State {
-    fn default() -> Self {
+impl State {
+    fn new(burst: f64) -> Self {
         Self {
             is_set: AtomicBool::new(false),
-            shares: Mutex::new(Shares::new(Instant::now())),
+            shares: Mutex::new(Shares::new(burst, Instant::now())),
             changed: Condvar::new(),
         }
+    }
+}
+
+/// Time whose unused bytes are kept, in seconds, so that a short pause of a source costs nothing.
+const BURST: f64 = 0.02;
+/// The same for a migration's own limit: a QEMU that keeps to a limit itself sends the bytes of 100 ms at once.
+const OWN_BURST: f64 = 0.1;
+
+impl Default for Limit {
+    fn default() -> Self {
+        Self(Arc::new(State::new(BURST)))
     }
 }
 
@@ -49,6 +60,12 @@ impl Limit {
     /// A limit of `rate` bytes per second, or none.
     pub fn new(rate: Option<NonZeroU64>) -> Self {
         let limit = Self::default();
+        limit.set(rate);
+        limit
+    }
+
+    fn of_one(rate: Option<NonZeroU64>) -> Self {
+        let limit = Self(Arc::new(State::new(OWN_BURST)));
         limit.set(rate);
         limit
     }
@@ -168,7 +185,7 @@ impl Pacer {
     pub fn new(most: Option<NonZeroU64>, host: &Limit) -> Self {
         Self {
             most: AtomicU64::new(most.map_or(0, NonZeroU64::get)),
-            own: Limit::new(most).join(),
+            own: Limit::of_one(most).join(),
             host: host.join(),
             session: OnceLock::new(),
             reported: AtomicU32::new(0),

@@ -20,6 +20,8 @@ use crate::session::Urgency;
 /// The flows of one limit.
 #[derive(Debug)]
 pub(super) struct Shares {
+    /// Time whose unused bytes are kept, in seconds.
+    burst: f64,
     /// In bytes per second.
     rate: Option<NonZeroU64>,
     flows: BTreeMap<u64, Flow>,
@@ -46,9 +48,6 @@ struct Flow {
     last: Option<Instant>,
 }
 
-/// Time whose unused bytes are kept, so that a short pause of a source costs nothing.
-const BURST: f64 = 0.02;
-
 /// Time between two divisions.
 const INTERVAL: Duration = Duration::from_millis(100);
 
@@ -66,8 +65,9 @@ const ROOM: f64 = 1.25;
 const LEAST: f64 = 1.0 / 16.0;
 
 impl Shares {
-    pub(super) fn new(now: Instant) -> Self {
+    pub(super) fn new(burst: f64, now: Instant) -> Self {
         Self {
+            burst,
             rate: None,
             flows: BTreeMap::new(),
             next: 0,
@@ -149,7 +149,7 @@ impl Shares {
         let passed = now.saturating_duration_since(self.accrued).as_secs_f64();
         self.accrued = self.accrued.max(now);
         for flow in self.flows.values_mut() {
-            let kept = if flow.is_active(now) { BURST } else { 0.0 };
+            let kept = if flow.is_active(now) { self.burst } else { 0.0 };
             let most = flow.reserved + flow.share * kept;
             flow.allowed = match self.rate {
                 Some(_) => most.min(flow.allowed + flow.share * passed),
@@ -270,6 +270,8 @@ mod tests {
 
     use super::*;
 
+    const BURST: f64 = 0.02;
+
     fn want(weight: f64, most: Option<f64>) -> Want {
         Want { weight, most }
     }
@@ -336,7 +338,7 @@ mod tests {
     impl Simulation {
         fn new(rate: u64, sources: &[Source]) -> Self {
             let now = Instant::now();
-            let mut shares = Shares::new(now);
+            let mut shares = Shares::new(BURST, now);
             shares.set_rate(NonZeroU64::new(rate), now);
             let ids: Vec<_> = sources.iter().map(|_| shares.join(now)).collect();
             for (id, source) in ids.iter().zip(sources) {
@@ -479,7 +481,7 @@ mod tests {
     #[test]
     fn idle_guest_has_the_share_that_it_would_get() {
         let now = Instant::now();
-        let mut shares = Shares::new(now);
+        let mut shares = Shares::new(BURST, now);
         shares.set_rate(NonZeroU64::new(RATE), now);
         let first = shares.join(now);
         assert_eq!(shares.share(first, now), Some(RATE as f64));

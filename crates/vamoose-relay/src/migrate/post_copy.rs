@@ -14,6 +14,7 @@
 
 use std::{
     mem,
+    num::NonZeroU64,
     sync::{Arc, atomic::Ordering},
     thread,
     time::{Duration, Instant},
@@ -25,12 +26,13 @@ use handover::{
 };
 use serde_json::{Value, json};
 use tracing::{Span, info, warn};
-use vamoose_link::{ConversationError, Hangup, Stats};
+use vamoose_link::{ConversationError, Counters, Hangup, Stats};
 
 use super::{
     Cause, Ended, Migration, News, Progress, Route,
     hand_over::HandOver,
     listen_beside,
+    predict::whole,
     source::{EVENT_WAIT, SourceQemu},
     watch::{ASK_EVERY, SourceRelay},
 };
@@ -76,6 +78,7 @@ impl Migration<'_> {
         }
         source.may_be_switched = true;
         info!("switching to post-copy");
+        self.pace(source, &relay.stats.snapshot(), account)?;
         match source.qemu.execute("migrate-start-postcopy", json!({})) {
             // The migration has ended by itself. Its status tells how.
             Err(error) if error.is_refusal() => {
@@ -109,6 +112,8 @@ impl Migration<'_> {
             };
             let status = account["status"].as_str().unwrap_or("none").to_owned();
             ended.account.clone_from(&account);
+            let moved = relay.stats.snapshot();
+            self.pace(source, &moved, &account)?;
             let is_under_way = [
                 "postcopy-active",
                 "postcopy-recover-setup",
@@ -118,7 +123,7 @@ impl Migration<'_> {
                 || MigrationStatus::of(&account) == MigrationStatus::Busy;
             observe(News::Progress(&Progress {
                 status,
-                moved: relay.stats.snapshot(),
+                moved,
                 source: account,
                 session: Some(relay.session.clone()),
                 ..Progress::default()
@@ -126,6 +131,21 @@ impl Migration<'_> {
             if !is_under_way {
                 return Ok(());
             }
+        }
+    }
+
+    /// Lets QEMU itself keep to the bandwidth limit: a page that the guest needs cannot overtake itself in the relays and their sockets.
+    fn pace(
+        &self,
+        source: &mut SourceQemu,
+        moved: &Counters,
+        account: &Value,
+    ) -> Result<(), QemuError> {
+        let sent = account["ram"]["transferred"].as_u64().unwrap_or(0);
+        let limit = self.config.max_bandwidth;
+        match limit.and_then(|limit| source.pace.after(limit, sent, moved.wire_bytes)) {
+            Some(rate) => source.change(json!({ "max-postcopy-bandwidth": rate })),
+            None => Ok(()),
         }
     }
 
@@ -270,6 +290,37 @@ impl Migration<'_> {
     }
 }
 
+/// Finds QEMU's own limit, which is that of the link times what the relay saves.
+#[derive(Default)]
+pub(super) struct Pace {
+    /// Bytes that QEMU has sent, and those on the link, when the limit was computed last.
+    sent: u64,
+    wire: u64,
+}
+
+/// Seconds of the link's limit over which the savings are measured.
+const MEASURED: f64 = 0.5;
+/// Part of the link's limit for QEMU. The rest is for pages that the guest waits for.
+const BACKGROUND: f64 = 0.9;
+
+impl Pace {
+    /// QEMU's new limit for `limit` bytes per second on the link, when enough has been sent since the last one.
+    fn after(&mut self, limit: NonZeroU64, sent: u64, wire: u64) -> Option<u64> {
+        if wire < self.wire {
+            // It goes through another relay.
+            *self = Self { sent, wire };
+        }
+        let limit = limit.get() as f64;
+        let [from_qemu, on_link] = [(sent, self.sent), (wire, self.wire)]
+            .map(|(now, then)| now.saturating_sub(then) as f64);
+        if on_link < MEASURED * limit {
+            return None;
+        }
+        (self.sent, self.wire) = (sent, wire);
+        Some(whole(BACKGROUND * limit * (from_qemu / on_link).max(1.0)))
+    }
+}
+
 /// Hands the guest over, unless that has been done.
 fn commit(hand_over: &mut HandOver<'_>, source: &mut SourceQemu) -> Result<(), Cause> {
     if hand_over.is_supplying() {
@@ -294,6 +345,22 @@ fn is_after_first_round(account: &Value) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn qemu_sends_what_fills_the_link() {
+        let limit = NonZeroU64::new(1_000_000).unwrap();
+        let mut pace = Pace::default();
+        // Too little to tell what the relay saves.
+        assert_eq!(pace.after(limit, 900_000, 400_000), None);
+        assert_eq!(pace.after(limit, 4_000_000, 1_000_000), Some(3_600_000));
+        assert_eq!(pace.after(limit, 5_000_000, 1_400_000), None);
+        assert_eq!(pace.after(limit, 6_000_000, 2_000_000), Some(1_800_000));
+        // Headers make it a little more.
+        assert_eq!(pace.after(limit, 6_990_000, 3_000_000), Some(900_000));
+        // Through another relay, which counts anew.
+        assert_eq!(pace.after(limit, 7_000_000, 0), None);
+        assert_eq!(pace.after(limit, 9_000_000, 1_000_000), Some(1_800_000));
+    }
 
     #[test]
     fn first_round_has_sent_every_page_once() {

@@ -15,6 +15,7 @@ use vamoose_link::{Address, millis};
 
 use super::{
     Cause, Failure,
+    post_copy::Pace,
     remainder::{Allowed, Remainder},
 };
 use crate::{
@@ -49,6 +50,7 @@ pub(crate) struct SourceQemu {
     pub(super) is_held: bool,
     /// It has been told, or is about to be told, to switch to post-copy.
     pub(super) may_be_switched: bool,
+    pub(super) pace: Pace,
     /// The user has been told that it is too late to cancel.
     pub(super) was_cancelled_late: bool,
 }
@@ -89,6 +91,7 @@ impl SourceQemu {
             post_copy: None,
             is_held: false,
             may_be_switched: false,
+            pace: Pace::default(),
             was_cancelled_late: false,
             qemu,
         })
@@ -524,7 +527,7 @@ impl SourceQemu {
     }
 
     /// Changes parameters of the migration under way.
-    fn change(&mut self, parameters: Value) -> Result<(), QemuError> {
+    pub(super) fn change(&mut self, parameters: Value) -> Result<(), QemuError> {
         debug!("telling the source {parameters}");
         match self.qemu.execute("migrate-set-parameters", parameters) {
             // Then QEMU goes on with those it has, or is busy with the switchover.
