@@ -24,7 +24,7 @@ use crate::{chain, qemu::QemuError};
 pub use link::LinkSpeed;
 pub(super) use model::whole;
 pub use model::{Inputs, Prediction, Remedies, Writes};
-use sample::{Memory, Sample};
+use sample::Memory;
 
 /// What was measured, and what follows from it.
 #[derive(Clone, Debug)]
@@ -49,6 +49,8 @@ const LONG: u64 = 3;
 const LONGER: u64 = 9;
 /// Most bytes of rewritten pages to be encoded.
 const ENCODED: usize = 4 << 20;
+/// Fewer pages do not tell what the others shrink to.
+const FEW: usize = 16;
 /// QEMU's own default.
 const DOWNTIME_LIMIT: Duration = Duration::from_millis(300);
 /// From this rate on, QEMU's whole MiB are exact enough.
@@ -82,7 +84,11 @@ impl Migration<'_> {
             let (memory, sample) = memory.as_ref().ok()?;
             Some(sample.changed(&memory.sample(page_size).ok()?))
         };
-        let encodings = self.encodings(memory.as_ref().ok());
+        let content = memory
+            .as_ref()
+            .ok()
+            .and_then(|(memory, sample)| memory.runs(sample).ok());
+        let encodings = content.and_then(|pages| self.encodings(&pages));
         let mut changed = [None, None];
         if source.is_wanted {
             changed[0] = again(SHORT);
@@ -120,7 +126,11 @@ impl Migration<'_> {
         let mut inputs = link.ok().map(|link| Inputs {
             ram: ram as f64,
             used,
-            encodings,
+            encodings: encodings.unwrap_or_else(|| vec![EncodingCost::RAW]),
+            rewritten: last
+                .as_ref()
+                .and_then(|(_, [_, pages])| self.encodings(&pages[..pages.len().min(ENCODED)]))
+                .unwrap_or_default(),
             differences: last
                 .as_ref()
                 .and_then(|(_, pages)| self.differences(inspected, pages)),
@@ -135,7 +145,7 @@ impl Migration<'_> {
         if let Some(inputs) = &mut inputs
             && inputs.writes.rate > 0.0
             && inputs.writes.working_set.is_infinite()
-            && inputs.predict().total_time > Duration::from_secs(2 * LONGER)
+            && inputs.predict().total_time > Duration::from_secs(LONGER)
             && let (Some((share, _)), Some((later, _))) = (last, again(LONGER))
         {
             let time = Duration::from_secs(LONG);
@@ -154,16 +164,11 @@ impl Migration<'_> {
         })
     }
 
-    /// What the method makes of the guest's pages; of raw pages, if they cannot be read.
-    fn encodings(&self, memory: Option<&(Memory, Sample)>) -> Vec<EncodingCost> {
-        let content = memory
-            .and_then(|(memory, sample)| memory.runs(sample).ok())
-            .unwrap_or_default();
-        let costs = self.config.method.costs(self.config.layout, &content);
-        match costs {
-            Ok(costs) if !content.is_empty() => costs,
-            _ => vec![EncodingCost::RAW],
-        }
+    /// What the method makes of pages, if these are enough to tell.
+    fn encodings(&self, pages: &[u8]) -> Option<Vec<EncodingCost>> {
+        let layout = self.config.layout;
+        let few = FEW * layout.page_size();
+        (pages.len() >= few).then(|| self.config.method.costs(layout, pages).ok())?
     }
 
     /// The differences between the versions of rewritten pages, if they are sent.

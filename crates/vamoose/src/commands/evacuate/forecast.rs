@@ -90,6 +90,7 @@ fn inputs(options: &Options, domain: &Domain, rate: f64, link: u64) -> Inputs {
         ram: domain.memory as f64,
         used: domain.resident as f64,
         encodings: vec![EncodingCost::RAW],
+        rewritten: Vec::new(),
         differences: None,
         writes: Writes::everywhere(rate),
         link: link as f64,
