@@ -71,6 +71,8 @@ impl Migration<'_> {
         {
             return Ok(());
         }
+        // Not while the guest is paused.
+        self.pace(source, &relay.stats.snapshot(), account)?;
         relay.session.keep_trying(KEEP_TRYING);
         hand_over.ask_to_switch(source.is_wanted)?;
         if source.is_wanted {
@@ -78,7 +80,6 @@ impl Migration<'_> {
         }
         source.may_be_switched = true;
         info!("switching to post-copy");
-        self.pace(source, &relay.stats.snapshot(), account)?;
         match source.qemu.execute("migrate-start-postcopy", json!({})) {
             // The migration has ended by itself. Its status tells how.
             Err(error) if error.is_refusal() => {
