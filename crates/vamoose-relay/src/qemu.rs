@@ -353,6 +353,12 @@ impl Qemu {
         }
     }
 
+    /// Whether this QEMU misses writes of a guest that may be moved by post-copy: 11.1 does so under TCG (docs/qemu.md).
+    pub(crate) fn misses_writes(&mut self) -> Result<bool, QemuError> {
+        let is_concerned = self.version >= Version(11, 0, 0);
+        Ok(is_concerned && self.qmp.execute("query-kvm", json!({}))?["enabled"] != true)
+    }
+
     /// The migration's status, for the decision whether the guest is behind post-copy's switch.
     pub(crate) fn migration_status(&mut self) -> Result<MigrationStatus, QemuError> {
         Ok(MigrationStatus::of(&self.query_migrate()?))

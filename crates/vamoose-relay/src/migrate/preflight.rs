@@ -54,6 +54,12 @@ impl Migration<'_> {
         let post_copy = self.post_copy.map(|_| PostCopyAbilities { preempt: false });
         source.check(self.zero_page_detection, &self.capabilities(post_copy))?;
         source.post_copy = post_copy.map(|_| source.qemu.post_copy_abilities());
+        if source.post_copy.is_some() && source.qemu.misses_writes()? {
+            warn!(
+                "a source of QEMU 11 without KVM misses writes of its guest when post-copy is on: the guest may fail at the destination. \
+                 Use KVM, or do without post-copy"
+            );
+        }
         Ok(())
     }
 
