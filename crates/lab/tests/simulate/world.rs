@@ -46,8 +46,8 @@ pub(crate) struct World<'a> {
     pub(crate) disturbed: Duration,
     /// Faults that wait for their moment.
     armed: Vec<(Moment, Fault)>,
-    /// Processes that are to be killed before their next action.
-    pub(crate) doomed: Vec<Doom>,
+    /// Processes that are to be killed before their next action, and how long they are gone.
+    doomed: Vec<(Process, Duration)>,
     /// When the last fault ended that a session need not survive.
     pub(crate) troubled: Duration,
     pub(crate) flips: usize,
@@ -101,12 +101,6 @@ struct Entry {
 pub(crate) enum Role {
     Source,
     Destination,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Doom {
-    pub(crate) process: Process,
-    pub(crate) back: Duration,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -285,9 +279,8 @@ impl<'a> World<'a> {
             match fault {
                 // Now, and not when the action has been carried out.
                 Fault::KillMigrate(_) if matches!(process, Process::Migrate(_)) => {
-                    let back = Duration::ZERO;
                     self.counts(fault);
-                    self.doomed.push(Doom { process, back });
+                    self.doomed.push((process, Duration::ZERO));
                 }
                 Fault::KillMigrate(_)
                 | Fault::KillServe(..)
@@ -303,14 +296,17 @@ impl<'a> World<'a> {
         {
             return true;
         }
-        let doomed = self.doomed.iter().position(|doom| doom.process == process);
+        let doomed = self
+            .doomed
+            .iter()
+            .position(|(doomed, _)| *doomed == process);
         let Some(at) = doomed else {
             return false;
         };
-        let doom = self.doomed.remove(at);
+        let (_, back) = self.doomed.remove(at);
         match process {
             Process::Migrate(id) => self.kill_migrate(id),
-            Process::Serve(id) => self.kill_serve(id, doom.back),
+            Process::Serve(id) => self.kill_serve(id, back),
         }
         true
     }
@@ -343,16 +339,14 @@ impl<'a> World<'a> {
         }
         let text = serde_json::to_vec(record).map_err(|error| error.to_string())?;
         self.trace.mix(text.len() as u64);
+        let (journal, written) = (&mut self.hosts[host].journal, self.now);
+        let before = journal.remove(&key).map(|entry| entry.text);
         let entry = Entry {
             text,
-            written: self.now,
-            before: None,
+            written,
+            before,
         };
-        let journal = &mut self.hosts[host].journal;
-        let before = journal.insert(key, entry);
-        if let (Some(before), Some(now)) = (before, journal.get_mut(&key)) {
-            now.before = Some(before.text);
-        }
+        journal.insert(key, entry);
         Ok(())
     }
 
@@ -381,21 +375,14 @@ impl<'a> World<'a> {
             self.hosts[host].journal.clear();
             return;
         }
-        let journal = &mut self.hosts[host].journal;
-        let all = std::mem::take(journal);
-        journal.extend(all.into_iter().filter_map(|(key, entry)| {
+        self.hosts[host].journal.retain(|_, entry| {
+            let before = entry.before.take();
             let is_there = syncs || now > entry.written + WRITTEN_BACK;
-            let text = if is_there { entry.text } else { entry.before? };
-            let (written, before) = (entry.written, None);
-            Some((
-                key,
-                Entry {
-                    text,
-                    written,
-                    before,
-                },
-            ))
-        }));
+            if !is_there {
+                entry.text = before.unwrap_or_default();
+            }
+            !entry.text.is_empty()
+        });
     }
 
     // Faults.
@@ -470,14 +457,12 @@ impl<'a> World<'a> {
             }
             Fault::KillMigrate(any) => {
                 if let Some(id) = self.some_migrate(any) {
-                    let (process, back) = (Process::Migrate(id), Duration::ZERO);
-                    self.doomed.push(Doom { process, back });
+                    self.doomed.push((Process::Migrate(id), Duration::ZERO));
                 }
             }
             Fault::KillServe(host, back) => {
                 if let Some(id) = self.hosts[host % hosts].serve {
-                    let process = Process::Serve(id);
-                    self.doomed.push(Doom { process, back });
+                    self.doomed.push((Process::Serve(id), back));
                 }
             }
             Fault::KillSource(any) => {
