@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     destination::Request,
     mutants::Mutant,
+    net::SOCKET,
     qemu::{CHUNK, Happened, Packet, State, Status},
     session::CLIENT,
     world::{Event, Process, Role, World},
@@ -814,7 +815,11 @@ impl World<'_> {
             self.options.timeout,
             Some((_, OnTimeout::Force | OnTimeout::Pause | OnTimeout::Throttle))
         );
-        let is_quiet = is_forced || self.options.writes * CHUNK * 4 < self.options.rate;
+        // As much as one connection carries on the longest path.
+        let trip = self.options.delay.as_micros() * self.options.paths as u128;
+        let carried = u128::from(SOCKET) * 1_000_000 / trip;
+        let written = u128::from(self.options.writes * CHUNK * 4);
+        let is_quiet = is_forced || written < carried.min(self.options.rate.into());
         let is_undisturbed = it.stopping.is_none() && it.without_relay.is_none();
         if self.is_moving(id) && is_quiet && is_undisturbed && self.now > since + LONG {
             self.fail("a guest that writes little does not move");
