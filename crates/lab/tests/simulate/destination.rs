@@ -122,11 +122,11 @@ impl World<'_> {
         let Some(id) = self.hosts[host].serve else {
             return;
         };
-        let jobs = self.serves[id].jobs.values();
-        let attempt = jobs.filter(|job| job.record.qemu == qemu && job.transfer.is_some());
-        let Some(attempt) = { attempt }.map(|job| job.record.attempt).next() else {
+        let is_its = |job: &&Job| job.record.qemu == qemu && job.transfer.is_some();
+        let Some(job) = self.serves[id].jobs.values().find(is_its) else {
             return;
         };
+        let attempt = job.record.attempt;
         self.fail_job(id, attempt, "its QEMU has ended");
     }
 
@@ -188,10 +188,11 @@ impl World<'_> {
                     Ok(None) => break,
                     Err(error) => return self.fail(format!("a source's message: {error}")),
                 };
-                if self.is_killed(Process::Serve(id)) {
+                let told = format!("hears {message:?}");
+                if self.is_killed(Process::Serve(id), &told) {
                     return;
                 }
-                self.note(format_args!("serve {id} hears {message:?}"));
+                self.note(format_args!("serve {id} {told}"));
                 self.request(id, session, attempt, message);
             }
         }
@@ -300,7 +301,7 @@ impl World<'_> {
         if is_written.is_err() {
             return self.answer(session, &refused("the journal cannot be written"));
         }
-        if self.is_killed(Process::Serve(id)) {
+        if self.is_killed(Process::Serve(id), "Prepared") {
             return;
         }
         let driver = DestinationDriver::new(Destination::new(incarnation));
@@ -432,14 +433,15 @@ impl World<'_> {
     /// Carries out what a driver has to do, one action after another.
     fn drive_job(&mut self, id: usize, attempt: AttemptId) {
         loop {
-            let has_work = |job: &Job| {
-                job.driver
-                    .as_ref()
-                    .is_some_and(|it| it.pending().next().is_some())
+            let next = |job: &Job| {
+                let driver = job.driver.as_ref()?;
+                let action = driver.pending().next()?;
+                Some(format!("{action:?} {:?}", driver.state()))
             };
-            if !self.serves[id].jobs.get(&attempt).is_some_and(has_work)
-                || self.is_killed(Process::Serve(id))
-            {
+            let Some(told) = self.serves[id].jobs.get(&attempt).and_then(next) else {
+                return;
+            };
+            if self.is_killed(Process::Serve(id), &told) {
                 return;
             }
             let Some(mut driver) = self.job(id, attempt).and_then(|job| job.driver.take()) else {
@@ -675,6 +677,7 @@ impl DestinationHost for Host<'_, '_> {
         let qemu = self.qemu();
         let state = match self.world.monitor(qemu) {
             Ok(State::Incoming) | Err(_) => {
+                self.world.qemus[qemu].is_hung = true;
                 let cause = "it failed when everything had been sent".to_owned();
                 return Some(DestinationEvent::NotStarted { cause });
             }
@@ -747,7 +750,8 @@ impl DestinationHost for Host<'_, '_> {
             world.fail("a QEMU is ended that has the guest");
         }
         let has_copy = world.of_guest(guest).any(|q| world.has_guest(q));
-        if !was_lost && !has_copy && world.qemus[qemu].memory == world.guests[guest].memory {
+        let is_known = !was_lost && !world.qemus[qemu].is_hung;
+        if is_known && !has_copy && world.qemus[qemu].memory == world.guests[guest].memory {
             world.fail("the last copy of the guest is ended");
         }
         Some(died())

@@ -2,8 +2,20 @@
 //!
 //! Most are past ones of `trust.md` (H1 to H14, L...) or of the model of `handover`, under its numbers (A1 to A9).
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Mutant {
+macro_rules! mutants {
+    ($($(#[$told:meta])* $name:ident,)*) => {
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(crate) enum Mutant {
+            $($(#[$told])* $name,)*
+        }
+
+        impl Mutant {
+            pub(crate) const ALL: &[Self] = &[$(Self::$name,)*];
+        }
+    };
+}
+
+mutants! {
     // The hand-over and its journals.
     /// `commit`, a start, an acceptance, an end without a record of it.
     NoRecordOfCommitting,
@@ -82,48 +94,4 @@ pub(crate) enum Mutant {
     GuidesNothing,
     /// A host that does not answer is taken for one without the guest.
     TakesUnknownForSource,
-}
-
-impl Mutant {
-    pub(crate) const ALL: [Self; 39] = [
-        Self::NoRecordOfCommitting,
-        Self::NoRecordOfStarting,
-        Self::NoRecordOfReceiving,
-        Self::NoRecordOfAborting,
-        Self::IgnoresFailedWrites,
-        Self::ForgetsFsync,
-        Self::AnswersByName,
-        Self::RepeatsRunning,
-        Self::UnknownIsAborted,
-        Self::TrustsRefusals,
-        Self::SilenceIsEvidence,
-        Self::AssumesThatItRan,
-        Self::AbortsWithoutEnd,
-        Self::EndsTheLoaded,
-        Self::ForgetsThatItTold,
-        Self::RunsWhatWasSentOn,
-        Self::CommitsWithoutALook,
-        Self::PausedWithoutDisks,
-        Self::TakesDisksEarly,
-        Self::TakesPausesForTheSwitchover,
-        Self::DoubtsTheDead,
-        Self::DoubtsTheHalted,
-        Self::ComesBackWithoutDisks,
-        Self::IgnoresItsRelay,
-        Self::TakesItForItsOwn,
-        Self::SettlesOnSilence,
-        Self::TakesAnyRecord,
-        Self::ContinuesWhatAnotherSent,
-        Self::MixesConnections,
-        Self::ReadsUnjudged,
-        Self::NoHeartbeats,
-        Self::NoFirstAcknowledgement,
-        Self::IgnoresRoom,
-        Self::TakesLateWelcomes,
-        Self::ReusesStreamNumbers,
-        Self::ForgetsWhatItReceived,
-        Self::SyncOvertakes,
-        Self::GuidesNothing,
-        Self::TakesUnknownForSource,
-    ];
 }

@@ -14,7 +14,7 @@ use vamoose_session::{
 
 use crate::{
     qemu::{CHUNK, PAGE_BYTES},
-    session::{CLIENT, SERVER},
+    session::SERVER,
     world::{Event, Process, World},
 };
 
@@ -41,12 +41,14 @@ pub(crate) struct Connection {
     /// Bytes that each end has sent and the other one has not read.
     pub(crate) unread: [u64; 2],
     is_swallowed: bool,
-    /// An end that has another connection for the stream may still read what comes on this one.
+    /// Until when what comes to each end waits for what was lost.
+    pub(crate) late_until: [Duration; 2],
+    /// An end that has given it up may still read what comes on it.
     pub(crate) is_replaced: [bool; 2],
     /// An end that is over neither sends nor hears.
     pub(crate) is_over: [bool; 2],
     /// After how many parts for an end a bit changes.
-    flips: [Option<usize>; 2],
+    pub(crate) flips: [Option<usize>; 2],
     /// What the ends call it.
     pub(crate) ids: [Option<ConnectionId>; 2],
     pub(crate) heard: [Duration; 2],
@@ -110,6 +112,7 @@ impl World<'_> {
             arrived: Default::default(),
             unread: [0; 2],
             is_swallowed: false,
+            late_until: [Duration::ZERO; 2],
             is_over: [false; 2],
             flips: [None; 2],
             is_replaced: [false; 2],
@@ -161,7 +164,7 @@ impl World<'_> {
             arrives = arrives.max(link.silent_until + self.random.millis(0, 1_000));
         }
         let last = connection.flight[to].back().map_or(self.now, |(at, _)| *at);
-        let arrives = arrives.max(last);
+        let arrives = arrives.max(last).max(connection.late_until[to]);
         connection.flight[to].push_back((arrives, part));
         self.at(arrives, Event::Arrives(number, to));
     }
@@ -191,8 +194,8 @@ impl World<'_> {
         connection.arrived[end].clear();
     }
 
-    /// An end has another connection for the stream. What it has read from this one meanwhile may still come.
-    pub(crate) fn replace(&mut self, number: usize, end: usize) {
+    /// An end gives it up. What was on its way may still be read, when the stream has another connection.
+    pub(crate) fn give_up(&mut self, number: usize, end: usize) {
         let connection = &mut self.connections[number];
         connection.is_replaced[end] = true;
         let arrived = std::mem::take(&mut connection.arrived[end]);
@@ -216,31 +219,19 @@ impl World<'_> {
         self.of_pair(self.pair(one, other)).is_empty()
     }
 
-    pub(crate) fn reset(&mut self, pair: usize) {
+    /// All that is on its way between two hosts is lost, and all that comes on these connections; some ends see it.
+    pub(crate) fn cut(&mut self, pair: usize, ends: &[usize]) {
+        let paths = self.options.paths;
+        for link in &mut self.links[pair * paths..][..paths] {
+            link.free = [Duration::ZERO; 2];
+        }
         for number in self.of_pair(pair) {
             let connection = &mut self.connections[number];
             connection.is_swallowed = true;
             connection.flight = Default::default();
-            for end in [CLIENT, SERVER] {
-                self.sees_end(number, end);
+            for end in ends {
+                self.sees_end(number, *end);
             }
-        }
-    }
-
-    pub(crate) fn half_open(&mut self, pair: usize, end: usize) {
-        for number in self.of_pair(pair) {
-            let connection = &mut self.connections[number];
-            connection.is_swallowed = true;
-            connection.flight = Default::default();
-            self.sees_end(number, end);
-        }
-    }
-
-    pub(crate) fn swallow(&mut self, pair: usize) {
-        for number in self.of_pair(pair) {
-            let connection = &mut self.connections[number];
-            connection.is_swallowed = true;
-            connection.flight = Default::default();
         }
     }
 
@@ -266,14 +257,11 @@ impl World<'_> {
         }
     }
 
-    pub(crate) fn corrupt(&mut self, any: usize, end: usize) {
+    pub(crate) fn some_connection(&self, any: usize) -> Option<usize> {
         let open: Vec<_> = (0..self.pairs())
             .flat_map(|pair| self.of_pair(pair))
             .collect();
-        if !open.is_empty() {
-            self.flips += 1;
-            self.connections[open[any % open.len()]].flips[end] = Some(any % 4);
-        }
+        (!open.is_empty()).then(|| open[any % open.len()])
     }
 }
 

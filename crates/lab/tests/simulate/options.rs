@@ -28,12 +28,20 @@ pub(crate) struct Options {
     pub(crate) evacuates: bool,
     /// Guests that their owners have paused from the beginning.
     pub(crate) paused: bool,
-    /// When each is due; and which action of a process, from then on, it goes with.
-    pub(crate) faults: Vec<(Duration, Option<u32>, Fault)>,
+    /// When each is due; and the moment, from then on, that it goes with.
+    pub(crate) faults: Vec<(Duration, Option<Moment>, Fault)>,
     /// From then on nothing fails any more.
     pub(crate) calm: Duration,
     pub(crate) mutant: Option<Mutant>,
 }
+
+/// A process is about to do something that is told with this word, when so many of these have passed.
+pub(crate) type Moment = (&'static str, u32);
+
+/// Any action, and those around which there is most to lose.
+const MOMENTS: [&str; 10] = [
+    "", "Prepare", "Persist", "Loaded", "Commit", "Start", "Running", "Look", "Aborted", "Resume",
+];
 
 /// What fails, and what people do. Numbers choose among what there is then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +57,8 @@ pub(crate) enum Fault {
     /// Resets, one after the other.
     Storm(usize, Duration, Duration),
     Slow(usize, u64, Duration),
+    /// A packet of a connection is lost, and what follows waits for it at one end.
+    Late(usize, usize, Duration),
     /// A bit changes in one of the next parts that an end gets.
     Corrupt(usize, usize),
     /// Connections to a host are refused though it is there, as by a proxy or a firewall.
@@ -59,8 +69,8 @@ pub(crate) enum Fault {
     /// A QEMU ends: that which has the guest, or one that receives it.
     KillSource(usize),
     KillDestination(usize),
-    /// `serve` ends and at once the QEMU that receives a guest, or another tool sends that guest on.
-    KillBoth(usize, Duration),
+    /// `serve` ends and at once the QEMU that receives a guest, or that has it; or another tool sends that guest on.
+    KillBoth(usize, bool, Duration),
     SendOn(usize, Duration),
     /// A host loses its power.
     Crash(usize, Duration),
@@ -83,8 +93,6 @@ pub(crate) enum Fault {
     Again(usize),
     /// A person who is wrong claims that a guest in doubt never ran.
     Settle(usize),
-    /// `serve` is ended and started again.
-    Reload(usize, Duration),
     /// Another tool moves the guest.
     OtherTool(usize),
     /// A QEMU is started at the monitor's path of one that has ended, and another client holds its monitor.
@@ -117,22 +125,22 @@ impl Fault {
             18 | 19 => Self::KillDestination(any),
             20 => Self::Crash(any, long),
             21 | 22 => Self::Journal(any, short),
-            23 => Self::Monitor(any, end == 0, short),
+            23 | 39 => Self::Monitor(any, end == 0, short),
             24 => Self::Break(any, end == 0),
             25 => Self::Stuck(any, short),
             26 => Self::Numb(any),
             27 => Self::Pause(any),
             28 => Self::Continue(any),
-            29 => Self::Halt(any),
+            29 | 33 => Self::Halt(any),
             30 => Self::Cancel(any),
             31 => Self::Again(any),
             32 => Self::Settle(any),
-            33 => Self::Reload(any, short),
             34 => Self::OtherTool(any),
-            35 => Self::KillBoth(any, short),
+            35 => Self::KillBoth(any, end == 0, short),
             36 => Self::SendOn(any, short),
             37 => Self::NewQemu(any),
-            _ => Self::Storm(any, random.millis(100, 900), long),
+            38 => Self::Storm(any, random.millis(100, 900), long),
+            _ => Self::Late(any, end, short),
         }
     }
 
@@ -141,9 +149,8 @@ impl Fault {
         match &mut self {
             Self::Crash(host, _) => *host = hosts[*host % 2],
             Self::KillServe(host, _)
-            | Self::KillBoth(host, _)
+            | Self::KillBoth(host, ..)
             | Self::SendOn(host, _)
-            | Self::Reload(host, _)
             | Self::Refuse(host, _)
             | Self::Journal(host, _) => *host = hosts[1],
             Self::KillSource(of)
@@ -167,22 +174,40 @@ impl Options {
         let mut random = Random::new(seed);
         let hosts = 2 + random.below(4);
         let chunks = random.pick(&[4, 16, 64, 128]);
-        let minutes = random.pick(&[2, 5, 10]);
+        let evacuates = random.percent(25);
+        // An evacuation does not take long.
+        let minutes = if evacuates {
+            1
+        } else {
+            random.pick(&[2, 5, 10])
+        };
         let calm = Duration::from_secs(60 * minutes);
-        // Some runs have one fault, some a storm of them; and most of a few kinds, which meet more often then.
+        // Some runs have one fault, some a storm of them; most of a few kinds and with a few moments, which meet more often then, and
+        // some two at once.
         let number = random.pick(&[0, 1, 2, 4, 8, 16, 32, 64]);
-        const KINDS: usize = 39;
-        let few: [usize; 3] = std::array::from_fn(|_| random.below(KINDS));
+        const KINDS: usize = 41;
+        let few: [usize; 4] = std::array::from_fn(|_| random.below(KINDS));
+        let words: [&str; 2] = std::array::from_fn(|_| random.pick(&MOMENTS));
+        let mut when = (Duration::ZERO, None);
         let mut faults: Vec<_> = (0..number)
             .map(|_| {
-                let at = random.millis(0, 60_000 * minutes);
-                let actions = u32::try_from(random.below(30)).unwrap();
-                let goes_with = random.percent(60).then_some(actions);
+                if random.percent(75) {
+                    let word = match random.percent(75) {
+                        true => random.pick(&words),
+                        false => random.pick(&MOMENTS),
+                    };
+                    let passed = match word {
+                        "" => u32::try_from(random.below(30)).unwrap(),
+                        _ => random.pick(&[0, 0, 0, 1, 2, 4]),
+                    };
+                    let goes_with = random.percent(60).then_some((word, passed));
+                    when = (random.millis(0, 60_000 * minutes), goes_with);
+                }
                 let kind = match random.percent(75) {
                     true => random.pick(&few),
                     false => random.below(KINDS),
                 };
-                (at, goes_with, Fault::random(&mut random, kind))
+                (when.0, when.1, Fault::random(&mut random, kind))
             })
             .collect();
         faults.sort_by_key(|(at, ..)| *at);
@@ -206,7 +231,7 @@ impl Options {
             reconnect: Duration::from_secs(random.pick(&[5, 30, 30])),
             timeout: random.pick(&timeouts),
             keeps_journals: random.percent(30),
-            evacuates: random.percent(25),
+            evacuates,
             paused: random.percent(20),
             faults,
             calm,

@@ -7,8 +7,7 @@
 use std::time::Duration;
 
 use evacuation::{
-    Action, At, End, Event as Evacuated, Failure, Fleet, GuestId, HostId, Limits, Outcome, Plan,
-    Scheduler,
+    Action, At, End, Event as Evacuated, Failure, Fleet, GuestId, Limits, Outcome, Plan, Scheduler,
 };
 use handover::{GuestLocation, SourceState};
 
@@ -16,7 +15,7 @@ use crate::{
     destination::AtDestination,
     mutants::Mutant,
     options::Fault,
-    qemu::{State, Status},
+    qemu::{Happened, State, Status},
     source::AtSource,
     world::{Event, Role, World},
 };
@@ -192,11 +191,13 @@ impl<'a> World<'a> {
         if self.guests[guest].is_lost {
             return self.restart(guest);
         }
-        // What a command has left open is finished first.
-        if let Some((host, record)) = self.open_record(guest) {
+        // What a command has left open is finished first, as far as a command does.
+        let open = self.open_record(guest);
+        let is_past = open.as_ref().is_some_and(|it| self.is_past(it));
+        if let Some((host, record)) = open.filter(|_| !is_past) {
             return self.runs_again(guest, host, record.to, false);
         }
-        if !self.qemus[self.guests[guest].home].is_alive {
+        if is_past || !self.qemus[self.guests[guest].home].is_alive {
             self.settle(guest);
         }
         // The copy that is left is one that its server ends.
@@ -321,6 +322,11 @@ impl<'a> World<'a> {
         })
     }
 
+    /// Its QEMU has ended, and commands find another one at its monitor's path.
+    fn is_past(&self, (host, record): &(usize, AtSource)) -> bool {
+        !self.qemus[record.qemu].is_alive && self.at_path(*host, record.guest).is_some()
+    }
+
     /// No copy is left, and all that is left of the guest is ended.
     fn restart(&mut self, guest: usize) {
         let host = self.qemus[self.guests[guest].home].host;
@@ -339,7 +345,9 @@ impl<'a> World<'a> {
     fn settle(&mut self, guest: usize) {
         let home = self.guests[guest].home;
         let is_lost = self.guests[guest].is_lost;
-        while let Some((host, mut record)) = self.open_record(guest) {
+        while let Some(open) = self.open_record(guest) {
+            let is_past = self.is_past(&open);
+            let (host, mut record) = open;
             let is_here = record.qemu == home && !is_lost;
             self.note(format_args!(
                 "a person settles {:?} on host {host}",
@@ -347,6 +355,7 @@ impl<'a> World<'a> {
             ));
             if self.is_calm()
                 && matches!(record.state, SourceState::Committing { .. })
+                && !is_past
                 && self.can_be_known(&record)
             {
                 self.fail("a guest stays in doubt though its destination knows");
@@ -529,6 +538,7 @@ impl<'a> World<'a> {
         self.begin_migration(home, false);
         let it = &mut self.qemus[home];
         (it.state, it.has_disks) = (State::Postmigrate, false);
+        it.events.push_back(Happened::Stop);
         if let Some(outgoing) = &mut it.outgoing {
             outgoing.status = Status::Completed;
         }
@@ -563,13 +573,18 @@ impl<'a> World<'a> {
             events.push(Evacuated::Ended(End { guest, at, result }));
         }
         for event in events {
-            for action in evacuation.scheduler.handle(self.now, event) {
+            let actions = evacuation.scheduler.handle(self.now, event.clone());
+            if let Evacuated::Ended(End { guest, .. }) = event
+                && evacuation.scheduler.outcome(guest).is_none()
+                && !self.is_on(guest.0, 0)
+            {
+                self.fail("an evacuation moves a guest again that is elsewhere");
+            }
+            for action in actions {
                 match action {
                     Action::Start { guest, to } => {
                         let to = to.0 + 1;
-                        let before = self.migrates.len();
-                        self.evacuation = None;
-                        if !self.begins(guest.0, to) || self.migrates.len() == before {
+                        if !self.is_on(guest.0, 0) || !self.begins(guest.0, to) {
                             // A command that fails at once.
                             self.start_migrate(guest.0, 0, to, false);
                         }
@@ -615,14 +630,18 @@ impl<'a> World<'a> {
         }
     }
 
+    /// Whether a guest's home is on a host, or it is lost.
+    fn is_on(&self, guest: usize, host: usize) -> bool {
+        let of = &self.guests[guest];
+        of.is_lost || self.qemus[of.home].host == host
+    }
+
     fn judge_evacuation(&mut self, evacuation: &Evacuation<'_>, guest: usize) {
         let outcome = evacuation.scheduler.outcome(GuestId(guest)).cloned();
-        let of = &self.guests[guest];
-        let (home, is_lost) = (self.qemus[of.home].host, of.is_lost);
         self.note(format_args!("guest {guest} is evacuated: {outcome:?}"));
         let is_right = match outcome {
-            Some(Outcome::Moved { to: HostId(to) }) => home == to + 1 || is_lost || home != 0,
-            Some(Outcome::Stays(_)) => home == 0 || is_lost || self.hosts.len() < 2,
+            Some(Outcome::Moved { .. }) => self.guests[guest].is_lost || !self.is_on(guest, 0),
+            Some(Outcome::Stays(_)) => self.is_on(guest, 0),
             Some(Outcome::InDoubt { .. }) => true,
             None => false,
         };

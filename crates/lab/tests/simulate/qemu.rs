@@ -39,6 +39,8 @@ pub(crate) struct Qemu {
     pub(crate) stuck_until: Duration,
     pub(crate) breaks: Option<bool>,
     pub(crate) is_numb: bool,
+    /// It did not answer when it was to run the guest. Its server ends it without knowing of the other copies.
+    pub(crate) is_hung: bool,
     /// Its server has written down that it never runs the guest; and has ended it after that.
     pub(crate) is_given_up: bool,
     pub(crate) is_put_down: bool,
@@ -215,6 +217,7 @@ impl World<'_> {
             stuck_until: Duration::ZERO,
             breaks: None,
             is_numb: false,
+            is_hung: false,
             is_given_up: false,
             is_put_down: false,
         });
@@ -322,9 +325,8 @@ impl World<'_> {
         }
         let guest = it.guest;
         let has_copy = self.of_guest(guest).any(|q| self.has_guest(q));
-        if self.guests[guest].home == qemu && !has_copy {
-            self.guests[guest].is_lost = true;
-        }
+        let is_at_home = self.qemus[self.guests[guest].home].is_alive;
+        self.guests[guest].is_lost |= !is_at_home && !has_copy;
         self.server_sees_death(qemu);
     }
 

@@ -272,7 +272,7 @@ impl World<'_> {
             self.connections[connection].arrived[CLIENT].front(),
             Some(Part::Refused)
         );
-        self.replace(connection, CLIENT);
+        self.give_up(connection, CLIENT);
         let of = &mut self.sessions[session].streams[stream];
         let Some(end) = &mut of.ends[CLIENT] else {
             return;
@@ -311,17 +311,18 @@ impl World<'_> {
     /// Takes what has arrived at an end, as far as its reader does.
     pub(crate) fn receive(&mut self, number: usize, end: usize) {
         self.receive_only(number, end);
-        let connection = &self.connections[number];
-        let (session, stream) = (connection.session, connection.stream);
+        let (session, stream) = self.stream_of(number);
         self.transmit(session, stream, end);
         self.touched(session, stream, end);
     }
 
+    fn stream_of(&self, connection: usize) -> (usize, usize) {
+        let connection = &self.connections[connection];
+        (connection.session, connection.stream)
+    }
+
     fn receive_only(&mut self, number: usize, end: usize) {
-        let (session, stream) = (
-            self.connections[number].session,
-            self.connections[number].stream,
-        );
+        let (session, stream) = self.stream_of(number);
         let mut has_read = false;
         loop {
             let is_full = self
@@ -362,10 +363,7 @@ impl World<'_> {
     }
 
     fn take(&mut self, number: usize, end: usize, part: Part) {
-        let (session, stream) = (
-            self.connections[number].session,
-            self.connections[number].stream,
-        );
+        let (session, stream) = self.stream_of(number);
         let now = self.instant();
         let mixes = self.has(Mutant::MixesConnections);
         let unjudged = self.has(Mutant::ReadsUnjudged);
@@ -443,10 +441,7 @@ impl World<'_> {
     }
 
     fn is_greeted(&mut self, number: usize, bytes: &[u8; 48]) {
-        let (session, stream) = (
-            self.connections[number].session,
-            self.connections[number].stream,
-        );
+        let (session, stream) = self.stream_of(number);
         let now = self.instant();
         let hello = Hello::decode(&self.connections[number].hello);
         let (Ok(hello), Ok(answer)) = (hello, Answer::decode(bytes)) else {
@@ -483,7 +478,7 @@ impl World<'_> {
         };
         let attach = attach.encode(&transcript, &secret);
         if let Some((old, _)) = old {
-            self.replace(old, CLIENT);
+            self.give_up(old, CLIENT);
         }
         self.connections[number].attach = attach;
         self.connections[number].transcripts[CLIENT] = Some(transcript);
@@ -585,7 +580,7 @@ impl World<'_> {
         end.on = id.map(|id| (number, id));
         end.since = since;
         if let Some((old, _)) = old {
-            self.replace(old, SERVER);
+            self.give_up(old, SERVER);
         }
         self.connections[number].ids[SERVER] = id;
         match (is_accepted, id) {
@@ -596,10 +591,7 @@ impl World<'_> {
     }
 
     fn welcomed(&mut self, number: usize, bytes: &[u8; 64]) {
-        let (session, stream) = (
-            self.connections[number].session,
-            self.connections[number].stream,
-        );
+        let (session, stream) = self.stream_of(number);
         let since = self.now;
         let connection = &self.connections[number];
         let (Some(transcript), Some(secret)) = (
@@ -697,7 +689,7 @@ impl World<'_> {
             if effects.abort {
                 self.send(connection, 1 - end, Part::Header(last));
             }
-            self.close(connection, end);
+            self.give_up(connection, end);
         }
         if effects.reconnect && end == CLIENT {
             let of = &mut self.sessions[session].streams[stream];
@@ -715,6 +707,8 @@ impl World<'_> {
             "session {session} stream {stream} end {end}: {error}"
         ));
         let trouble = self.troubled + self.options.reconnect + LAST_ATTEMPT;
+        let peer = &self.sessions[session].streams[stream].ends[1 - end];
+        let is_alone = peer.as_ref().is_none_or(|it| it.state.is_closed());
         let is_right = match error {
             StreamError::Violation(_) | StreamError::Acknowledge(_) => false,
             StreamError::Corrupt { .. } => self.flips > 1,
@@ -722,24 +716,12 @@ impl World<'_> {
                 Refusal::Ended | Refusal::UnknownSession => true,
                 _ => self.flips > 0,
             },
-            StreamError::Lost { .. } => self.now <= trouble || self.is_alone(session),
+            StreamError::Lost { .. } => self.now <= trouble || is_alone,
             _ => true,
         };
         if !is_right {
             self.fail(format!("a stream has ended: {error}"));
         }
-    }
-
-    /// Whether one end of a session is gone.
-    fn is_alone(&self, session: usize) -> bool {
-        let session = &self.sessions[session];
-        let is_gone = |end: usize| {
-            session
-                .streams
-                .iter()
-                .any(|it| it.ends[end].as_ref().is_none_or(|it| it.state.is_closed()))
-        };
-        is_gone(CLIENT) || is_gone(SERVER)
     }
 
     // Time.

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     destination::Request,
     mutants::Mutant,
+    net::SOCKET,
     qemu::{CHUNK, Happened, Packet, State, Status},
     session::CLIENT,
     world::{Event, Process, Role, World},
@@ -142,6 +143,16 @@ impl Migrate {
         self.driver.is_some() && !is_given_up && self.without_relay.is_none() && now < disturbed
     }
 
+    fn last_seen(&self) -> LastSeen {
+        match (self.is_wanted && self.stopped.is_none(), self.has_gone_on) {
+            (true, _) => LastSeen::Running,
+            // Another tool may have sent it.
+            (false, false) if self.is_here => LastSeen::Unknown,
+            (false, false) => LastSeen::Stopped,
+            (false, true) => LastSeen::Unknown,
+        }
+    }
+
     fn policy(timeout: Option<(Duration, OnTimeout)>) -> Policy {
         Policy {
             downtime_limit: DOWNTIME_LIMIT,
@@ -212,10 +223,8 @@ impl World<'_> {
         self.migrates[id].phase = Phase::Over;
         self.migrates[id].driver = None;
         self.counts.restarted += 1;
-        for session in 0..self.sessions.len() {
-            if self.sessions[session].client == Process::Migrate(id) {
-                self.forget(session, CLIENT);
-            }
+        for session in self.sessions_of(id) {
+            self.forget(session, CLIENT);
         }
         // Its sockets are closed.
         if let Some(qemu) = qemu {
@@ -232,15 +241,19 @@ impl World<'_> {
         self.note(format_args!("migrate {id} reports {guest:?}"));
         self.migrates[id].phase = Phase::Over;
         self.migrates[id].report = Some(guest);
-        for session in 0..self.sessions.len() {
-            if self.sessions[session].client == Process::Migrate(id) {
-                for stream in 0..self.sessions[session].streams.len() {
-                    self.drop_stream(session, stream, CLIENT);
-                }
+        for session in self.sessions_of(id) {
+            for stream in 0..self.sessions[session].streams.len() {
+                self.drop_stream(session, stream, CLIENT);
             }
         }
         self.check_report(id, guest);
         self.command_ended(id, Some(guest));
+    }
+
+    fn sessions_of(&self, id: usize) -> Vec<usize> {
+        let all = 0..self.sessions.len();
+        all.filter(|it| self.sessions[*it].client == Process::Migrate(id))
+            .collect()
     }
 
     fn is_moving(&self, id: usize) -> bool {
@@ -255,16 +268,13 @@ impl World<'_> {
             Phase::Connecting => self.find_source(id),
             Phase::Reaching(session) => self.reach(id, session),
             Phase::Notifying(_, session, until) => {
-                if now >= until || self.sessions[session].failed.is_some() {
+                if now >= until || !self.is_open(session, 0, CLIENT) {
                     self.migrates[id].notices.clear();
                     self.begin_attempt(id);
                 }
             }
             Phase::Preparing(until) => {
-                let is_lost = self.migrates[id]
-                    .control
-                    .is_none_or(|it| !self.is_open(it, 0, CLIENT));
-                if now >= until || is_lost || self.migrates[id].is_cancelled {
+                if now >= until || self.is_control_lost(id) || self.migrates[id].is_cancelled {
                     self.fails(id, "the server does not answer");
                 }
             }
@@ -272,27 +282,17 @@ impl World<'_> {
             Phase::Watching => self.look_at_qemu(id),
             Phase::Deciding(wait) => self.wait_on(id, wait),
             Phase::Confirming(until) => {
-                if now >= until
-                    || self.migrates[id]
-                        .control
-                        .is_none_or(|it| !self.is_open(it, 0, CLIENT))
-                {
+                if now >= until || self.is_control_lost(id) {
                     self.conclude(id);
                 }
             }
             Phase::Settling(session, until) => {
-                if now >= until
-                    || self.sessions[session].failed.is_some()
-                    || !self.is_open(session, 0, CLIENT)
-                {
+                if now >= until || !self.is_open(session, 0, CLIENT) {
                     self.settled(id, None);
                 }
             }
             Phase::Asking(session, until) => {
-                if now >= until
-                    || self.sessions[session].failed.is_some()
-                    || !self.is_open(session, 0, CLIENT)
-                {
+                if now >= until || !self.is_open(session, 0, CLIENT) {
                     self.reports(id, GuestLocation::Destination);
                 }
             }
@@ -300,6 +300,17 @@ impl World<'_> {
         if self.migrates[id].is_alive() {
             self.after(ASK_EVERY, Event::Migrate(id));
         }
+    }
+
+    fn is_control_lost(&self, id: usize) -> bool {
+        let control = self.migrates[id].control;
+        control.is_none_or(|it| !self.is_open(it, 0, CLIENT))
+    }
+
+    /// Its present attempt.
+    fn attempt(&self, id: usize) -> AttemptId {
+        let record = self.migrates[id].record.as_ref();
+        record.map_or(AttemptId([0; 16]), |it| it.attempt)
     }
 
     // Earlier attempts.
@@ -338,7 +349,8 @@ impl World<'_> {
                     .map_or(GuestLocation::Source, |it| it.state.guest());
                 self.migrates[id].qemu = Some(qemu);
                 self.migrates[id].has_committed = guest == GuestLocation::InDoubt;
-                self.migrates[id].began = true;
+                // Another tool may have moved it, over its own monitor.
+                self.migrates[id].began = guest != GuestLocation::Source;
                 self.reports(id, guest);
             }
         }
@@ -478,6 +490,10 @@ impl World<'_> {
         if !matches!(record.state, SourceState::Committing { .. }) {
             return self.reports(id, record.state.guest());
         }
+        if !self.qemus[record.qemu].is_alive {
+            // The only copy may be the destination's.
+            return self.settles(id, record, GuestLocation::Lost);
+        }
         let session = self.connect_for(id, record.attempt, record.to);
         let cause = "settled by hand".to_owned();
         self.tell(session, &SourceMessage::Abort { cause });
@@ -488,7 +504,7 @@ impl World<'_> {
 
     /// Only the destination's proof counts.
     fn settled(&mut self, id: usize, answer: Option<&DestinationMessage>) {
-        let Some(mut record) = self.migrates[id].record.clone() else {
+        let Some(record) = self.migrates[id].record.clone() else {
             return;
         };
         let is_proof = match answer {
@@ -509,14 +525,14 @@ impl World<'_> {
         {
             return self.reports(id, GuestLocation::InDoubt);
         }
-        let guest = GuestLocation::Source;
+        self.settles(id, record, GuestLocation::Source);
+    }
+
+    fn settles(&mut self, id: usize, mut record: AtSource, guest: GuestLocation) {
         let cause = Some("settled by hand".to_owned());
         record.state = SourceState::Over { guest, cause };
-        let _ = self.write_journal(
-            self.migrates[id].host,
-            (Role::Source, record.attempt),
-            &record,
-        );
+        let (host, key) = (self.migrates[id].host, (Role::Source, record.attempt));
+        let _ = self.write_journal(host, key, &record);
         self.reports(id, guest);
     }
 
@@ -615,20 +631,10 @@ impl World<'_> {
         };
         let streams = 2 + self.options.channels;
         if self.sessions[session].streams.len() < streams {
-            let attempt = self.migrates[id]
-                .record
-                .as_ref()
-                .map_or(AttemptId([0; 16]), |it| it.attempt);
+            let attempt = self.attempt(id);
             while self.sessions[session].streams.len() < streams {
                 let stream = self.open_stream(session);
-                let kind = ConnectionKind::Data;
-                self.write(
-                    session,
-                    stream,
-                    CLIENT,
-                    &Preamble { kind, attempt }.to_bytes(),
-                    true,
-                );
+                self.introduce(session, stream, ConnectionKind::Data, attempt);
             }
             return;
         }
@@ -768,12 +774,7 @@ impl World<'_> {
         };
         self.take_events(id, qemu);
         if !self.qemus[qemu].is_alive {
-            let it = &self.migrates[id];
-            let last = match (it.is_wanted && it.stopped.is_none(), it.has_gone_on) {
-                (true, _) => LastSeen::Running,
-                (false, false) => LastSeen::Stopped,
-                (false, true) => LastSeen::Unknown,
-            };
+            let last = self.migrates[id].last_seen();
             return self.finish(id, SourceEvent::GuestDied { last });
         }
         let wanted = self.migrates[id].is_wanted;
@@ -814,7 +815,11 @@ impl World<'_> {
             self.options.timeout,
             Some((_, OnTimeout::Force | OnTimeout::Pause | OnTimeout::Throttle))
         );
-        let is_quiet = is_forced || self.options.writes * CHUNK * 4 < self.options.rate;
+        // As much as one connection carries on the longest path.
+        let trip = self.options.delay.as_micros() * self.options.paths as u128;
+        let carried = u128::from(SOCKET) * 1_000_000 / trip;
+        let written = u128::from(self.options.writes * CHUNK * 4);
+        let is_quiet = is_forced || written < carried.min(self.options.rate.into());
         let is_undisturbed = it.stopping.is_none() && it.without_relay.is_none();
         if self.is_moving(id) && is_quiet && is_undisturbed && self.now > since + LONG {
             self.fail("a guest that writes little does not move");
@@ -915,15 +920,13 @@ impl World<'_> {
     fn connect_for(&mut self, id: usize, attempt: AttemptId, to: usize) -> usize {
         let host = self.migrates[id].host;
         let session = self.open_session(Process::Migrate(id), [host, to]);
-        let kind = ConnectionKind::Control;
-        self.write(
-            session,
-            0,
-            CLIENT,
-            &Preamble { kind, attempt }.to_bytes(),
-            true,
-        );
+        self.introduce(session, 0, ConnectionKind::Control, attempt);
         session
+    }
+
+    fn introduce(&mut self, session: usize, stream: usize, kind: ConnectionKind, of: AttemptId) {
+        let preamble = Preamble { kind, attempt: of }.to_bytes();
+        self.write(session, stream, CLIENT, &preamble, true);
     }
 
     fn tell(&mut self, session: usize, message: &SourceMessage) -> bool {
@@ -943,10 +946,12 @@ impl World<'_> {
                 .next_message::<DestinationMessage>();
             match message {
                 Ok(Some(message)) => {
-                    if !self.migrates[id].is_alive() || self.is_killed(Process::Migrate(id)) {
+                    let told = format!("hears {message:?}");
+                    if !self.migrates[id].is_alive() || self.is_killed(Process::Migrate(id), &told)
+                    {
                         return;
                     }
-                    self.note(format_args!("migrate {id} hears {message:?}"));
+                    self.note(format_args!("migrate {id} {told}"));
                     self.hears(id, session, message);
                 }
                 Ok(None) => break,
@@ -1044,10 +1049,7 @@ impl World<'_> {
     }
 
     fn confirmed(&mut self, id: usize, message: &DestinationMessage) {
-        let Some(attempt) = self.migrates[id].record.as_ref().map(|it| it.attempt) else {
-            return;
-        };
-        if self.note_confirmation(id, attempt, message)
+        if self.note_confirmation(id, self.attempt(id), message)
             || matches!(message, DestinationMessage::Unclear { .. })
         {
             self.conclude(id);
@@ -1081,7 +1083,7 @@ impl World<'_> {
 
     /// Carries out the action that an event has led to, which only changes the journal.
     fn step_once(&mut self, id: usize) {
-        if self.is_killed(Process::Migrate(id)) {
+        if self.is_source_killed(id) {
             return;
         }
         let Some(mut driver) = self.migrates[id].driver.take() else {
@@ -1097,9 +1099,19 @@ impl World<'_> {
         }
     }
 
+    fn is_source_killed(&mut self, id: usize) -> bool {
+        let told = self.migrates[id]
+            .driver
+            .as_ref()
+            .map_or(String::new(), |driver| {
+                format!("{:?} {:?}", driver.pending().next(), driver.state())
+            });
+        self.is_killed(Process::Migrate(id), &told)
+    }
+
     fn drive(&mut self, id: usize) {
         loop {
-            if !self.migrates[id].is_alive() || self.is_killed(Process::Migrate(id)) {
+            if !self.migrates[id].is_alive() || self.is_source_killed(id) {
                 return;
             }
             let Some(mut driver) = self.migrates[id].driver.take() else {
@@ -1204,11 +1216,15 @@ impl World<'_> {
         };
         let it = &self.migrates[id];
         let is_here = it.is_here;
-        let qemu = it.qemu.filter(|qemu| self.qemus[*qemu].is_alive);
-        let Some(qemu) = qemu else {
+        let Some(qemu) = it.qemu else {
             let last = LastSeen::Stopped;
             return Some(SourceEvent::GuestDied { last });
         };
+        if !self.qemus[qemu].is_alive {
+            self.take_events(id, qemu);
+            let last = self.migrates[id].last_seen();
+            return Some(SourceEvent::GuestDied { last });
+        }
         let Ok(state) = self.monitor(qemu) else {
             return Some(not_yet("its monitor does not answer"));
         };
@@ -1242,10 +1258,7 @@ impl World<'_> {
         let is_confirmed = it.record.as_ref().is_none_or(|it| it.confirmed);
         if stays && it.has_aborted && !is_confirmed && it.control.is_some() {
             if it.is_answered {
-                let attempt = it
-                    .record
-                    .as_ref()
-                    .map_or(AttemptId([0; 16]), |it| it.attempt);
+                let attempt = self.attempt(id);
                 let (incarnation, cause) = (Incarnation([0; 16]), String::new());
                 self.note_confirmation(
                     id,

@@ -15,11 +15,11 @@ use crate::{
     destination::{AtDestination, Serve},
     mutants::Mutant,
     net::{Connection, Link},
-    options::{Fault, Options},
+    options::{Fault, Moment, Options},
     people::{Evacuation, Guest},
-    qemu::Qemu,
+    qemu::{Qemu, Status},
     random::Random,
-    session::Session,
+    session::{CLIENT, SERVER, Session},
     source::Migrate,
     trace::Trace,
 };
@@ -44,10 +44,10 @@ pub(crate) struct World<'a> {
     pub(crate) evacuation: Option<Evacuation<'a>>,
     /// When the first fault came.
     pub(crate) disturbed: Duration,
-    /// Faults that go with one of the next actions of any process.
-    armed: Vec<(u32, Fault)>,
-    /// Processes that are to be killed before their next action.
-    pub(crate) doomed: Vec<Doom>,
+    /// Faults that wait for their moment.
+    armed: Vec<(Moment, Fault)>,
+    /// Processes that are to be killed before their next action, and how long they are gone.
+    doomed: Vec<(Process, Duration)>,
     /// When the last fault ended that a session need not survive.
     pub(crate) troubled: Duration,
     pub(crate) flips: usize,
@@ -101,12 +101,6 @@ struct Entry {
 pub(crate) enum Role {
     Source,
     Destination,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Doom {
-    pub(crate) process: Process,
-    pub(crate) back: Duration,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -221,7 +215,7 @@ impl<'a> World<'a> {
             Event::Fault(number) => self.is_due(number),
             Event::Happens(fault) => self.fault(fault),
             Event::Resets(link, every, until) => {
-                self.reset(link);
+                self.cut(link, &[CLIENT, SERVER]);
                 if self.now + every < until {
                     self.after(every, Event::Resets(link, every, until));
                 }
@@ -262,14 +256,16 @@ impl<'a> World<'a> {
         self.wrong.get_or_insert(what);
     }
 
-    /// A process is about to act. Whether it is killed instead.
-    pub(crate) fn is_killed(&mut self, process: Process) -> bool {
+    /// A process is about to do what is told. Whether it is killed instead.
+    pub(crate) fn is_killed(&mut self, process: Process, told: &str) -> bool {
         if self.is_calm() {
             return false;
         }
-        let is_due = |armed: &mut (u32, Fault)| {
-            armed.0 = armed.0.saturating_sub(1);
-            armed.0 == 0
+        let is_due = |((word, before), _): &mut (Moment, Fault)| {
+            let is_it = told.contains(*word);
+            let is_due = is_it && *before == 0;
+            *before -= u32::from(is_it && !is_due);
+            is_due
         };
         let due: Vec<_> = self.armed.extract_if(.., is_due).collect();
         for (_, fault) in due {
@@ -283,9 +279,8 @@ impl<'a> World<'a> {
             match fault {
                 // Now, and not when the action has been carried out.
                 Fault::KillMigrate(_) if matches!(process, Process::Migrate(_)) => {
-                    let back = Duration::ZERO;
                     self.counts(fault);
-                    self.doomed.push(Doom { process, back });
+                    self.doomed.push((process, Duration::ZERO));
                 }
                 Fault::KillMigrate(_)
                 | Fault::KillServe(..)
@@ -301,14 +296,17 @@ impl<'a> World<'a> {
         {
             return true;
         }
-        let doomed = self.doomed.iter().position(|doom| doom.process == process);
+        let doomed = self
+            .doomed
+            .iter()
+            .position(|(doomed, _)| *doomed == process);
         let Some(at) = doomed else {
             return false;
         };
-        let doom = self.doomed.remove(at);
+        let (_, back) = self.doomed.remove(at);
         match process {
             Process::Migrate(id) => self.kill_migrate(id),
-            Process::Serve(id) => self.kill_serve(id, doom.back),
+            Process::Serve(id) => self.kill_serve(id, back),
         }
         true
     }
@@ -341,16 +339,14 @@ impl<'a> World<'a> {
         }
         let text = serde_json::to_vec(record).map_err(|error| error.to_string())?;
         self.trace.mix(text.len() as u64);
+        let (journal, written) = (&mut self.hosts[host].journal, self.now);
+        let before = journal.remove(&key).map(|entry| entry.text);
         let entry = Entry {
             text,
-            written: self.now,
-            before: None,
+            written,
+            before,
         };
-        let journal = &mut self.hosts[host].journal;
-        let before = journal.insert(key, entry);
-        if let (Some(before), Some(now)) = (before, journal.get_mut(&key)) {
-            now.before = Some(before.text);
-        }
+        journal.insert(key, entry);
         Ok(())
     }
 
@@ -379,21 +375,14 @@ impl<'a> World<'a> {
             self.hosts[host].journal.clear();
             return;
         }
-        let journal = &mut self.hosts[host].journal;
-        let all = std::mem::take(journal);
-        journal.extend(all.into_iter().filter_map(|(key, entry)| {
+        self.hosts[host].journal.retain(|_, entry| {
+            let before = entry.before.take();
             let is_there = syncs || now > entry.written + WRITTEN_BACK;
-            let text = if is_there { entry.text } else { entry.before? };
-            let (written, before) = (entry.written, None);
-            Some((
-                key,
-                Entry {
-                    text,
-                    written,
-                    before,
-                },
-            ))
-        }));
+            if !is_there {
+                entry.text = before.unwrap_or_default();
+            }
+            !entry.text.is_empty()
+        });
     }
 
     // Faults.
@@ -408,7 +397,7 @@ impl<'a> World<'a> {
         );
         match goes_with {
             _ if self.is_calm() => {}
-            Some(actions) => self.armed.push((actions + 1, fault)),
+            Some(moment) => self.armed.push((moment, fault)),
             None if is_idle && !is_of_people => {
                 let soon = self.random.millis(200, 3_000);
                 self.after(soon, Event::Fault(number));
@@ -422,9 +411,15 @@ impl<'a> World<'a> {
         let (hosts, pairs) = (self.hosts.len(), self.pairs());
         let until = |time: Duration| (self.now + time).min(self.options.calm);
         match fault {
-            Fault::Reset(link) => self.reset(link % pairs),
-            Fault::HalfOpen(link, end) => self.half_open(link % pairs, end),
-            Fault::Swallow(link) => self.swallow(link % pairs),
+            Fault::Reset(link) => self.cut(link % pairs, &[CLIENT, SERVER]),
+            Fault::HalfOpen(link, end) => {
+                self.cut(link % pairs, &[end]);
+                self.troubles(self.now);
+            }
+            Fault::Swallow(link) => {
+                self.cut(link % pairs, &[]);
+                self.troubles(self.now);
+            }
             Fault::Silence(path, time) => {
                 let (path, until) = (path % self.links.len(), until(time));
                 self.links[path].silent_until = until;
@@ -442,7 +437,19 @@ impl<'a> World<'a> {
                 self.links[path].slow = (divisor, until);
                 self.troubles(until);
             }
-            Fault::Corrupt(any, end) => self.corrupt(any, end),
+            Fault::Late(any, end, time) => {
+                let until = until(time);
+                if let Some(connection) = self.some_connection(any) {
+                    self.connections[connection].late_until[end] = until;
+                    self.troubles(until);
+                }
+            }
+            Fault::Corrupt(any, end) => {
+                if let Some(connection) = self.some_connection(any) {
+                    self.flips += 1;
+                    self.connections[connection].flips[end] = Some(any % 4);
+                }
+            }
             Fault::Refuse(host, time) => {
                 let until = until(time);
                 self.hosts[host % hosts].refuses_until = until;
@@ -450,18 +457,12 @@ impl<'a> World<'a> {
             }
             Fault::KillMigrate(any) => {
                 if let Some(id) = self.some_migrate(any) {
-                    self.doomed.push(Doom {
-                        process: Process::Migrate(id),
-                        back: Duration::ZERO,
-                    });
+                    self.doomed.push((Process::Migrate(id), Duration::ZERO));
                 }
             }
             Fault::KillServe(host, back) => {
                 if let Some(id) = self.hosts[host % hosts].serve {
-                    self.doomed.push(Doom {
-                        process: Process::Serve(id),
-                        back,
-                    });
+                    self.doomed.push((Process::Serve(id), back));
                 }
             }
             Fault::KillSource(any) => {
@@ -471,15 +472,12 @@ impl<'a> World<'a> {
             Fault::KillDestination(any) => {
                 let guest = any % self.guests.len();
                 let home = self.guests[guest].home;
-                let others = (0..self.qemus.len()).filter(|q| {
-                    let qemu = &self.qemus[*q];
-                    qemu.guest == guest && qemu.is_alive && *q != home
-                });
-                if let Some(other) = { others }.next_back() {
+                let other = self.of_guest(guest).filter(|q| *q != home).last();
+                if let Some(other) = other {
                     self.kill_qemu(other, "a fault");
                 }
             }
-            Fault::KillBoth(host, back) | Fault::SendOn(host, back) => {
+            Fault::KillBoth(host, _, back) | Fault::SendOn(host, back) => {
                 let host = host % hosts;
                 let home = |q: usize| self.guests[self.qemus[q].guest].home == q;
                 let on_host = (0..self.qemus.len()).rev();
@@ -493,7 +491,10 @@ impl<'a> World<'a> {
                     self.kill_serve(id, back);
                 }
                 match (last, fault) {
-                    (Some(last), Fault::KillBoth(..)) => self.kill_qemu(last, "a fault"),
+                    (Some(last), Fault::KillBoth(_, of_home, _)) => {
+                        let home = self.guests[self.qemus[last].guest].home;
+                        self.kill_qemu(if of_home { home } else { last }, "a fault");
+                    }
                     (Some(last), _) => self.other_tool_moves(self.qemus[last].guest, host),
                     _ => {}
                 }
@@ -516,11 +517,6 @@ impl<'a> World<'a> {
                 let qemu = self.some_qemu(any, true);
                 self.qemus[qemu].is_numb = true;
                 self.relay_ends(qemu);
-            }
-            Fault::Reload(host, back) => {
-                if let Some(id) = self.hosts[host % hosts].serve {
-                    self.kill_serve(id, back);
-                }
             }
             Fault::Pause(any)
             | Fault::Continue(any)
@@ -569,20 +565,21 @@ impl<'a> World<'a> {
         self.troubles(back);
     }
 
+    /// What the destination of a command's attempt knows of it.
+    fn at_destination(&self, id: usize) -> Option<AtDestination> {
+        let record = self.migrates[id].record.as_ref()?;
+        self.entry(record.to, (Role::Destination, record.attempt))
+    }
+
     /// Whether the destination of a command's attempt has been told to commit.
     fn was_committed(&self, id: usize) -> bool {
-        let Some(record) = &self.migrates[id].record else {
-            return false;
-        };
-        let key = (Role::Destination, record.attempt);
-        let there = self.entry::<AtDestination>(record.to, key);
-        there.is_some_and(|it| {
-            let state = it.state;
-            let has_begun = matches!(
-                state,
-                DestinationState::Starting { .. } | DestinationState::Running
-            );
-            has_begun || matches!(state, DestinationState::Ended { .. })
+        self.at_destination(id).is_some_and(|it| {
+            matches!(
+                it.state,
+                DestinationState::Starting { .. }
+                    | DestinationState::Running
+                    | DestinationState::Ended { .. }
+            )
         })
     }
 
@@ -597,9 +594,10 @@ impl<'a> World<'a> {
     fn some_qemu(&self, any: usize, of_home: bool) -> usize {
         let guest = any % self.guests.len();
         let home = self.guests[guest].home;
-        let of_guest = |q: &usize| self.qemus[*q].guest == guest && self.qemus[*q].is_alive;
-        let last = (0..self.qemus.len()).rev().find(of_guest);
-        if of_home { home } else { last.unwrap_or(home) }
+        match of_home {
+            true => home,
+            false => self.of_guest(guest).last().unwrap_or(home),
+        }
     }
 
     /// What a command reports of the guest must be so.
@@ -626,6 +624,11 @@ impl<'a> World<'a> {
             }
             // An old command may speak of a guest that was started from its disk since.
             GuestLocation::Lost if is_earlier => {}
+            // Another tool sent it on while its server was not there, and nobody is left who knows.
+            GuestLocation::Lost
+                if self
+                    .at_destination(id)
+                    .is_some_and(|it| self.qemus[it.qemu].status() == Some(Status::Completed)) => {}
             GuestLocation::Lost if migrate.began && !is_lost && self.qemus[home].is_running() => {
                 self.fail("a guest that runs is reported as lost");
             }

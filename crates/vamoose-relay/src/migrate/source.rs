@@ -380,9 +380,16 @@ impl SourceQemu {
                     last: LastSeen::Stopped,
                 }
             }
-            Err(_) if self.qemu.is_dead(ENDING) => SourceEvent::GuestDied {
-                last: self.last_seen(),
-            },
+            Err(_) if self.qemu.is_dead(ENDING) => {
+                // Ends with the connection's error.
+                while self.take_events(EVENT_WAIT).is_ok() {}
+                let last = match self.last_seen() {
+                    // Another tool may have sent it.
+                    LastSeen::Stopped if self.is_here => LastSeen::Unknown,
+                    last => last,
+                };
+                SourceEvent::GuestDied { last }
+            }
             Err(error) => SourceEvent::NotResumed {
                 reason: chain(&error),
             },
@@ -616,6 +623,20 @@ mod tests {
         process.qmp.migrate("exec:cat > /dev/null").unwrap();
         process.qmp.wait_migration(&["completed"], LIMIT).unwrap();
         process.qmp.wait_status("postmigrate", LIMIT).unwrap();
+    }
+
+    #[test]
+    fn a_guest_that_another_tool_sent_is_not_lost_with_its_qemu() {
+        let Some((mut process, mut source)) = running() else {
+            return;
+        };
+        source.look().unwrap();
+        send_away(&mut process);
+        drop(process);
+        let unknown = SourceEvent::GuestDied {
+            last: LastSeen::Unknown,
+        };
+        assert_eq!(source.resume(true), unknown);
     }
 
     /// The migration ends without having sent the guest, which then runs.
