@@ -69,9 +69,9 @@ pub(crate) enum Fault {
     /// A QEMU ends: that which has the guest, or one that receives it.
     KillSource(usize),
     KillDestination(usize),
-    /// `serve` ends and at once the QEMU that receives a guest, or that has it; or another tool sends that guest on.
+    /// `serve` ends and at once the QEMU that receives a guest, or that has it; or another tool sends that guest on, or its disk is full.
     KillBoth(usize, bool, Duration),
-    SendOn(usize, Duration),
+    SendOn(usize, bool, Duration),
     /// A host loses its power.
     Crash(usize, Duration),
     /// No journal can be written.
@@ -137,7 +137,7 @@ impl Fault {
             32 => Self::Settle(any),
             34 => Self::OtherTool(any),
             35 => Self::KillBoth(any, end == 0, short),
-            36 => Self::SendOn(any, short),
+            36 => Self::SendOn(any, end == 0, short),
             37 => Self::NewQemu(any),
             38 => Self::Storm(any, random.millis(100, 900), long),
             _ => Self::Late(any, end, short),
@@ -150,7 +150,7 @@ impl Fault {
             Self::Crash(host, _) => *host = hosts[*host % 2],
             Self::KillServe(host, _)
             | Self::KillBoth(host, ..)
-            | Self::SendOn(host, _)
+            | Self::SendOn(host, ..)
             | Self::Refuse(host, _)
             | Self::Journal(host, _) => *host = hosts[1],
             Self::KillSource(of)

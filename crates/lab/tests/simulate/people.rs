@@ -437,10 +437,7 @@ impl<'a> World<'a> {
                     self.guests[guest].is_sure &= command.is_none() && !is_open;
                 }
             }
-            Fault::Halt(_) => {
-                self.pause_guest(home, State::IoError);
-                self.guests[guest].is_sure = false;
-            }
+            Fault::Halt(_) => self.halt(home),
             Fault::Cancel(_) => {
                 if let Some(id) = command {
                     self.migrates[id].is_cancelled = true;
@@ -479,6 +476,12 @@ impl<'a> World<'a> {
             }
             _ => {}
         }
+    }
+
+    /// A guest stops, as its disk is full.
+    pub(crate) fn halt(&mut self, qemu: usize) {
+        self.pause_guest(qemu, State::IoError);
+        self.guests[self.qemus[qemu].guest].is_sure = false;
     }
 
     /// A person is wrong, perhaps, about a guest in doubt. Returns whether there is one.

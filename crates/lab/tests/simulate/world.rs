@@ -477,7 +477,7 @@ impl<'a> World<'a> {
                     self.kill_qemu(other, "a fault");
                 }
             }
-            Fault::KillBoth(host, _, back) | Fault::SendOn(host, back) => {
+            Fault::KillBoth(host, _, back) | Fault::SendOn(host, _, back) => {
                 let host = host % hosts;
                 let home = |q: usize| self.guests[self.qemus[q].guest].home == q;
                 let on_host = (0..self.qemus.len()).rev();
@@ -495,7 +495,10 @@ impl<'a> World<'a> {
                         let home = self.guests[self.qemus[last].guest].home;
                         self.kill_qemu(if of_home { home } else { last }, "a fault");
                     }
-                    (Some(last), _) => self.other_tool_moves(self.qemus[last].guest, host),
+                    (Some(last), Fault::SendOn(_, true, _)) => {
+                        self.other_tool_moves(self.qemus[last].guest, host);
+                    }
+                    (Some(last), _) => self.halt(last),
                     _ => {}
                 }
             }
