@@ -64,6 +64,13 @@ impl fmt::Display for NotMoved {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { guest, failure, .. } = self;
         match (failure.guest, &failure.cause, failure.is_running) {
+            // Where the guest is may change at any moment.
+            (_, Cause::UnderWay(..), _) => {
+                write!(
+                    f,
+                    "{guest} is being moved by another process; nothing was changed."
+                )
+            }
             (GuestLocation::Source, Cause::Cancelled, true) => {
                 write!(f, "Cancelled; {guest} still runs here.")
             }

@@ -228,7 +228,10 @@ fn a_second_migration_of_the_same_guest_is_told_of_the_first() -> Result<()> {
     first.wait_for("active", LIMIT)?;
     for options in [[].as_slice(), &["--dry-run"]] {
         let second = scene.migrate(options)?;
-        second.failure("is under way: another process is moving the guest")?;
+        let second = second.failure("is under way: another process is moving the guest")?;
+        let said = second.stderr;
+        ensure!(said.contains("nothing was changed"), "{said}");
+        ensure!(!said.contains("stays here"), "{said}");
     }
     ensure!(!first.has_ended()?);
     Ok(())

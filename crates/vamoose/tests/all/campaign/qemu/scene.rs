@@ -343,9 +343,7 @@ impl<'a> Scene<'a> {
         let at = now();
         let what = command.migration.what;
         let ended = command.vamoose.finish(LIMIT)?;
-        // What another command has not finished, this one cannot know.
-        let waits = ended.stderr.contains("another process is moving the guest");
-        let whole = !waits && (command.whole || self.injector.whole_for() > KNOWS);
+        let whole = command.whole || self.injector.whole_for() > KNOWS;
         self.outputs
             .push(format!("{what}, {}:\n{}", ended.status, ended.stderr));
         let claim = match Claim::of(&ended) {
@@ -355,6 +353,10 @@ impl<'a> Scene<'a> {
             }
         };
         self.injector.tell(&format!("{what} ends: {claim}"));
+        // What another command has not finished, this one cannot know.
+        if ended.stderr.contains("is being moved by another process") {
+            return Ok(());
+        }
         if claim == Claim::Unconfirmed {
             // Nothing else moves guests here.
             let hint = ended.stderr.split("--confirm ").nth(1);
