@@ -211,20 +211,7 @@ impl Writer<'_> {
         log: &dyn DirtyLog,
         keeps_zeros: bool,
     ) -> Result<(), SnapshotError> {
-        let layout = self.layout;
-        let encoder = self
-            .options
-            .engines
-            .encoder(layout, &Arc::<Health>::default())?;
-        let mut packer = Packer {
-            writer: self,
-            encoder,
-            block: 0,
-            pages: Vec::with_capacity(layout.packet_bytes()),
-            numbers: Vec::with_capacity(layout.page_count()),
-            zero: Vec::with_capacity(layout.page_count()),
-            out: vec![0; layout.max_payload()],
-        };
+        let mut packer = Packer::new(self)?;
         let mut share = round.share(self.ram, log);
         while let Some(chunk) = share.next()? {
             for page in chunk.pages() {
@@ -269,16 +256,32 @@ struct Packer<'a> {
     out: Vec<u8>,
 }
 
-impl Packer<'_> {
+impl<'a> Packer<'a> {
+    fn new(writer: &'a Writer<'_>) -> Result<Self, SnapshotError> {
+        let layout = writer.layout;
+        let engines = &writer.options.engines;
+        Ok(Self {
+            writer,
+            encoder: engines.encoder(layout, &Arc::<Health>::default())?,
+            block: 0,
+            pages: Vec::with_capacity(layout.packet_bytes()),
+            numbers: Vec::with_capacity(layout.page_count()),
+            zero: Vec::with_capacity(layout.page_count()),
+            out: vec![0; layout.max_payload()],
+        })
+    }
+
     fn add(&mut self, block: usize, page: usize, keeps_zeros: bool) -> Result<(), SnapshotError> {
-        if self.block != block {
+        // Checked at the beginning.
+        let number = u32::try_from(page).unwrap_or(u32::MAX);
+        // Pages of a packet ascend. At the end of a round, a thread helps others, with pages that may be before its own.
+        let last = self.numbers.last().max(self.zero.last());
+        if self.block != block || last.is_some_and(|last| number < *last) {
             self.flush()?;
             self.block = block;
         }
         let size = self.writer.layout.page_size();
         let memory = self.writer.ram.blocks()[block].memory();
-        // Checked at the beginning.
-        let number = u32::try_from(page).unwrap_or(u32::MAX);
         let (Ok(slice), start) = (memory.subslice(page * size, size), self.pages.len()) else {
             return Ok(());
         };
@@ -328,5 +331,47 @@ impl Drop for Logged<'_> {
                 crate::chain(&error)
             );
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::Bytes;
+
+    use super::*;
+    use crate::test_ram;
+
+    /// A thread that has nothing left of its own helps another one, with pages that may be before its own.
+    #[test]
+    fn pages_of_each_packet_ascend() {
+        let ram = test_ram::blocks([16 * 4096].into_iter());
+        let order = [5, 6, 2, 12, 13, 7, 0, 9, 8];
+        // The others are zero.
+        for page in [5, 6, 2, 7, 0] {
+            let memory = ram.blocks()[0].memory();
+            memory.write(&[7; 4096], page * 4096).unwrap();
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let file = NewFile::create(&folder.path().join("guest")).unwrap();
+        let options = SnapshotOptions::default();
+        let writer = Writer {
+            ram: &ram,
+            layout: Layout::X86,
+            options: &options,
+            check: Check::Sum,
+            file: &file,
+            tail: Mutex::default(),
+        };
+        let mut packer = Packer::new(&writer).unwrap();
+        for page in order {
+            packer.add(0, page, true).unwrap();
+        }
+        packer.flush().unwrap();
+        let tail = lock(&writer.tail);
+        let packets: Vec<Vec<_>> = tail.packets.iter().map(|it| it.pages().collect()).collect();
+        assert!(packets.iter().all(|pages| pages.is_sorted()), "{packets:?}");
+        let mut all = packets.concat();
+        all.sort_unstable();
+        assert_eq!(all, [0, 2, 5, 6, 7, 8, 9, 12, 13]);
     }
 }
