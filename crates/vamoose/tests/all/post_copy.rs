@@ -279,7 +279,7 @@ fn a_killed_server_goes_on_when_it_is_started_again() -> Result<()> {
 
 /// `make postcopy`: cuts of several lengths, and kills of both processes, with each QEMU in turn.
 #[test]
-#[ignore = "takes two hours"]
+#[ignore = "takes an hour"]
 fn many_cuts_and_kills() -> Result<()> {
     let runs: u32 = number("POSTCOPY_RUNS", 20)?;
     let versions = qemu::for_post_copy_or_skip()?;
