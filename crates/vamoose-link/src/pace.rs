@@ -35,16 +35,6 @@ struct State {
     changed: Condvar,
 }
 
-impl State {
-    fn new(burst: f64) -> Self {
-        Self {
-            is_set: AtomicBool::new(false),
-            shares: Mutex::new(Shares::new(burst, Instant::now())),
-            changed: Condvar::new(),
-        }
-    }
-}
-
 /// Time whose unused bytes are kept, in seconds, so that a short pause of a source costs nothing.
 const BURST: f64 = 0.02;
 /// The same for a migration's own limit: a QEMU that keeps to a limit itself sends the bytes of 100 ms at once.
@@ -52,20 +42,22 @@ const OWN_BURST: f64 = 0.1;
 
 impl Default for Limit {
     fn default() -> Self {
-        Self(Arc::new(State::new(BURST)))
+        Self::new(None)
     }
 }
 
 impl Limit {
     /// A limit of `rate` bytes per second, or none.
     pub fn new(rate: Option<NonZeroU64>) -> Self {
-        let limit = Self::default();
-        limit.set(rate);
-        limit
+        Self::with_burst(rate, BURST)
     }
 
-    fn of_one(rate: Option<NonZeroU64>) -> Self {
-        let limit = Self(Arc::new(State::new(OWN_BURST)));
+    fn with_burst(rate: Option<NonZeroU64>, burst: f64) -> Self {
+        let limit = Self(Arc::new(State {
+            is_set: AtomicBool::new(false),
+            shares: Mutex::new(Shares::new(burst, Instant::now())),
+            changed: Condvar::new(),
+        }));
         limit.set(rate);
         limit
     }
@@ -185,7 +177,7 @@ impl Pacer {
     pub fn new(most: Option<NonZeroU64>, host: &Limit) -> Self {
         Self {
             most: AtomicU64::new(most.map_or(0, NonZeroU64::get)),
-            own: Limit::of_one(most).join(),
+            own: Limit::with_burst(most, OWN_BURST).join(),
             host: host.join(),
             session: OnceLock::new(),
             reported: AtomicU32::new(0),
