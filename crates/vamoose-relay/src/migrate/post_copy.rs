@@ -32,7 +32,6 @@ use super::{
     Cause, Ended, Migration, News, Progress, Route,
     hand_over::HandOver,
     listen_beside,
-    predict::whole,
     source::{EVENT_WAIT, SourceQemu},
     watch::{ASK_EVERY, SourceRelay},
 };
@@ -299,26 +298,24 @@ pub(super) struct Pace {
     wire: u64,
 }
 
-/// Seconds of the link's limit over which the savings are measured.
-const MEASURED: f64 = 0.5;
-/// Part of the link's limit for QEMU. The rest is for pages that the guest waits for.
-const BACKGROUND: f64 = 0.9;
+/// Part of the link's limit for QEMU, in percent. The rest is for pages that the guest waits for.
+const BACKGROUND: u128 = 90;
 
 impl Pace {
-    /// QEMU's new limit for `limit` bytes per second on the link, when enough has been sent since the last one.
+    /// QEMU's new limit for `limit` bytes per second on the link, once half of these have been sent since the last one.
     fn after(&mut self, limit: NonZeroU64, sent: u64, wire: u64) -> Option<u64> {
         if wire < self.wire {
             // It goes through another relay.
             *self = Self { sent, wire };
         }
-        let limit = limit.get() as f64;
-        let [from_qemu, on_link] = [(sent, self.sent), (wire, self.wire)]
-            .map(|(now, then)| now.saturating_sub(then) as f64);
-        if on_link < MEASURED * limit {
+        let on_link = wire - self.wire;
+        if on_link < limit.get().div_ceil(2) {
             return None;
         }
-        (self.sent, self.wire) = (sent, wire);
-        Some(whole(BACKGROUND * limit * (from_qemu / on_link).max(1.0)))
+        let from_qemu = sent.saturating_sub(self.sent).max(on_link);
+        *self = Self { sent, wire };
+        let rate = u128::from(limit.get()) * u128::from(from_qemu) / u128::from(on_link);
+        Some(u64::try_from(rate * BACKGROUND / 100).unwrap_or(u64::MAX))
     }
 }
 

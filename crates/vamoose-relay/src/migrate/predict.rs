@@ -22,7 +22,7 @@ use vamoose_link::{EncodingCost, left};
 use super::{Migration, SourceQemu, preflight::Inspected};
 use crate::{chain, qemu::QemuError};
 pub use link::LinkSpeed;
-pub(super) use model::whole;
+use model::whole;
 pub use model::{Inputs, Prediction, Remedies, Writes};
 use sample::Memory;
 

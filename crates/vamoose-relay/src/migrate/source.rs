@@ -381,8 +381,8 @@ impl SourceQemu {
                 }
             }
             Err(_) if self.qemu.is_dead(ENDING) => {
-                // What it said before its end.
-                while let Ok(true) = self.take_events(EVENT_WAIT) {}
+                // What it said before its end. The connection's error is no news.
+                let _ = self.take_events(EVENT_WAIT);
                 let last = match self.last_seen() {
                     // Another tool may have sent it.
                     LastSeen::Stopped if self.is_here => LastSeen::Unknown,

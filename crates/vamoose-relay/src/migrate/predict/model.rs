@@ -341,7 +341,7 @@ struct Pace {
     clippy::cast_sign_loss,
     reason = "the cast saturates"
 )]
-pub(in crate::migrate) fn whole(bytes: f64) -> u64 {
+pub(super) fn whole(bytes: f64) -> u64 {
     bytes as u64
 }
 
