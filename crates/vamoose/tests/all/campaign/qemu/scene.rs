@@ -341,9 +341,9 @@ impl<'a> Scene<'a> {
 
     fn collect(&mut self, command: Running) -> Result<(), Trouble> {
         let at = now();
+        let whole = command.whole || self.injector.whole_for() > KNOWS;
         let what = command.migration.what;
         let ended = command.vamoose.finish(LIMIT)?;
-        let whole = command.whole || self.injector.whole_for() > KNOWS;
         self.outputs
             .push(format!("{what}, {}:\n{}", ended.status, ended.stderr));
         let claim = match Claim::of(&ended) {
