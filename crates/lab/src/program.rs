@@ -13,7 +13,7 @@ use crate::target_dir;
 pub enum Program {
     /// Redis on port 6379.
     Redis,
-    /// PostgreSQL on port 5432, user `postgres` without a password.
+    /// PostgreSQL under load: pgbench without pauses, and a client that says `tick N` on the serial port after its Nth commit.
     Postgres,
 }
 

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use lab::guest::{Image, Part};
-use lab::program::Program;
 use lab::real::Real;
 use lab::{net, proc};
 
@@ -67,12 +66,12 @@ impl Found {
     /// The first requirement that a cell lacks, and its remedy.
     fn missing(&self, cell: &Cell) -> Option<(String, &'static str)> {
         let missing = |what: &str, remedy| Some((what.to_owned(), remedy));
-        let has_clients = cell.guest.has_clients();
+        let program = cell.guest.program();
         if !self.shared_memory {
             return missing("/dev/shm", "mount -t tmpfs tmpfs /dev/shm");
         }
         if let Err(why) = &self.links
-            && (cell.link != Rate::Open || has_clients)
+            && (cell.link != Rate::Open || program.is_some())
         {
             let what = format!("links of given rates ({why})");
             return missing(&what, "run it as root, with Debian's package iproute2");
@@ -87,7 +86,7 @@ impl Found {
                 Some(Part::Ticker) => return missing("the guests' ticker", "scripts/setup guest"),
                 None => {}
             }
-            if has_clients && !Program::Redis.is_there() {
+            if program.is_some_and(|program| !program.is_there()) {
                 return missing("the guests' programs", WORKLOADS);
             }
         }

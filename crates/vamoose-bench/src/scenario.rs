@@ -78,6 +78,8 @@ pub(crate) enum Guest {
     RedisA,
     /// Redis: 95 % reads, 5 % updates (YCSB B).
     RedisB,
+    /// PostgreSQL: pgbench without pauses in the guest, all in memory.
+    Pgbench,
     /// A program that writes the first 40 of the 512 words of pages, three times as fast as the link carries whole pages.
     Updates,
     /// The same, but every second word of a page is four small counters, which are incremented.
@@ -487,7 +489,7 @@ mod tests {
                 .iter()
                 .all(|text| text.parse::<Rate>().unwrap().to_string() == *text)
         );
-        let guests = ["zero", "jvm", "dirty-7", "redis-b", "updates"];
+        let guests = ["zero", "jvm", "dirty-7", "redis-b", "pgbench", "updates"];
         assert!(
             guests
                 .iter()

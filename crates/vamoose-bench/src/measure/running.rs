@@ -64,7 +64,7 @@ impl<'a> Running<'a> {
     pub(crate) fn start(host: &'a Host, cell: &Cell) -> Result<Self> {
         let kind = cell.guest;
         let link = host.link(cell.link)?;
-        let lan = kind.has_clients().then(|| Lan::new(&link)).transpose()?;
+        let lan = kind.program().map(|_| Lan::new(&link)).transpose()?;
         let (image, machine) = kind.machine(&host.qemu, cell.link, cell.ram)?;
         let guest = Guest::start(&machine.clone().namespace(link.source.name()))?;
         guest.wait_ready(BOOT)?;
@@ -90,10 +90,10 @@ impl<'a> Running<'a> {
     /// Moves the guest to the other host, and adds the record.
     pub(super) fn migrate(&mut self, cell: &Cell, round: u32) -> Result<()> {
         let moved = self.go(cell, None, |_| Ok(()))?;
-        let outcome = match (moved.is_there, self.kind.has_clients()) {
+        let outcome = match (moved.is_there, self.kind.program()) {
             (false, _) => Outcome::Cancelled,
-            (true, true) => Outcome::Served,
-            (true, false) => Outcome::Checked,
+            (true, Some(_)) => Outcome::Served,
+            (true, None) => Outcome::Checked,
         };
         let span = moved.span;
         self.records
@@ -140,7 +140,7 @@ impl<'a> Running<'a> {
         }
         // `destination` is now the QEMU that the guest has left, or has not reached.
         self.logs.push(destination.finish()?);
-        if moved.is_there && !self.kind.has_clients() {
+        if moved.is_there && self.kind.program().is_none() {
             // All of its memory: the first round may have begun at the source.
             source.wait_rounds(2, MOMENTS)?;
         }
@@ -194,16 +194,20 @@ impl<'a> Running<'a> {
 }
 
 impl Kind {
-    /// Whether clients use a program in the guest, instead of a load that checks its own memory.
-    pub(crate) fn has_clients(self) -> bool {
-        self.mix().is_some()
+    /// The program in the guest, if it is none that checks its own memory.
+    pub(crate) fn program(self) -> Option<Program> {
+        match self {
+            Self::RedisRandom | Self::RedisA | Self::RedisB => Some(Program::Redis),
+            Self::Pgbench => Some(Program::Postgres),
+            _ => None,
+        }
     }
 
     /// Boot image and machine.
     fn machine(self, binary: &Binary, link: Rate, ram: u64) -> Result<(Image, Builder)> {
-        if self.has_clients() {
-            let image = Program::Redis.image()?;
-            let machine = Program::Redis.machine(&image, binary, ram);
+        if let Some(program) = self.program() {
+            let image = program.image()?;
+            let machine = program.machine(&image, binary, ram);
             return Ok((image, machine));
         }
         let image = Image::build(16)?;
