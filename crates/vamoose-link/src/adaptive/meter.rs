@@ -36,6 +36,8 @@ pub(crate) struct Shares {
 /// waited during work, which waits for nothing else, then a part of the other waits in proportion.
 pub(crate) struct WaitMeter {
     activity: Activity,
+    /// When the first activity began.
+    start: Instant,
     /// When the activity began, and the thread's CPU time then.
     since: Instant,
     ran: Duration,
@@ -51,8 +53,14 @@ pub(crate) struct WaitMeter {
     counted: Duration,
 }
 
-/// Waits are measured over at least this time.
-pub(super) const WINDOW: Duration = Duration::from_millis(50);
+/// The time over which waits are measured, `age` after the first activity. The first windows are short, because a short migration has
+/// few long ones.
+pub(super) fn window(age: Duration) -> Duration {
+    (age / 3).clamp(SHORTEST_WINDOW, LONGEST_WINDOW)
+}
+
+const SHORTEST_WINDOW: Duration = Duration::from_millis(25);
+const LONGEST_WINDOW: Duration = Duration::from_millis(50);
 
 /// Waits for input that take longer are pauses, as between two rounds.
 pub(crate) const PAUSE: Duration = Duration::from_millis(20);
@@ -73,6 +81,7 @@ impl WaitMeter {
         let now = Instant::now();
         Self {
             activity: Activity::Input,
+            start: now,
             since: now,
             ran: Duration::ZERO,
             window: now,
@@ -94,7 +103,8 @@ impl WaitMeter {
             _ if self.queue.is_none() => {
                 let clock = QueueClock::of_this_thread();
                 let queued = clock.read();
-                (self.queue, self.window) = (Some((clock, queued)), now);
+                self.queue = Some((clock, queued));
+                (self.start, self.window) = (now, now);
             }
             Activity::Input if spent > PAUSE => {
                 self.window += spent.saturating_sub(self.counted);
@@ -108,10 +118,11 @@ impl WaitMeter {
         (self.activity, self.since, self.ran) = (activity, now, ran);
     }
 
-    /// The shares since the last result, if that is at least 50 ms ago.
+    /// The shares since the last result, if that is at least a [`window`] ago.
     pub(crate) fn shares(&mut self) -> Option<Shares> {
         let time = self.since.saturating_duration_since(self.window);
-        let (clock, before) = self.queue.as_mut().filter(|_| time >= WINDOW)?;
+        let least = window(self.window.saturating_duration_since(self.start));
+        let (clock, before) = self.queue.as_mut().filter(|_| time >= least)?;
         let now = clock.read();
         let queued = now.saturating_sub(std::mem::replace(before, now));
         let take = |time: &mut Duration| std::mem::take(time).as_secs_f64();
@@ -227,6 +238,14 @@ mod tests {
             let shares = meter.shares().unwrap();
             assert!(shares.input >= least && shares.input < most, "{shares:?}");
             assert!(shares.output + shares.core > 0.2, "{shares:?}");
+        }
+    }
+
+    #[test]
+    fn windows_are_short_at_first() {
+        for (age, least) in [(0, 25), (90, 30), (150, 50), (10_000, 50)] {
+            let [age, least] = [age, least].map(Duration::from_millis);
+            assert_eq!(window(age), least);
         }
     }
 

@@ -1,7 +1,7 @@
 //! The rule of the adaptive method, without a clock and without a codec: waits go in, the rung of the next packet comes out.
 //!
 //! A **rung** is one encoding on a ladder from raw pages to dense zstd: a denser rung makes fewer bytes with more CPU time. A
-//! **window** is the time between two calls of [`Policy::observe`], 50 ms or more.
+//! **window** is the time between two calls of [`Policy::observe`], 25 ms or more.
 
 /// What the threads of a channel waited for lately, in shares of the time.
 #[derive(Clone, Copy, Debug, Default)]
@@ -113,7 +113,14 @@ pub(super) struct Policy {
     raw_rate: Mean,
     mixed_rate: Mean,
     /// Windows for which all packets stay raw.
-    hold: u32,
+    hold_raw: u32,
+    /// The first rung alone, while the link is not the limit: bytes of pages per nanosecond, and bytes sent per byte of pages.
+    first_rate: Mean,
+    first_size: Mean,
+    /// Bytes of pages per nanosecond since raw packets have been mixed in, whatever is the limit.
+    mix_rate: Mean,
+    /// Windows for which nothing goes raw because the encoder is the limit.
+    hold_encoded: u32,
     link_rate: LinkRate,
     /// Each rung beside the one before.
     comparisons: [Comparison; RUNGS - 1],
@@ -210,6 +217,12 @@ const LEAST_WINDOWS: f64 = 2.0;
 const MOST_WINDOWS: f64 = 16.0;
 const HOLD: u32 = 20;
 
+/// A mix gains nothing if it moves less than so many times the pages of the first rung alone, and sends more than so many times the
+/// bytes for each.
+const LEAST_GAIN: f64 = 1.1;
+const MORE_BYTES: f64 = 1.2;
+const FIRST_WINDOWS: f64 = 8.0;
+
 /// Steps in a row before they grow: what is in the buffers takes a window or two to show a change.
 const PATIENCE: u32 = 2;
 
@@ -231,7 +244,11 @@ impl Policy {
             limit: Limit::Link,
             raw_rate: Mean::default(),
             mixed_rate: Mean::default(),
-            hold: 0,
+            hold_raw: 0,
+            first_rate: Mean::default(),
+            first_size: Mean::default(),
+            mix_rate: Mean::default(),
+            hold_encoded: 0,
             link_rate: LinkRate::default(),
             comparisons,
             wanted: None,
@@ -292,19 +309,27 @@ impl Policy {
         self.link_rate.observe(self.limit, rates.wire);
         if self.loses_to_raw(rates.pages) {
             self.turn(-1.0, MOST_STEP);
-            (self.position, self.hold) = (0.0, HOLD);
+            (self.position, self.hold_raw) = (0.0, HOLD);
+            return;
+        }
+        if self.mix_gains_nothing(rates) {
+            self.turn(1.0, MOST_STEP);
+            (self.position, self.hold_encoded) = (rung_position(FIRST), HOLD);
             return;
         }
         let (target, most) = match self.limit {
-            Limit::Link if self.hold > 0 => (0.0, MOST_STEP),
+            Limit::Link if self.hold_raw > 0 => (0.0, MOST_STEP),
             Limit::Link => (
                 rung_position(self.densest_worthwhile(rates.pages)),
                 MOST_STEP,
             ),
             Limit::Source => (0.0, SOURCE_STEP),
-            Limit::Balance if self.position > 1.0 => return,
+            Limit::Balance if self.position > 1.0 || self.hold_encoded > 0 => return,
             // Raw packets would soon fill a link that was full lately, and the next pages may be less compressible.
-            Limit::Encoder if self.position >= 1.0 && self.link_rate.is_loaded(rates.wire) => {
+            Limit::Encoder
+                if self.position >= 1.0
+                    && (self.hold_encoded > 0 || self.link_rate.is_loaded(rates.wire)) =>
+            {
                 (1.0, MOST_STEP)
             }
             // With raw packets in the mix, the socket fills in bursts and the link is idle between these: so towards raw.
@@ -348,8 +373,8 @@ impl Policy {
     fn loses_to_raw(&mut self, rate: f64) -> bool {
         let is_link = self.limit == Limit::Link;
         if self.position == 0.0 {
-            if self.hold > 0 {
-                self.hold -= 1;
+            if self.hold_raw > 0 {
+                self.hold_raw -= 1;
                 self.mixed_rate = Mean::default();
             }
             if rate < self.raw_rate.value / 2.0 {
@@ -378,6 +403,27 @@ impl Policy {
         self.mixed_rate.add(rate, MOST_WINDOWS);
         let Mean { value, count } = self.mixed_rate;
         count >= LEAST_WINDOWS && value < (1.0 - LOSS / count.sqrt()) * self.raw_rate.value
+    }
+
+    /// Whether a mix with raw packets fills the link, but moves hardly more pages than the first rung alone did. Then nothing goes
+    /// raw for a while.
+    fn mix_gains_nothing(&mut self, rates: Rates) -> bool {
+        self.hold_encoded = self.hold_encoded.saturating_sub(1);
+        let size = rates.wire / rates.pages.max(f64::MIN_POSITIVE);
+        if !self.mixes_raw() {
+            self.mix_rate = Mean::default();
+            let is_first = self.position == rung_position(FIRST);
+            if is_first && matches!(self.limit, Limit::Encoder | Limit::Balance) {
+                self.first_rate.add(rates.pages, FIRST_WINDOWS);
+                self.first_size.add(size, FIRST_WINDOWS);
+            }
+            return false;
+        }
+        self.mix_rate.add(rates.pages, MOST_WINDOWS);
+        self.limit == Limit::Link
+            && self.mix_rate.count >= LEAST_WINDOWS
+            && self.mix_rate.value < LEAST_GAIN * self.first_rate.value
+            && size > MORE_BYTES * self.first_size.value
     }
 
     /// A rung and the one after it have encoded the same pages.

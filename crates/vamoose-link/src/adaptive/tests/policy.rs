@@ -101,6 +101,26 @@ fn packets_that_shrink_alike_are_mixed_evenly() {
     assert!(rungs.windows(5).all(|few| few.contains(&1)));
 }
 
+/// Two windows of a mix that fills the link, with four times the bytes for each page.
+#[test]
+fn a_mix_that_moves_hardly_more_pages_ends_for_a_second() {
+    for (pages, ends) in [(0.21, true), (0.3, false)] {
+        let mut policy = Policy::new();
+        let mut observe = |[source, socket, core, network]: [f64; 4], pages, wire| {
+            policy.observe(waits(source, socket, core, network), Rates { pages, wire });
+            policy.next_packet();
+            policy.mixes_raw()
+        };
+        assert!(observe(ENCODER, 0.2, 0.02));
+        assert!(observe(ENCODER, pages, 0.04));
+        observe(LINK, pages, 0.4 * pages);
+        let mixes = [(); 15].map(|()| observe(ENCODER, 0.2, 0.02));
+        assert_eq!(mixes.contains(&true), !ends);
+        let mixes = [(); 15].map(|()| observe(ENCODER, 0.2, 0.02));
+        assert!(mixes.contains(&true) || !ends);
+    }
+}
+
 /// Where the policy comes to over a link that limits to this rate of pages, if a rung's size beside the one before and its additional
 /// CPU time are these.
 fn settled(rate: f64, pairs: [(f64, f64); RUNGS - 1]) -> usize {

@@ -16,11 +16,11 @@
     reason = "bytes and nanoseconds of a simulation are far from the limits"
 )]
 
-use std::{collections::VecDeque, fmt};
+use std::{collections::VecDeque, fmt, time::Duration};
 
 use crate::adaptive::{
     COMPARED_PART, LEAST_PACKETS, SAMPLED_PART,
-    meter::WINDOW,
+    meter::window,
     policy::{Cost, FIRST, Policy, RAW, RUNGS, Rates, Waits},
 };
 
@@ -105,7 +105,7 @@ impl Data {
             return 1.0;
         }
         match self {
-            Self::Database => [1.0, 0.18, 0.15, 0.146, 0.14][rung],
+            Self::Database => [1.0, 0.112, 0.07, 0.07, 0.066][rung],
             Self::Noise => 1.0,
             Self::Mixed if (number / 8).is_multiple_of(2) => 1.0,
             Self::Booted if number < KERNEL => [1.0, 0.96, 0.945, 0.94, 0.935][rung],
@@ -191,6 +191,8 @@ impl Noise {
 /// What a thread has waited for since its window began: for input, for output, for a core.
 #[derive(Clone, Copy, Default)]
 struct Window {
+    /// Time from the beginning to its own.
+    start: f64,
     time: f64,
     waits: [f64; 3],
     packets: u32,
@@ -214,10 +216,19 @@ impl Window {
     /// The shares, at the end of a packet.
     fn shares(&mut self) -> Option<[f64; 3]> {
         self.packets += 1;
-        let is_over = self.time >= WINDOW.as_secs_f64() * 1e9 && self.packets >= LEAST_PACKETS;
-        is_over
-            .then(|| std::mem::take(self))
-            .map(|window| window.waits.map(|wait| wait / window.time))
+        let least = window(Duration::from_nanos(self.start as u64));
+        if self.time < least.as_secs_f64() * 1e9 || self.packets < LEAST_PACKETS {
+            return None;
+        }
+        let start = self.start + self.time;
+        let Self { time, waits, .. } = std::mem::replace(
+            self,
+            Self {
+                start,
+                ..Self::default()
+            },
+        );
+        Some(waits.map(|wait| wait / time))
     }
 }
 
@@ -958,7 +969,7 @@ fn slow_link_uses_only_the_densest_rungs() {
             ..ONE_MACHINE
         };
         let row = Row::of(world, 8.0);
-        assert!(row.first >= 0.94 && row.then >= 0.97, "{row}");
+        assert!(row.first >= 0.94 && row.then >= 0.94, "{row}");
     }
 }
 
@@ -968,9 +979,9 @@ fn a_short_migration_has_the_right_rung_soon() {
     for data in [Data::Text, Data::Memory, Data::Files] {
         for (link, seconds, least) in [
             (0.1, 2.0, 0.95),
-            (1.0, 1.0, 0.82),
-            (10.0, 0.6, 0.75),
-            (f64::INFINITY, 0.6, 0.75),
+            (1.0, 1.0, 0.92),
+            (10.0, 0.6, 0.9),
+            (f64::INFINITY, 0.6, 0.9),
         ] {
             let world = World {
                 link: link * GBIT,
@@ -1002,7 +1013,7 @@ fn data_that_becomes_compressible_is_encoded() {
     }
 }
 
-/// A tenth of raw packets would be a third more bytes, over a link that the first rung fills already.
+/// A tenth of raw packets would double the bytes, over a link that is half full without them.
 #[test]
 fn a_full_link_gets_no_raw_packets_among_highly_compressible_ones() {
     for others in [0, 1] {
@@ -1023,7 +1034,7 @@ fn a_full_link_gets_no_raw_packets_among_highly_compressible_ones() {
         };
         let (time, wire) = run(&auto);
         let (best_time, best_wire) = run(&|| Choice::Fixed(1));
-        assert!(time < 1.1 * best_time, "{time} {best_time}: {world:?}");
-        assert!(wire < 1.4 * best_wire, "{wire} {best_wire}: {world:?}");
+        assert!(time < 1.05 * best_time, "{time} {best_time}: {world:?}");
+        assert!(wire < 1.6 * best_wire, "{wire} {best_wire}: {world:?}");
     }
 }
