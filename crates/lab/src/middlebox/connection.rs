@@ -145,7 +145,7 @@ fn step(state: &mut State, number: usize, pumps: &mut [Pump; 2]) -> Option<Wait>
     let awaited = [there.awaited(entry), back.awaited(entry)];
     Some(Wait {
         awaited: awaited.into_iter().flatten().collect(),
-        wake: entry.wake.clone(),
+        wake: entry.wake.clone()?,
     })
 }
 

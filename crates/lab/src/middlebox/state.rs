@@ -39,8 +39,8 @@ pub(super) struct Entry {
     near: Option<Arc<TcpStream>>,
     /// The socket to the listener, if the connection is joined.
     pub(super) far: Option<Arc<TcpStream>>,
-    /// Wakes its thread.
-    pub(super) wake: Arc<OwnedFd>,
+    /// Wakes its thread, until the connection has ended.
+    pub(super) wake: Option<Arc<OwnedFd>>,
     lanes: [Lane; 2],
 }
 
@@ -118,7 +118,7 @@ impl State {
             },
             near: Some(Arc::new(near)),
             far: None,
-            wake: Arc::new(wake),
+            wake: Some(Arc::new(wake)),
             lanes,
         });
         Ok(number)
@@ -259,7 +259,7 @@ impl Entry {
         if self.status == Status::Open {
             self.status = Status::Closed;
         }
-        (self.near, self.far) = (None, None);
+        (self.near, self.far, self.wake) = (None, None, None);
     }
 
     pub(super) fn apply(&mut self, change: Change) {
@@ -282,7 +282,9 @@ impl Entry {
             }
             Change::OneWay(direction, flow) => self.lane(direction).set_flow(flow),
         }
-        wake(&self.wake);
+        if let Some(eventfd) = &self.wake {
+            wake(eventfd);
+        }
     }
 
     /// What happens to bytes of a direction.

@@ -117,6 +117,18 @@ fn expect_end(mut stream: &TcpStream) {
     assert_eq!(stream.read(&mut [0]).unwrap(), 0);
 }
 
+/// A middlebox may have thousands of connections, one after the other.
+#[test]
+fn a_connection_that_has_ended_holds_no_descriptors() {
+    let mut bench = Bench::new(1);
+    bench.pairs.clear();
+    let ended = |known: &[Connection]| known[0].status == Status::Closed;
+    bench.middlebox.wait_until(LIMIT, ended).unwrap();
+    let state = bench.middlebox.0.state.lock();
+    let entry = &state.entries[0];
+    assert!(entry.wake.is_none() && entry.far.is_none());
+}
+
 #[test]
 fn bytes_and_ends_pass_both_ways() {
     let bench = Bench::new(2);
