@@ -1,6 +1,6 @@
 //! The adaptive method (`auto`): chooses an encoding for each packet, by who waits.
 //!
-//! The threads at both ends of a channel measure what they wait for, see `meter`. Over the last 50 ms, and 25 ms at first:
+//! The threads at both ends of a channel measure what they wait for, see `meter`. Over the last 50 ms (at first 25 ms):
 //!
 //! ```text
 //!  sender      waits for its source    | encodes | waits for the socket
@@ -17,8 +17,8 @@
 //!
 //! Rungs are none, and zstd at levels -1, 1, 3 and 5: each slower and denser than the one before. Packets of two neighbouring
 //! rungs are mixed where one leaves the link idle and the other the cores. In a mix with raw packets, those that shrink most are
-//! encoded; a sample of each packet shows how much that is. A mix that fills the link, but moves hardly more pages than level -1
-//! alone, ends for a second. Steps are small where the direction changes, and become larger while it
+//! encoded; a sample of each packet shows how much that is. A mix that fills the link but moves hardly more pages than level
+//! -1 alone is given up for a second. Steps are small where the direction changes, and become larger while it
 //! does not. A denser rung is worth its CPU time if it saves 4 % of the bytes for each tenth of a core.
 //! To find out, both rungs encode a part of the same packet now and then, while the link limits.
 //!

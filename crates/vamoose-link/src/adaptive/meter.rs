@@ -36,8 +36,8 @@ pub(crate) struct Shares {
 /// waited during work, which waits for nothing else, then a part of the other waits in proportion.
 pub(crate) struct WaitMeter {
     activity: Activity,
-    /// When the first activity began.
-    start: Instant,
+    /// The time of all windows before this one.
+    measured: Duration,
     /// When the activity began, and the thread's CPU time then.
     since: Instant,
     ran: Duration,
@@ -53,10 +53,10 @@ pub(crate) struct WaitMeter {
     counted: Duration,
 }
 
-/// The time over which waits are measured, `age` after the first activity. The first windows are short, because a short migration has
-/// few long ones.
-pub(super) fn window(age: Duration) -> Duration {
-    (age / 3).clamp(SHORTEST_WINDOW, LONGEST_WINDOW)
+/// The time over which waits are measured, after windows of `measured` in all. The first windows are short, because a short migration
+/// has few long ones.
+pub(super) fn window(measured: Duration) -> Duration {
+    (measured / 3).clamp(SHORTEST_WINDOW, LONGEST_WINDOW)
 }
 
 const SHORTEST_WINDOW: Duration = Duration::from_millis(25);
@@ -81,7 +81,7 @@ impl WaitMeter {
         let now = Instant::now();
         Self {
             activity: Activity::Input,
-            start: now,
+            measured: Duration::ZERO,
             since: now,
             ran: Duration::ZERO,
             window: now,
@@ -103,8 +103,7 @@ impl WaitMeter {
             _ if self.queue.is_none() => {
                 let clock = QueueClock::of_this_thread();
                 let queued = clock.read();
-                self.queue = Some((clock, queued));
-                (self.start, self.window) = (now, now);
+                (self.queue, self.window) = (Some((clock, queued)), now);
             }
             Activity::Input if spent > PAUSE => {
                 self.window += spent.saturating_sub(self.counted);
@@ -121,7 +120,7 @@ impl WaitMeter {
     /// The shares since the last result, if that is at least a [`window`] ago.
     pub(crate) fn shares(&mut self) -> Option<Shares> {
         let time = self.since.saturating_duration_since(self.window);
-        let least = window(self.window.saturating_duration_since(self.start));
+        let least = window(self.measured);
         let (clock, before) = self.queue.as_mut().filter(|_| time >= least)?;
         let now = clock.read();
         let queued = now.saturating_sub(std::mem::replace(before, now));
@@ -131,6 +130,7 @@ impl WaitMeter {
         let (waits, paused) = (input + output, take(&mut self.paused));
         let part = (queued.as_secs_f64() - work) / (waits + paused).max(f64::MIN_POSITIVE);
         let part = part.clamp(0.0, 1.0);
+        self.measured += time;
         let time = time.as_secs_f64();
         self.window = self.since;
         Some(Shares {
@@ -243,9 +243,9 @@ mod tests {
 
     #[test]
     fn windows_are_short_at_first() {
-        for (age, least) in [(0, 25), (90, 30), (150, 50), (10_000, 50)] {
-            let [age, least] = [age, least].map(Duration::from_millis);
-            assert_eq!(window(age), least);
+        for (measured, least) in [(0, 25), (90, 30), (150, 50), (10_000, 50)] {
+            let [measured, least] = [measured, least].map(Duration::from_millis);
+            assert_eq!(window(measured), least);
         }
     }
 

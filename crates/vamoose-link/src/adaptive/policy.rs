@@ -91,6 +91,29 @@ impl Mean {
     }
 }
 
+/// Means over some windows.
+#[derive(Clone, Copy, Debug, Default)]
+struct Throughput {
+    /// Bytes of pages per nanosecond.
+    rate: Mean,
+    /// Bytes sent per byte of pages.
+    size: Mean,
+}
+
+impl Throughput {
+    fn add(&mut self, rates: Rates) {
+        self.rate.add(rates.pages, THROUGHPUT_WINDOWS);
+        let size = rates.wire / rates.pages.max(f64::MIN_POSITIVE);
+        self.size.add(size, THROUGHPUT_WINDOWS);
+    }
+
+    /// Whether this moves more pages than `other`, by more than the windows differ by chance.
+    fn gains_over(&self, other: &Self) -> bool {
+        let [count, other_count] = [self, other].map(|it| it.rate.count);
+        count == 0.0 || other_count == 0.0 || self.rate.value > LEAST_GAIN * other.rate.value
+    }
+}
+
 /// What one encoding of some pages came to.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cost {
@@ -114,12 +137,10 @@ pub(super) struct Policy {
     mixed_rate: Mean,
     /// Windows for which all packets stay raw.
     hold_raw: u32,
-    /// The first rung alone, while the link is not the limit: bytes of pages per nanosecond, and bytes sent per byte of pages.
-    first_rate: Mean,
-    first_size: Mean,
-    /// Bytes of pages per nanosecond since raw packets have been mixed in, whatever is the limit.
-    mix_rate: Mean,
-    /// Windows for which nothing goes raw because the encoder is the limit.
+    /// What the first rung alone achieves while the link is not the limit, and what the last mix of it with raw packets achieved.
+    first: Throughput,
+    mix: Throughput,
+    /// Windows for which an encoder that limits is no reason to send anything raw.
     hold_encoded: u32,
     link_rate: LinkRate,
     /// Each rung beside the one before.
@@ -215,13 +236,14 @@ fn raw_step(rates: Rates) -> f64 {
 const LOSS: f64 = 0.2;
 const LEAST_WINDOWS: f64 = 2.0;
 const MOST_WINDOWS: f64 = 16.0;
+/// Windows for which a mix that lost is not tried again.
 const HOLD: u32 = 20;
 
 /// A mix gains nothing if it moves less than so many times the pages of the first rung alone, and sends more than so many times the
 /// bytes for each.
 const LEAST_GAIN: f64 = 1.1;
 const MORE_BYTES: f64 = 1.2;
-const FIRST_WINDOWS: f64 = 8.0;
+const THROUGHPUT_WINDOWS: f64 = 8.0;
 
 /// Steps in a row before they grow: what is in the buffers takes a window or two to show a change.
 const PATIENCE: u32 = 2;
@@ -245,9 +267,8 @@ impl Policy {
             raw_rate: Mean::default(),
             mixed_rate: Mean::default(),
             hold_raw: 0,
-            first_rate: Mean::default(),
-            first_size: Mean::default(),
-            mix_rate: Mean::default(),
+            first: Throughput::default(),
+            mix: Throughput::default(),
             hold_encoded: 0,
             link_rate: LinkRate::default(),
             comparisons,
@@ -352,6 +373,9 @@ impl Policy {
             false => most,
         };
         self.position += direction * self.step.min(most).min(distance.abs());
+        if self.position < rung_position(FIRST) {
+            self.hold_encoded = 0;
+        }
     }
 
     /// Adapts the step to a direction: smaller after a turn, larger after many steps the same way.
@@ -409,21 +433,32 @@ impl Policy {
     /// raw for a while.
     fn mix_gains_nothing(&mut self, rates: Rates) -> bool {
         self.hold_encoded = self.hold_encoded.saturating_sub(1);
-        let size = rates.wire / rates.pages.max(f64::MIN_POSITIVE);
         if !self.mixes_raw() {
-            self.mix_rate = Mean::default();
+            if self.hold_encoded == 0 {
+                self.mix = Throughput::default();
+            }
             let is_first = self.position == rung_position(FIRST);
             if is_first && matches!(self.limit, Limit::Encoder | Limit::Balance) {
-                self.first_rate.add(rates.pages, FIRST_WINDOWS);
-                self.first_size.add(size, FIRST_WINDOWS);
+                self.first.add(rates);
+                if self.mix.gains_over(&self.first) {
+                    // The pages have changed since the mix was given up.
+                    self.hold_encoded = 0;
+                }
             }
             return false;
         }
-        self.mix_rate.add(rates.pages, MOST_WINDOWS);
-        self.limit == Limit::Link
-            && self.mix_rate.count >= LEAST_WINDOWS
-            && self.mix_rate.value < LEAST_GAIN * self.first_rate.value
-            && size > MORE_BYTES * self.first_size.value
+        if matches!(self.limit, Limit::Source | Limit::Receiver) {
+            return false;
+        }
+        self.mix.add(rates);
+        let is_useless = self.limit == Limit::Link
+            && self.mix.rate.count >= LEAST_WINDOWS
+            && !self.mix.gains_over(&self.first)
+            && self.mix.size.value > MORE_BYTES * self.first.size.value;
+        if is_useless {
+            self.first = Throughput::default();
+        }
+        is_useless
     }
 
     /// A rung and the one after it have encoded the same pages.
