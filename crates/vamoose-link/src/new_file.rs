@@ -16,25 +16,30 @@ pub struct NewFile {
     file: File,
     temporary: PathBuf,
     path: PathBuf,
+    folder: File,
 }
 
 impl NewFile {
     /// Begins the file `path`.
     ///
     /// # Errors
-    /// When the folder allows no new file, or `path` has no name.
+    /// When the folder cannot be opened or allows no new file, or `path` has no name.
     pub fn create(path: &Path) -> io::Result<Self> {
         let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
         let mut temporary = OsString::from(".");
         temporary.push(name);
         temporary.push(format!(".{:016x}", u64::from_ne_bytes(random_id()?)));
         let temporary = path.with_file_name(temporary);
+        let folder = path.parent().filter(|it| !it.as_os_str().is_empty());
+        // Opened first, as there may be no descriptor left later.
+        let folder = File::open(folder.unwrap_or(Path::new(".")))?;
         let mut options = OpenOptions::new();
         let options = options.write(true).create_new(true).mode(0o600);
         Ok(Self {
             file: options.open(&temporary)?,
             temporary,
             path: path.to_owned(),
+            folder,
         })
     }
 
@@ -68,8 +73,7 @@ impl NewFile {
     fn give_name(self, give: impl FnOnce(&Path, &Path) -> io::Result<()>) -> io::Result<()> {
         self.file.sync_all()?;
         give(&self.temporary, &self.path)?;
-        let folder = self.path.parent().filter(|it| !it.as_os_str().is_empty());
-        File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+        self.folder.sync_all()
     }
 }
 

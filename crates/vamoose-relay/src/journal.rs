@@ -4,6 +4,7 @@
 //!  STATE-DIR/source-ID.json          one attempt of which this host is the source
 //!  STATE-DIR/destination-ID.json     one attempt of which this host is the destination
 //!  STATE-DIR/*.lock                  held by the process that drives the attempt
+//!  STATE-DIR/.*                      left by a process that was killed while it wrote an entry; ignored
 //! ```
 //!
 //! An entry is replaced as a whole and is on disk when [`Entry::write`] returns. The folder belongs to one user, and
@@ -27,7 +28,7 @@ use rustix::{
 };
 use thiserror::Error;
 use tracing::debug;
-use vamoose_link::millis;
+use vamoose_link::{NewFile, millis};
 
 pub(crate) use record::{AtDestination, AtSource, Record, Side};
 
@@ -71,7 +72,6 @@ pub(crate) struct Entry<S: Side> {
     /// The record to be written by [`Entry::write`].
     pub(crate) record: Record<S>,
     path: PathBuf,
-    dir: PathBuf,
     /// Keeps other processes from driving the attempt.
     _lock: File,
 }
@@ -155,7 +155,6 @@ impl Journal {
         Ok(Entry {
             record,
             path,
-            dir: self.dir.clone(),
             _lock: lock,
         })
     }
@@ -202,20 +201,9 @@ impl<S: Side> Entry<S> {
     fn replace(&self) -> io::Result<()> {
         let mut text = serde_json::to_vec_pretty(&self.record)?;
         text.push(b'\n');
-        // Opened first, as there may be no descriptor left later.
-        let folder = File::open(&self.dir)?;
-        let new = self.path.with_extension("new");
-        let mut options = File::options();
-        let mut file = options
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(&new)?;
-        file.write_all(&text)?;
-        file.sync_all()?;
-        fs::rename(&new, &self.path)?;
-        folder.sync_all()
+        let new = NewFile::create(&self.path)?;
+        new.file().write_all(&text)?;
+        new.replace()
     }
 }
 
