@@ -1,13 +1,11 @@
 //! docs/methods.md lists the methods as the table in `methods.rs` has them.
 
-use std::{fs, path::Path};
-
 use multifd::Method;
 use vamoose_codec::{DecodedBy, MethodInfo, info};
 
+#[cfg(feature = "isal")]
 fn document(path: &str) -> String {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    fs::read_to_string(root.join(path)).unwrap()
+    std::fs::read_to_string(format!("{}/../../{path}", env!("CARGO_MANIFEST_DIR"))).unwrap()
 }
 
 fn methods() -> impl Iterator<Item = (Method, MethodInfo)> {
