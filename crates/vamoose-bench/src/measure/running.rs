@@ -1,4 +1,5 @@
-//! Measures a running guest, which each contender moves to the other host. Its clients send requests all the time.
+//! Measures a running guest, which each contender moves to the other host. Clients of Redis send requests all the time; other guests
+//! have their load inside.
 //!
 //! ```text
 //!                         clients' namespace: clients of Redis
@@ -194,7 +195,7 @@ impl<'a> Running<'a> {
 }
 
 impl Kind {
-    /// The program in the guest, if it is none that checks its own memory.
+    /// The real program in the guest; `None` where the guest checks its own memory.
     pub(crate) fn program(self) -> Option<Program> {
         match self {
             Self::RedisRandom | Self::RedisA | Self::RedisB => Some(Program::Redis),
