@@ -30,7 +30,7 @@ test: setup    # Run all tests
 	cargo test -p vamoose-live --examples   # which the line above only builds
 
 # POSTCOPY_RUNS sets how often each.
-postcopy: setup # Cut links and kill processes behind the switch to post-copy, and measure how long a guest waits for a page (an hour)
+postcopy: setup # Cut links and kill processes after the switch to post-copy, and measure how long a guest waits for a page (an hour)
 	cargo test --release -p vamoose --test all post_copy:: -- --ignored --nocapture --test-threads 1
 
 # What a test run explores in a minute, with more of everything: MODEL_FAULTS, MODEL_COMMANDS, MODEL_ATTEMPTS, MODEL_HOSTS,

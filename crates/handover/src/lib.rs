@@ -35,7 +35,7 @@
 //! - **The journal comes first.** [`SourceAction::Persist`] and [`DestinationAction::Persist`] precede the
 //!   message or the command that depends on them. A restarted process restores its machines and continues.
 //! - **Behind post-copy's switch there is no way back.** The source writes down that it asks its VMM to switch. The `commit` follows, as
-//!   the destination's VMM does not start by itself, and the attempt is over when all memory has gone. Until then the guest is the
+//!   the destination's VMM does not start by itself, and the attempt is over when all memory has been sent. Until then the guest is the
 //!   destination's, and both VMMs are needed.
 //! - **`running` is an observation**, made anew for each answer: the guest has been continued, or was to stay paused, and is
 //!   here, in whatever state. A request to run is not an observation.

@@ -31,7 +31,7 @@
 //! - A server makes a VMM run only if that has loaded the guest and not sent it on. One that is found dead before it
 //!   was requested to is `NotStarted`; its death is reported besides, but not during a request or a look.
 //! - A VMM is asked to switch to post-copy only while its driver's machine is Switching. A driver reports `Failed` then only of a VMM
-//!   that has come back, and `GuestDied` of one that is to resume behind the switch, which no VMM can.
+//!   that has come back, and `GuestDied` of one that is to resume after the switch, which no VMM can.
 //! - A server writes down that it receives before it sends *prepared*.
 //! - `NotPersisted` means that the journal has what it had before.
 //! - A message for which there is no connection is reported as `Closed`, incomplete.
@@ -499,7 +499,7 @@ mod mutants {
     }
 
     #[test]
-    fn a_vmm_is_ended_behind_the_switch_to_post_copy() {
+    fn a_vmm_is_ended_after_the_switch_to_post_copy() {
         let scene = Scene {
             bounds: Bounds::these(1, [(Fault::Kill, 1)]),
             ..POST_COPY

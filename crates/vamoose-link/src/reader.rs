@@ -39,11 +39,11 @@ pub struct ChannelReader {
     decoder: Decoder,
     delta: Option<Incoming>,
     store: Option<StoreReader>,
-    /// The encoded pages of a packet that needs the store.
+    /// Pages encoded in a packet of method shared, before the pages of the store are added.
     rest: Vec<u8>,
-    /// Its bases.
+    /// That packet's bases: pages of the store that its encoder referred to.
     earlier: Vec<u8>,
-    /// All its pages, on their way to guest memory.
+    /// All pages of that packet, before they are copied to guest memory.
     joined: Vec<u8>,
     header: Vec<u8>,
     payload: Box<[u8]>,
@@ -282,9 +282,9 @@ impl ChannelReader {
         let len = self.receive_timed(header, &mut PageSink::Own(&mut []))?;
         let payload = &self.payload[..len.unwrap_or_default()];
         let store = self.store.as_mut();
-        let store = store.ok_or_else(|| bad(header, PayloadFault::NoStore))?;
+        let store = store.ok_or_else(|| payload_error(header, PayloadFault::NoStore))?;
         let parts = store.open(payload, header.normal_offsets().len());
-        parts.map_err(|error| bad(header, error))
+        parts.map_err(|error| payload_error(header, error))
     }
 
     /// Puts the pages of an opened packet together: those that are encoded in it, and those of the store. Returns the indices of pages
@@ -391,7 +391,7 @@ impl ChannelReader {
         self.turn_to(Activity::Work);
         received.map_err(|error| match error {
             ReadError::Io(error) if error.kind() == io::ErrorKind::InvalidData => {
-                bad(header, PayloadFault::Corrupt(error))
+                payload_error(header, PayloadFault::Corrupt(error))
             }
             error => error,
         })
@@ -415,9 +415,10 @@ impl ChannelReader {
         if let Some(shares) = shares {
             self.stream.report_wait(shares.input);
         }
-        decoded.map_err(|fault| bad(header, fault))
+        decoded.map_err(|fault| payload_error(header, fault))
     }
 
+    /// Counts the time from now on as `activity`.
     fn turn_to(&mut self, activity: Activity) {
         if let Some(meter) = &mut self.meter {
             meter.switch_to(activity);
@@ -596,7 +597,7 @@ impl ChannelReader {
 /// How often pages are copied to guest memory before a wrong checksum is an error.
 const ATTEMPTS: usize = 2;
 
-fn bad(header: &RamHeader, fault: impl Into<PayloadFault>) -> ReadError {
+fn payload_error(header: &RamHeader, fault: impl Into<PayloadFault>) -> ReadError {
     ReadError::Payload {
         packet: PacketName::of(header),
         fault: fault.into(),

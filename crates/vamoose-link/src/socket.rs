@@ -377,6 +377,7 @@ pub(crate) fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::R
     }
 }
 
+/// Whether a read or write may simply be repeated: it timed out, or a signal interrupted it.
 pub(crate) fn is_transient(error: &io::Error) -> bool {
     [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted].contains(&error.kind())
 }

@@ -112,7 +112,7 @@ impl<'a, F: FnMut(u32)> ReturnWitness<'a, F> {
         }
     }
 
-    /// Behind the switch there is nothing to fall back to.
+    /// After the switch there is nothing to fall back to.
     fn keep_trying(&self) {
         info!("the guest runs at the destination, and fetches its memory (post-copy)");
         self.stats.note_post_copy();

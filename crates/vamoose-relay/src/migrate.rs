@@ -101,7 +101,7 @@ pub struct Migration<'a> {
     pub confirm: Option<AttemptId>,
     /// Ends the source's QEMU when the guest has certainly moved.
     pub quit_source: bool,
-    /// Set to cancel. Behind the switch to post-copy it is reset once, and has an effect when it is set again.
+    /// Set to cancel. After the switch to post-copy it is reset once, and has an effect when it is set again.
     pub cancel: &'a AtomicBool,
 }
 
@@ -197,7 +197,7 @@ impl Migration<'_> {
         self.check_source(source).map_err(at_source)?;
         let attempt = AttemptId(random_id().map_err(at_source)?);
         let _span = span(attempt).entered();
-        // The copies of disks may take hours, so the streams are opened behind them.
+        // The copies of disks may take hours, so the streams are opened after them.
         let streams = match self.storage {
             Some(_) => 0,
             None => usize::from(self.channels_of(source).unwrap_or(0)) + 1,
@@ -381,7 +381,7 @@ impl Migration<'_> {
                 }
                 Err(cause) => (None, Ended::failed(cause)),
             };
-            // A QEMU behind the switch ends no connection by itself.
+            // A QEMU past the switch ends no connection by itself.
             if ended.cause.is_some() || source.may_be_switched {
                 hangup.hang_up();
             }
@@ -407,7 +407,7 @@ impl Migration<'_> {
         Ok((listener, Hangup::new()?))
     }
 
-    /// What it may cost the guest.
+    /// The downtime and the slowdown that the guest may suffer.
     fn policy(&self, source: &SourceQemu) -> Policy {
         let limit = self.downtime_limit;
         Policy {
@@ -418,7 +418,7 @@ impl Migration<'_> {
         }
     }
 
-    /// The capabilities without which there is no such migration.
+    /// The capabilities that the source QEMU must have, and that are switched on for this migration.
     fn capabilities(&self, post_copy: Option<PostCopyAbilities>) -> Vec<&'static str> {
         let throttles = matches!(self.timeout, Some((_, OnTimeout::Throttle)));
         let throttles = throttles || self.auto_converge.is_some();

@@ -175,15 +175,15 @@ impl MigrationStatus {
 }
 
 /// Interval for asking a QEMU while no event comes.
-const ASKING: Duration = Duration::from_millis(20);
+const ASK_EVERY: Duration = Duration::from_millis(20);
 /// How long to wait for the answer of a QEMU that may be about to exit.
-const ASKING_A_BROKEN: Duration = Duration::from_secs(1);
+const ANSWER_BEFORE_EXIT_WITHIN: Duration = Duration::from_secs(1);
 /// How long a QEMU may take to end when it is asked to.
-const QUITTING: Duration = Duration::from_secs(3);
+const QUIT_WITHIN: Duration = Duration::from_secs(3);
 /// How long a QEMU that has closed its monitor may take to end, as it frees the guest's memory.
-pub(crate) const ENDING: Duration = Duration::from_secs(10);
+pub(crate) const EXIT_WITHIN: Duration = Duration::from_secs(10);
 /// How long a killed QEMU may take to end: its memory is freed and its storage requests complete first.
-pub(crate) const KILLED: Duration = Duration::from_secs(30);
+pub(crate) const KILL_WITHIN: Duration = Duration::from_secs(30);
 
 impl Qemu {
     /// Connects to the monitor at `path` and reads QEMU's version.
@@ -222,14 +222,14 @@ impl Qemu {
 
     /// The guest's run state. `None` if QEMU takes longer than `timeout`, as it may when it is busy.
     pub(crate) fn state_within(&mut self, timeout: Duration) -> Result<Option<String>, QemuError> {
-        match self.patient_for(timeout, Self::state) {
+        match self.with_timeout(timeout, Self::state) {
             Err(QemuError::Qmp(error)) if error.is_no_answer() => Ok(None),
             state => state.map(Some),
         }
     }
 
-    /// Waits at most this long for each answer.
-    pub(crate) fn patient_for<T>(
+    /// Runs `ask`, in which QEMU may take at most `timeout` for each answer.
+    pub(crate) fn with_timeout<T>(
         &mut self,
         timeout: Duration,
         ask: impl FnOnce(&mut Self) -> T,
@@ -252,7 +252,7 @@ impl Qemu {
 
     /// Why it could not load its guest. Fails if it has not failed `within` this time, or does not answer.
     pub(crate) fn load_error(&mut self, within: Duration) -> Result<String, QemuError> {
-        self.patient_for(ASKING_A_BROKEN, |qemu| {
+        self.with_timeout(ANSWER_BEFORE_EXIT_WITHIN, |qemu| {
             qemu.ask_until("a failed migration", within, |qemu| {
                 let account = qemu.query_migrate()?;
                 let status = account["status"].as_str().unwrap_or("none");
@@ -289,7 +289,7 @@ impl Qemu {
                 ControlFlow::Continue(state) if Instant::now() >= deadline => {
                     return Err(QemuError::State { state, expected });
                 }
-                ControlFlow::Continue(_) => self.qmp.wait_for_event(ASKING)?,
+                ControlFlow::Continue(_) => self.qmp.wait_for_event(ASK_EVERY)?,
             }
         }
     }
@@ -359,7 +359,7 @@ impl Qemu {
         Ok(is_concerned && self.qmp.execute("query-kvm", json!({}))?["enabled"] != true)
     }
 
-    /// The migration's status, for the decision whether the guest is behind post-copy's switch.
+    /// The migration's status, for the decision whether the guest is past the switch to post-copy.
     pub(crate) fn migration_status(&mut self) -> Result<MigrationStatus, QemuError> {
         Ok(MigrationStatus::of(&self.query_migrate()?))
     }
@@ -454,10 +454,10 @@ impl Qemu {
         // QEMU may be exiting by itself, as it does when loading failed.
         let quit = self.qmp.send("quit", json!({}));
         match self.process() {
-            Ok(process) if process.wait_for_end(QUITTING)? => Ok(()),
-            Ok(process) => Ok(process.end(KILLED)?),
+            Ok(process) if process.wait_for_end(QUIT_WITHIN)? => Ok(()),
+            Ok(process) => Ok(process.end(KILL_WITHIN)?),
             Err(source) => Err(EndError::Unproven {
-                closed: quit.is_err() || self.qmp.wait_for_close(QUITTING),
+                closed: quit.is_err() || self.qmp.wait_for_close(QUIT_WITHIN),
                 source,
             }),
         }
@@ -498,14 +498,14 @@ fn text(answer: &Value, command: &'static str, field: &'static str) -> Result<St
 /// Lets a destination whose connections have broken under post-copy wait for its source at `address`, or returns true if it has all
 /// memory. QEMU may be waiting for a page of the guest.
 pub(crate) fn recover(qmp: &mut Qmp, address: &Address) -> Result<bool, QemuError> {
-    let deadline = Instant::now() + ENDING;
+    let deadline = Instant::now() + EXIT_WITHIN;
     loop {
         let arguments = json!({ "uri": address.to_string() });
-        match qmp.execute_urgently("migrate-recover", arguments) {
+        match qmp.execute_oob("migrate-recover", arguments) {
             Err(QmpError::Refused { .. }) if has_completed(qmp) => return Ok(true),
             // It has not noticed yet that its connections are gone.
             Err(QmpError::Refused { .. }) if Instant::now() < deadline => {
-                qmp.wait_for_event(ASKING)?;
+                qmp.wait_for_event(ASK_EVERY)?;
             }
             told => return Ok(told.map(|()| false)?),
         }
@@ -514,7 +514,7 @@ pub(crate) fn recover(qmp: &mut Qmp, address: &Address) -> Result<bool, QemuErro
 
 /// Whether a migration has completed. Not if QEMU does not say so soon: it may be waiting for a page of the guest.
 fn has_completed(qmp: &mut Qmp) -> bool {
-    let usual = qmp.set_timeout(ASKING);
+    let usual = qmp.set_timeout(ASK_EVERY);
     let account = qmp.execute("query-migrate", json!({}));
     qmp.set_timeout(usual);
     account.is_ok_and(|account| MigrationStatus::of(&account) == MigrationStatus::Completed)

@@ -40,9 +40,9 @@ pub(crate) struct Qmp {
     next_id: u64,
     /// Commands whose answers have not come. They may come late.
     unanswered: BTreeSet<u64>,
-    /// QEMU takes commands that overtake others.
+    /// QEMU has the QMP capability `oob`: an out-of-band command overtakes those that wait.
     has_oob: bool,
-    /// Another process has used the connection before: what comes may be for that.
+    /// Another process has used the connection before: answers may be to its commands.
     is_taken_over: bool,
     timeout: Duration,
 }
@@ -147,7 +147,7 @@ impl Qmp {
         };
         let monitor = Monitor::open(path).map_err(failed)?;
         let address = Address::Unix(monitor.address());
-        // While the queue of waiting clients is full.
+        // The dial times out while the monitor's queue of waiting clients is full.
         let is_held = |error: &SocketError| error.source.kind() == io::ErrorKind::TimedOut;
         let stream = dial(&address, soon).or_else(|error| match is_held(&error) {
             true => {
@@ -214,6 +214,7 @@ impl Qmp {
             monitor: monitor.map_err(|error| QmpError::Connect(path.to_owned(), error))?,
             received: Vec::new(),
             events: VecDeque::new(),
+            // Ids that the earlier process has not used.
             next_id: u64::from(std::process::id()) << 32,
             unanswered: BTreeSet::new(),
             has_oob: true,
@@ -228,11 +229,7 @@ impl Qmp {
     }
 
     /// Runs a command of those that QEMU carries out even while it is busy, such as while it waits for a page of the guest.
-    pub(crate) fn execute_urgently(
-        &mut self,
-        command: &str,
-        arguments: Value,
-    ) -> Result<(), QmpError> {
+    pub(crate) fn execute_oob(&mut self, command: &str, arguments: Value) -> Result<(), QmpError> {
         let how = match self.has_oob {
             true => "exec-oob",
             false => "execute",

@@ -158,9 +158,9 @@ enum Trouble {
 const LINE_EVERY: Duration = Duration::from_secs(1);
 /// Interval at which trouble is looked for.
 const LOOK: Duration = Duration::from_millis(250);
-/// Connections that are replaced at once are no trouble.
+/// Time without a connection after which this is shown.
 const LOST_FOR: Duration = Duration::from_secs(1);
-/// Silence that is explained.
+/// Time without a report after which the display says what the migration waits for.
 const SILENT_FOR: Duration = Duration::from_secs(2);
 
 impl Display {

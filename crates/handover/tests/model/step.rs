@@ -317,7 +317,7 @@ impl Now {
         scene.post_copy && is_asked && self.has_data_path(attempt) && !self.has_news_of_owner(scene)
     }
 
-    /// What was sent behind the switch is under way, and both relays are there.
+    /// What was sent after the switch is under way, and both relays are there.
     pub(crate) fn may_arrive(&self, attempt: usize) -> bool {
         let job = self.attempts[attempt].job.as_ref();
         self.source == SourceVmm::Supplying(index(attempt))

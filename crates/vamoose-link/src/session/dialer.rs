@@ -330,6 +330,8 @@ impl Paths {
     }
 }
 
+/// Begins a session over the first path on which a server answers. If that fails by timeouts or closed connections, all paths are tried
+/// once more, with more time for each.
 pub(crate) fn begin(
     list: Vec<Route>,
     config: SessionConfig,

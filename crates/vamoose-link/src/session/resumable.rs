@@ -63,7 +63,7 @@ pub(crate) struct ResumableStream {
     is_replacing: AtomicBool,
 }
 
-/// The state and what its lock protects besides.
+/// The state machine, and what the same lock protects.
 struct Core {
     state: StreamState,
     /// The current connection.
@@ -500,8 +500,8 @@ impl ResumableStream {
         }
     }
 
-    /// Waits until the state may have changed: reads acknowledgements unless a reader does. `seen_turn` is the reader's turn at
-    /// which only a reader could proceed.
+    /// Waits until the state may have changed: reads acknowledgements unless a reader does. `seen_turn` is the value of `turns` at
+    /// which only a reader could take the next bytes; until `turns` changes, reading here is useless.
     fn wait_for_peer<'a>(
         self: &'a Arc<Self>,
         mut core: MutexGuard<'a, Core>,
@@ -611,12 +611,12 @@ impl ResumableStream {
 
     // What becomes of the stream.
 
-    /// Applies an event to the state and carries out the effects.
     /// Sets how long the stream may be without a connection.
     pub(crate) fn set_reconnect_timeout(self: &Arc<Self>, timeout: Duration) {
         self.update(|state| state.set_reconnect_timeout(timeout));
     }
 
+    /// Applies an event to the state and carries out the effects.
     fn update<T>(self: &Arc<Self>, event: impl FnOnce(&mut StreamState) -> T) -> T {
         let mut core = lock(&self.core);
         let result = event(&mut core.state);

@@ -182,9 +182,7 @@ impl Sessions {
         wait_for(&mut fds, timeout).ok()?;
         self.try_next()
     }
-}
 
-impl Sessions {
     /// Waits until the clients have received all finished streams; false after `timeout`.
     pub fn drain(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
@@ -554,7 +552,7 @@ fn shown(address: Option<IpAddr>) -> String {
     address.map_or_else(|| "this host".to_owned(), |address| address.to_string())
 }
 
-/// Place of a connection during its handshake.
+/// A connection that has not proved yet that it belongs to a session. It holds a place in [`Admission`] until it is dropped.
 struct Stranger {
     server: Arc<Server>,
     number: u64,

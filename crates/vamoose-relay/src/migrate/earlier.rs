@@ -97,7 +97,7 @@ impl Migration<'_> {
                         source.has_come_back()
                     }
                     ref state => {
-                        // QEMU may be behind the switch to post-copy, and not say so yet. Before it, no `commit` has been sent.
+                        // QEMU may be past the switch to post-copy, and not say so yet. Before it, no `commit` has been sent.
                         let may_switch = matches!(state, SourceState::Switching { .. });
                         let cancel = (!may_switch).then_some(self.cancel);
                         source.wait_until_ended(cancel).map(|completed| !completed)

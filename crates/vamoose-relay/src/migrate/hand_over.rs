@@ -138,7 +138,7 @@ impl<'a> HandOver<'a> {
         *self.driver.state() == SourceState::Supplying
     }
 
-    /// Whether the source QEMU is behind the switch to post-copy, and the guest may need memory that is here.
+    /// Whether the source QEMU is past the switch to post-copy, and the guest may need memory that is here.
     pub(super) fn is_under_post_copy(&self) -> bool {
         self.is_supplying() || commits_post_copy(self.driver.state())
     }
@@ -292,7 +292,7 @@ impl<'a> Attempt<'a> {
         // The destination's QEMU may answer nothing while its guest waits for a page.
         if let (true, Some(ended)) = (commits_post_copy(source.state()), &self.relay_has_ended) {
             self.refuse_to_cancel();
-            let cause = "the connection was lost behind the switch to post-copy".to_owned();
+            let cause = "the connection was lost after the switch to post-copy".to_owned();
             let has_ended = ended.load(Ordering::Acquire);
             return has_ended.then_some(SourceEvent::GaveUp { cause });
         }

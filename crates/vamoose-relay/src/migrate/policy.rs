@@ -11,7 +11,7 @@ use vamoose_link::{Counters, millis};
 use super::{
     Cause,
     remainder::{Remainder, Seen},
-    source::{HARDLY, SourceQemu},
+    source::{LEAST_THROTTLE, SourceQemu},
 };
 use crate::qemu::QemuError;
 
@@ -92,7 +92,7 @@ impl Guide {
         self.remainder.correct(account, round_trip);
         let throttle = account["cpu-throttle-percentage"].as_u64();
         self.throttle = self.throttle.max(throttle.unwrap_or(0));
-        if self.throttle > u64::from(HARDLY.max) {
+        if self.throttle > u64::from(LEAST_THROTTLE.max) {
             account["cpu-throttle-percentage"] = self.throttle.into();
         } else if let Some(account) = account.as_object_mut() {
             account.remove("cpu-throttle-percentage");

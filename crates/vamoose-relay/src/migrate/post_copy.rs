@@ -1,4 +1,4 @@
-//! Post-copy at the source: the switch, and the rest of the memory behind it.
+//! Post-copy at the source: the switch, and the rest of the memory after it.
 //!
 //! ```text
 //!  pre-copy ─> journal: switching ─> migrate-start-postcopy ─> commit ─> supply ───────> completed
@@ -7,10 +7,10 @@
 //!                                                                        recover
 //! ```
 //!
-//! Until QEMU switches, a failure leaves the guest here. Behind the switch QEMU can neither cancel nor continue the guest here. The
+//! Until QEMU switches, a failure leaves the guest here. After the switch QEMU can neither cancel nor continue the guest here. The
 //! destination's QEMU has been told not to start by itself, so it runs the guest only after the commit, as without post-copy. From then
 //! on, both QEMUs are needed, and both wait for each other when their connections break. So nothing is given up: a broken relay is
-//! replaced until all memory has gone, in this run of the command or the next.
+//! replaced until all memory has been sent, in this run of the command or the next.
 
 use std::{
     mem,
@@ -89,7 +89,7 @@ impl Migration<'_> {
         }
     }
 
-    /// Waits until all memory has gone through `relay`, or QEMU has paused post-copy.
+    /// Waits until all memory has been sent through `relay`, or QEMU has paused post-copy.
     pub(super) fn supply(
         &self,
         source: &mut SourceQemu,

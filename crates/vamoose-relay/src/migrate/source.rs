@@ -21,7 +21,7 @@ use super::{
 use crate::{
     Instance, chain,
     control::{Offer, PostCopyAbilities},
-    qemu::{ENDING, MigrationStatus, Qemu, QemuError, is_switchover},
+    qemu::{EXIT_WITHIN, MigrationStatus, Qemu, QemuError, is_switchover},
     qmp::{QmpError, Timestamp},
 };
 
@@ -36,9 +36,9 @@ pub(crate) struct SourceQemu {
     /// QEMU has not answered yet why the guest stopped.
     is_unexplained: bool,
     /// The guest may have run since its migration began to send it.
-    has_gone_on: bool,
-    /// The attempt's own migration has not sent the guest. A guest that is found sent was sent by another tool.
-    pub(super) is_here: bool,
+    may_have_run: bool,
+    /// This attempt's migration has not sent the guest: if QEMU has sent the guest, another tool did it.
+    pub(super) is_unsent: bool,
     /// Value for `zero-page-detection`, where QEMU knows it.
     pub(super) zero_pages: Option<String>,
     is_suspended: bool,
@@ -68,11 +68,19 @@ const ALIVE: [&str; 2] = ["running", "suspended"];
 /// State of a guest that a monitor's `stop` has paused.
 const PAUSED: &str = "paused";
 /// How long QEMU may take to answer why the guest has stopped. During the switchover it may not answer.
-const LOOKING: Duration = Duration::from_secs(1);
+const STOP_REASON_WITHIN: Duration = Duration::from_secs(1);
 /// How long a source may take to run again after a failure.
-const SETTLING: Duration = Duration::from_secs(10);
+const RESUME_WITHIN: Duration = Duration::from_secs(10);
 /// How long to wait for an event before looking at the clock and at a cancel.
 pub(super) const EVENT_WAIT: Duration = Duration::from_millis(50);
+
+/// Who has the guest after a failed migration.
+enum Continued {
+    /// This QEMU, and it runs if it should.
+    Here,
+    /// The other tool that has sent it.
+    SentByAnotherTool,
+}
 
 impl SourceQemu {
     /// Connects to the monitor at `path` and changes nothing. Another client may hold the monitor for at most `timeout`.
@@ -83,8 +91,8 @@ impl SourceQemu {
             is_wanted: false,
             stopped: None,
             is_unexplained: false,
-            has_gone_on: false,
-            is_here: false,
+            may_have_run: false,
+            is_unsent: false,
             zero_pages: None,
             is_suspended: false,
             loses_suspended: None,
@@ -99,9 +107,9 @@ impl SourceQemu {
 
     /// A failure that left the guest here, as it was.
     pub(super) fn kept(&self, failure: Failure) -> Failure {
-        let is_here = failure.guest == GuestLocation::Source;
+        let is_at_source = failure.guest == GuestLocation::Source;
         Failure {
-            is_running: failure.is_running || is_here && self.is_wanted,
+            is_running: failure.is_running || is_at_source && self.is_wanted,
             ..failure
         }
     }
@@ -113,7 +121,7 @@ impl SourceQemu {
         let state = self.qemu.state()?;
         self.is_wanted = ALIVE.contains(&state.as_str());
         self.is_suspended = state == "suspended";
-        self.is_here = true;
+        self.is_unsent = true;
         self.forget();
         Ok(())
     }
@@ -128,7 +136,7 @@ impl SourceQemu {
     fn forget(&mut self) {
         self.stopped = None;
         self.is_unexplained = false;
-        self.has_gone_on = false;
+        self.may_have_run = false;
     }
 
     /// Refuses a suspended guest, unless both QEMUs transfer that state.
@@ -180,9 +188,9 @@ impl SourceQemu {
         }
     }
 
-    /// Waits for the end of a migration whose driving process is gone. Returns whether it completed, or is behind the switch to
-    /// post-copy. One that is held for copies of disks, which that process alone could finish, is cancelled, and any other before that
-    /// switch once `cancel` is set.
+    /// Waits for the end of a migration whose driving process is gone. Returns whether it completed or is past the switch to post-copy.
+    /// Before the switch, a migration that is held for copies of disks is cancelled at once, as only that process could finish them; any
+    /// other is cancelled once `cancel` is set.
     pub(super) fn wait_until_ended(
         &mut self,
         cancel: Option<&AtomicBool>,
@@ -194,7 +202,7 @@ impl SourceQemu {
             None => "a migration that has ended",
         };
         let is_cancelled = || cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed));
-        let completed = self.qemu.ask_until(expected, SETTLING, |qemu| {
+        let completed = self.qemu.ask_until(expected, RESUME_WITHIN, |qemu| {
             let account = qemu.query_migrate()?;
             Ok(match MigrationStatus::of(&account) {
                 MigrationStatus::Busy => {
@@ -209,7 +217,7 @@ impl SourceQemu {
                 MigrationStatus::Idle => ControlFlow::Break(false),
             })
         })?;
-        self.is_here = !completed;
+        self.is_unsent = !completed;
         Ok(completed)
     }
 
@@ -217,7 +225,7 @@ impl SourceQemu {
     /// in any other state has run, even if it is paused now. False if QEMU does not answer in time.
     pub(super) fn has_come_back(&mut self) -> Result<bool, QemuError> {
         self.take_events(Duration::ZERO)?;
-        let state = self.qemu.state_within(LOOKING)?;
+        let state = self.qemu.state_within(STOP_REASON_WITHIN)?;
         Ok(state.is_some_and(|state| !self.is_of_switchover(&state)))
     }
 
@@ -226,8 +234,9 @@ impl SourceQemu {
         is_switchover(state) || self.is_held && state == PAUSED
     }
 
-    /// Pauses the guest before the switch to post-copy. QEMU fails if its connection breaks behind the last page (10.0, 11.1), and
-    /// continues a guest then, which runs at the destination already, if it has paused the guest itself.
+    /// Pauses the guest before the switch to post-copy, so that QEMU does not pause it itself. If the connection breaks after the last
+    /// page, QEMU (10.0, 11.1) fails the migration and continues a guest that it has paused itself, although that guest already runs at
+    /// the destination.
     pub(super) fn hold(&mut self) -> Result<(), QemuError> {
         self.is_held = true;
         self.qemu.execute("stop", json!({}))
@@ -248,7 +257,7 @@ impl SourceQemu {
     /// Goes on with post-copy over a connection to `address`.
     pub(super) fn resume_migration(&mut self, address: &Address) -> Result<(), QemuError> {
         let expected = "post-copy that is paused";
-        self.qemu.ask_until(expected, SETTLING, |qemu| {
+        self.qemu.ask_until(expected, RESUME_WITHIN, |qemu| {
             let account = qemu.query_migrate()?;
             Ok(match account["status"].as_str() {
                 Some("postcopy-paused" | "completed") => ControlFlow::Break(()),
@@ -259,7 +268,7 @@ impl SourceQemu {
         self.qemu.execute("migrate", arguments)?;
         // Before it has connected, it is still paused.
         self.qemu
-            .ask_until("a migration that goes on", SETTLING, |qemu| {
+            .ask_until("a migration that goes on", RESUME_WITHIN, |qemu| {
                 let account = qemu.query_migrate()?;
                 Ok(match account["status"].as_str() {
                     Some(status @ "postcopy-paused") => ControlFlow::Continue(status.to_owned()),
@@ -284,7 +293,7 @@ impl SourceQemu {
                     self.is_unexplained = false;
                     self.is_held = false;
                     self.is_wanted = true;
-                    self.has_gone_on = true;
+                    self.may_have_run = true;
                 }
                 "SUSPEND" => self.is_suspended = true,
                 "WAKEUP" => self.is_suspended = false,
@@ -292,7 +301,7 @@ impl SourceQemu {
                 "MIGRATION" => {
                     is_news = true;
                     let ends = ["failed", "cancelled"];
-                    self.has_gone_on |= ends.iter().any(|end| event.data["status"] == *end);
+                    self.may_have_run |= ends.iter().any(|end| event.data["status"] == *end);
                 }
                 _ => {}
             }
@@ -306,7 +315,7 @@ impl SourceQemu {
     /// Besides the switchover, another monitor's `stop`, a full disk or a panic can stop a guest. QEMU's state after the event
     /// tells which it was.
     fn find_out_why_it_stopped(&mut self) -> Result<(), QemuError> {
-        let state = self.qemu.state_within(LOOKING)?;
+        let state = self.qemu.state_within(STOP_REASON_WITHIN)?;
         self.is_unexplained = state.is_none();
         match state {
             // The guest already runs again. An event will follow.
@@ -318,7 +327,7 @@ impl SourceQemu {
                 self.stopped = None;
                 self.is_wanted = false;
             }
-            Some(_) => self.has_gone_on = false,
+            Some(_) => self.may_have_run = false,
             // QEMU is busy with the switchover, or flushes its disks before another kind of pause. The time counts as downtime, as
             // nothing else ends a switchover that hangs.
             None => {}
@@ -328,7 +337,7 @@ impl SourceQemu {
 
     /// What the guest did last, by the events so far.
     pub(super) fn last_seen(&self) -> LastSeen {
-        match (self.is_wanted && self.stopped.is_none(), self.has_gone_on) {
+        match (self.is_wanted && self.stopped.is_none(), self.may_have_run) {
             (true, _) => LastSeen::Running,
             (false, false) => LastSeen::Stopped,
             (false, true) => LastSeen::Unknown,
@@ -347,7 +356,7 @@ impl SourceQemu {
             error,
             Cause::Source(QemuError::Qmp(QmpError::Broken(..) | QmpError::Connect(..)))
         );
-        if !broken || !self.qemu.is_dead(ENDING) {
+        if !broken || !self.qemu.is_dead(EXIT_WITHIN) {
             return false;
         }
         // Ends with the connection's error.
@@ -357,35 +366,35 @@ impl SourceQemu {
 
     /// Gives the guest back to its owner on this host, in whatever state the migration has left it.
     pub(crate) fn resume(&mut self, should_run: bool) -> SourceEvent {
-        let resumed = self.go_on(should_run).or_else(|error| {
+        let resumed = self.continue_guest(should_run).or_else(|error| {
             // QEMU may accept a new connection to its monitor.
             if !matches!(error, QemuError::Qmp(QmpError::Broken(..))) {
                 return Err(error);
             }
             self.qemu.reconnect()?;
-            self.go_on(should_run)
+            self.continue_guest(should_run)
         });
         match resumed {
-            Ok(ControlFlow::Continue(())) => {
+            Ok(Continued::Here) => {
                 self.announce();
                 SourceEvent::Resumed
             }
-            Ok(ControlFlow::Break(())) => SourceEvent::FoundSent,
+            Ok(Continued::SentByAnotherTool) => SourceEvent::FoundSent,
             // The destination has ended its QEMU, and this one cannot continue the guest: the guest is lost.
-            Err(_) if !self.is_here && self.is_behind_the_switch() => {
+            Err(_) if !self.is_unsent && self.is_past_the_switch() => {
                 info!(
-                    "the source QEMU is behind the switch to post-copy, and cannot continue the guest"
+                    "the source QEMU is past the switch to post-copy, and cannot continue the guest"
                 );
                 SourceEvent::GuestDied {
                     last: LastSeen::Stopped,
                 }
             }
-            Err(_) if self.qemu.is_dead(ENDING) => {
+            Err(_) if self.qemu.is_dead(EXIT_WITHIN) => {
                 // What it said before its end. The connection's error is no news.
                 let _ = self.take_events(EVENT_WAIT);
                 let last = match self.last_seen() {
                     // Another tool may have sent it.
-                    LastSeen::Stopped if self.is_here => LastSeen::Unknown,
+                    LastSeen::Stopped if self.is_unsent => LastSeen::Unknown,
                     last => last,
                 };
                 SourceEvent::GuestDied { last }
@@ -396,24 +405,26 @@ impl SourceQemu {
         }
     }
 
-    fn is_behind_the_switch(&mut self) -> bool {
+    fn is_past_the_switch(&mut self) -> bool {
         let status = self.qemu.migration_status();
         status.is_ok_and(|status| status == MigrationStatus::Switched)
     }
 
-    /// After a failed migration QEMU itself continues the guest, unless that is held, or leaves it as its owner had paused it; this is
-    /// waited for. A guest that was sent completely stays paused, and without its disks, until the disks are taken back. `Break` if
-    /// another tool has sent the guest, which belongs to that tool then.
-    fn go_on(&mut self, should_run: bool) -> Result<ControlFlow<()>, QemuError> {
+    /// Waits until the failed migration has given the guest back, and continues the guest if QEMU does not. QEMU continues it, unless
+    /// the guest is held or was paused by its owner. A guest that was sent completely stays paused and without its disks until it is
+    /// continued or its disks are activated.
+    fn continue_guest(&mut self, should_run: bool) -> Result<Continued, QemuError> {
         let expected = "a guest that its owner can continue";
-        let (is_here, is_held) = (self.is_here, self.is_held);
-        self.qemu.ask_until(expected, SETTLING, |qemu| {
+        let (is_unsent, is_held) = (self.is_unsent, self.is_held);
+        self.qemu.ask_until(expected, RESUME_WITHIN, |qemu| {
             let state = qemu.state()?;
             match state.as_str() {
                 // The guest either comes back or gets sent. QEMU accepts no `cont` before that.
                 "finish-migrate" => return Ok(ControlFlow::Continue(state)),
                 "postmigrate" if !qemu.has_sent_its_guest()? => {}
-                "postmigrate" if is_here => return Ok(ControlFlow::Break(ControlFlow::Break(()))),
+                "postmigrate" if is_unsent => {
+                    return Ok(ControlFlow::Break(Continued::SentByAnotherTool));
+                }
                 PAUSED if is_held && should_run => qemu.execute("cont", json!({}))?,
                 "postmigrate" => match should_run {
                     true => qemu.execute("cont", json!({}))?,
@@ -421,7 +432,7 @@ impl SourceQemu {
                 },
                 _ => {}
             }
-            Ok(ControlFlow::Break(ControlFlow::Continue(())))
+            Ok(ControlFlow::Break(Continued::Here))
         })
     }
 
@@ -450,7 +461,7 @@ impl SourceQemu {
                 }),
             });
         match told {
-            Ok(()) if self.instance.process.is_none() || self.qemu.is_dead(ENDING) => {
+            Ok(()) if self.instance.process.is_none() || self.qemu.is_dead(EXIT_WITHIN) => {
                 info!("the source's QEMU has been ended");
             }
             Ok(()) => warn!("the source's QEMU has been told to quit and has not ended yet"),
@@ -503,7 +514,7 @@ impl SourceQemu {
         }
         match (policy.timeout, policy.auto_converge) {
             // QEMU changes no capability during a migration.
-            (Some((_, OnTimeout::Throttle)), _) => throttle(&mut parameters, HARDLY),
+            (Some((_, OnTimeout::Throttle)), _) => throttle(&mut parameters, LEAST_THROTTLE),
             (_, Some(steps)) => throttle(&mut parameters, steps),
             (_, None) => {}
         }
@@ -537,7 +548,7 @@ impl SourceQemu {
     pub(super) fn change(&mut self, parameters: Value) -> Result<(), QemuError> {
         debug!("telling the source {parameters}");
         match self.qemu.execute("migrate-set-parameters", parameters) {
-            // Then QEMU goes on with those it has, or is busy with the switchover.
+            // The migration continues: QEMU keeps its present parameters, or is busy with the switchover.
             Err(QemuError::Qmp(error @ (QmpError::NoAnswer { .. } | QmpError::Refused { .. }))) => {
                 debug!("{}", chain(&error));
                 Ok(())
@@ -580,10 +591,10 @@ impl Stopped {
 }
 
 const DOWNTIME_LIMIT: &str = "downtime-limit";
-/// QEMU's own.
+/// QEMU's default of `downtime-limit`.
 const USUAL_LIMIT: Duration = Duration::from_millis(300);
 /// The least throttle that there is, which no guest feels.
-pub(super) const HARDLY: AutoConverge = AutoConverge {
+pub(super) const LEAST_THROTTLE: AutoConverge = AutoConverge {
     initial: 1,
     increment: 1,
     max: 1,
@@ -677,7 +688,7 @@ mod tests {
         source.look().unwrap();
         assert!(source.is_wanted);
         source.begin().unwrap();
-        assert!(!source.has_gone_on && source.stopped.is_none());
+        assert!(!source.may_have_run && source.stopped.is_none());
     }
 
     #[test]
@@ -697,7 +708,7 @@ mod tests {
         });
         asked.unwrap();
         source.take_events(Duration::ZERO).unwrap();
-        assert!(source.has_gone_on);
+        assert!(source.may_have_run);
     }
 
     #[test]

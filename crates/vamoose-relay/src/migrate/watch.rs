@@ -64,7 +64,7 @@ impl Migration<'_> {
         let uri = relay.address.to_string();
         let told = source.qemu.execute("migrate", json!({ "uri": uri }));
         // Without an answer, QEMU may have begun.
-        source.is_here = told.as_ref().is_err_and(QemuError::is_refusal);
+        source.is_unsent = told.as_ref().is_err_and(QemuError::is_refusal);
         told?;
         let mut stopping: Option<Stop> = None;
         let mut asked = None;

@@ -17,7 +17,7 @@ use tracing::{Span, debug, info, warn};
 use vamoose_link::{Address, Hangup, PollQueue, Session, Stats, Stream, left, lock, send_message};
 
 use super::{
-    qemu::{DestinationQemu, FAILING, LOADING},
+    qemu::{DestinationQemu, FAIL_WITHIN, LOAD_WITHIN},
     setup::PrepareError,
     storage::Exports,
 };
@@ -27,16 +27,17 @@ use crate::{
     journal::{AtDestination, Entry},
     main_stream::KEEP_TRYING,
     observer::Observation,
-    qemu::ENDING,
+    qemu::EXIT_WITHIN,
 };
 
 /// How long a QEMU may take to load the last pages of post-copy, when its source has hung up.
-const LOADING_THE_REST: Duration = Duration::from_secs(2);
+const LOAD_REST_WITHIN: Duration = Duration::from_secs(2);
 /// How soon to ask a QEMU again that did not tell whether it has the guest.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
-/// How often to ask a QEMU that may be behind the switch to post-copy.
-const LOOKING: Duration = Duration::from_millis(5);
+/// How often to ask a QEMU that may be past the switch to post-copy.
+const ASK_IF_SWITCHED_EVERY: Duration = Duration::from_millis(5);
 
+/// An attempt at the destination: its state machine, its QEMU, and its relay while memory is received.
 pub(crate) struct Job {
     pub(super) attempt: AttemptId,
     pub(super) name: String,
@@ -59,7 +60,7 @@ pub(crate) struct Transfer {
     /// The disks that are copied.
     pub(super) exports: Option<Exports>,
     observer: Arc<dyn Observer>,
-    /// It begins in the midst of post-copy.
+    /// Whether the relay resumes a post-copy.
     pub(super) resumes: bool,
 }
 
@@ -162,7 +163,7 @@ impl Job {
     /// Ends the relay, and its connections with it.
     pub(super) fn end_relay(&self) {
         self.hang_up();
-        let ended = Instant::now() + ENDING;
+        let ended = Instant::now() + EXIT_WITHIN;
         while self.transfer().is_some() && Instant::now() < ended {
             thread::sleep(Duration::from_millis(5));
         }
@@ -223,7 +224,7 @@ impl Job {
             Err(error) => {
                 let mut cause = chain(&error);
                 if error.is_of_destination() {
-                    lock(&self.inner).explain(&mut cause, FAILING);
+                    lock(&self.inner).explain(&mut cause, FAIL_WITHIN);
                 }
                 Some(cause)
             }
@@ -232,7 +233,7 @@ impl Job {
             Some(cause) => {
                 self.fail(cause);
                 // The source may have hung up because it has sent everything.
-                let until = Instant::now() + LOADING_THE_REST;
+                let until = Instant::now() + LOAD_REST_WITHIN;
                 while !lock(&self.inner).host.qemu.has_all_memory() && Instant::now() < until {
                     thread::sleep(Duration::from_millis(20));
                 }
@@ -274,7 +275,8 @@ impl Job {
         }
     }
 
-    /// Whether a peer may decide about the guest: only the source and processes of this host may.
+    /// Whether the peer of `session` may decide about the guest: an authenticated peer has to be the source that began the attempt.
+    /// Processes of this host, and peers of insecure sessions, have no identity and are not checked.
     pub(super) fn listens_to(&self, session: &Session) -> bool {
         let inner = lock(&self.inner);
         let source = inner.host.entry.record.side.source.as_deref();
@@ -330,10 +332,10 @@ impl Job {
         // The source may know that the guest is loaded before the relay here reports it.
         let mut inner = lock(&self.inner);
         let look = match inner.host.entry.record.side.post_copy {
-            true => LOOKING,
-            false => LOADING,
+            true => ASK_IF_SWITCHED_EVERY,
+            false => LOAD_WITHIN,
         };
-        let deadline = Instant::now() + LOADING;
+        let deadline = Instant::now() + LOAD_WITHIN;
         while *inner.driver.state() == DestinationState::Receiving && Instant::now() < deadline {
             if inner.host.has_switched() {
                 inner.handle(DestinationEvent::Switched);
@@ -457,7 +459,7 @@ impl Inner {
         self.report(&before);
     }
 
-    /// The last of the guest is about to come. The journal has it first.
+    /// What the relay passes on next may complete the guest. The journal says so first.
     fn may_be_complete(&mut self) {
         self.host.entry.record.side.incomplete = false;
         self.write();
@@ -474,7 +476,7 @@ impl Inner {
     /// Replaces the cause of a failure by QEMU's own, if it fails `within` this time.
     fn explain(&mut self, cause: &mut String, within: Duration) {
         if *self.driver.state() == DestinationState::Receiving
-            && let Some(words) = self.host.qemu.last_words(within)
+            && let Some(words) = self.host.qemu.failure_cause(within)
         {
             *cause = words;
         }
@@ -579,7 +581,7 @@ impl DestinationHost for Host {
 }
 
 impl Host {
-    /// Whether a guest that is being received is behind post-copy's switch.
+    /// Whether a guest that is being received is past the switch to post-copy.
     fn has_switched(&mut self) -> bool {
         let switched = self.entry.record.side.post_copy && self.qemu.has_switched();
         if switched {

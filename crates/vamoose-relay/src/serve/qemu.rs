@@ -11,7 +11,7 @@ use super::{log::Log, setup::PrepareError};
 use crate::{
     Instance, chain,
     control::QEMU_FAILED,
-    qemu::{ENDING, KILLED, MigrationStatus, Qemu, QemuError, recover},
+    qemu::{EXIT_WITHIN, KILL_WITHIN, MigrationStatus, Qemu, QemuError, recover},
     qmp::{ANSWER_WITHIN, Qmp},
 };
 
@@ -28,11 +28,11 @@ pub(crate) struct DestinationQemu {
 }
 
 /// Time limit from the last received byte to a loaded guest.
-pub(super) const LOADING: Duration = Duration::from_secs(30);
+pub(super) const LOAD_WITHIN: Duration = Duration::from_secs(30);
 /// How long a QEMU may take to fail after its relay has.
-pub(super) const FAILING: Duration = Duration::from_secs(1);
-/// How long to wait for the answer of a QEMU that may hang. Until then, its job hears nothing of its source.
-const ANSWERING: Duration = Duration::from_secs(1);
+pub(super) const FAIL_WITHIN: Duration = Duration::from_secs(1);
+/// How long to wait for the answer of a QEMU that may hang. Meanwhile the attempt is locked, and messages of the source wait.
+const BUSY_ANSWER_WITHIN: Duration = Duration::from_secs(1);
 
 /// What QEMU says when its source is gone.
 const CONNECTION_LOST: [&str; 4] = [
@@ -70,7 +70,7 @@ impl DestinationQemu {
 
     /// Why QEMU could not load its guest, in its own words. `None` if it has not failed `within` this time, or only because its
     /// connections were lost.
-    pub(super) fn last_words(&mut self, within: Duration) -> Option<String> {
+    pub(super) fn failure_cause(&mut self, within: Duration) -> Option<String> {
         let qemu = self.qemu.as_mut()?;
         let (error, has_ended) = match qemu.load_error(within) {
             Ok(error) => (Some(error), false),
@@ -83,6 +83,7 @@ impl DestinationQemu {
         if words.is_empty() && has_ended {
             words.push("it has ended, and its log may tell why".to_owned());
         }
+        // After a lost connection NO_CAUSE explains nothing. Without one, it is all that QEMU says.
         let all = words.len();
         words.retain(|line| !CONNECTION_LOST.iter().any(|lost| line.contains(lost)));
         let is_cause = |line: &String| words.len() == all || line != NO_CAUSE;
@@ -97,7 +98,7 @@ impl DestinationQemu {
         if self.has_ended() {
             return false;
         }
-        let switched = self.with_qemu_within(ANSWERING, |qemu| {
+        let switched = self.with_qemu_within(BUSY_ANSWER_WITHIN, |qemu| {
             Ok(qemu.migration_status()? == MigrationStatus::Switched)
         });
         let switched = switched.unwrap_or_else(|error| {
@@ -148,21 +149,19 @@ impl DestinationQemu {
         kept: Option<u64>,
     ) -> Result<bool, PrepareError> {
         self.is_under_post_copy = true;
-        if let (None, Some(inode), Some(process)) = (&self.qemu, kept, self.instance.process)
+        let complete = if let (None, Some(inode), Some(process)) =
+            (&self.qemu, kept, self.instance.process)
             && let Some(end) = process.socket(inode)?
         {
             let mut qmp = Qmp::take_over(&self.instance.monitor, end).map_err(QemuError::from)?;
             let complete = recover(&mut qmp, incoming)?;
             // When QEMU answers again, its monitor is free.
             qmp.keep_no_longer().map_err(QemuError::from)?;
-            return Ok(complete);
-        }
-        let complete = self.with_qemu(|qemu| qemu.recover(incoming));
-        let complete = complete.inspect_err(|error| {
-            if !matches!(error, QemuError::State { .. }) {
-                self.qemu = None;
-            }
-        })?;
+            complete
+        } else {
+            let recovered = self.with_qemu(|qemu| qemu.recover(incoming));
+            recovered.inspect_err(|_| self.qemu = None)?
+        };
         if complete {
             self.all_has_come();
         }
@@ -185,8 +184,8 @@ impl DestinationQemu {
         if self.instance.has_ended() {
             return died();
         }
-        let looked = self.with_qemu_within(ANSWERING, |qemu| {
-            qemu.ask_until("a guest that is loaded or lost", FAILING, |qemu| {
+        let looked = self.with_qemu_within(BUSY_ANSWER_WITHIN, |qemu| {
+            qemu.ask_until("a guest that is loaded or lost", FAIL_WITHIN, |qemu| {
                 let account = qemu.query_migrate()?;
                 let (status, state) = (MigrationStatus::of(&account), qemu.state()?);
                 let is_coming = state == COMING_IN && account["status"] != "setup";
@@ -288,7 +287,7 @@ impl DestinationQemu {
             return died();
         }
         let ended = match (&self.qemu, self.instance.process) {
-            (None, Some(process)) => process.end(KILLED).map_err(|error| chain(&error)),
+            (None, Some(process)) => process.end(KILL_WITHIN).map_err(|error| chain(&error)),
             // The process may be identifiable by now.
             _ => match self.with_qemu(|qemu| Ok(qemu.end())) {
                 Ok(ended) => ended.map_err(|error| chain(&error)),
@@ -364,7 +363,10 @@ impl DestinationQemu {
 
     /// The guest may run or not. Only the end of the process would be proof.
     fn connection_lost(&mut self, error: &QemuError) -> DestinationEvent {
-        let dead = self.qemu.as_ref().is_some_and(|qemu| qemu.is_dead(ENDING));
+        let dead = self
+            .qemu
+            .as_ref()
+            .is_some_and(|qemu| qemu.is_dead(EXIT_WITHIN));
         if dead || self.instance.has_ended() {
             return died();
         }
@@ -381,7 +383,7 @@ impl DestinationQemu {
 
     fn wait_until_loaded(&mut self) -> Result<String, QemuError> {
         self.with_qemu(|qemu| {
-            qemu.ask_until("a loaded guest", LOADING, |qemu| {
+            qemu.ask_until("a loaded guest", LOAD_WITHIN, |qemu| {
                 let state = qemu.state()?;
                 Ok(match state.as_str() {
                     COMING_IN => ControlFlow::Continue(state),
@@ -406,7 +408,7 @@ impl DestinationQemu {
         work: impl FnOnce(&mut Qemu) -> Result<T, QemuError>,
     ) -> Result<T, QemuError> {
         if let Some(qemu) = &mut self.qemu {
-            return qemu.patient_for(patience, work);
+            return qemu.with_timeout(patience, work);
         }
         let Instance {
             monitor, process, ..
@@ -416,11 +418,11 @@ impl DestinationQemu {
             return Err(QemuError::Replaced);
         }
         let mut qemu = Qemu::connect_within(monitor, patience)?;
-        let found = qemu.patient_for(patience, |qemu| Instance::of(qemu, monitor))?;
+        let found = qemu.with_timeout(patience, |qemu| Instance::of(qemu, monitor))?;
         if !found.is_same(&self.instance) {
             return Err(QemuError::Replaced);
         }
-        self.qemu.insert(qemu).patient_for(patience, work)
+        self.qemu.insert(qemu).with_timeout(patience, work)
     }
 }
 

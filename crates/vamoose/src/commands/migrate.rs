@@ -97,9 +97,9 @@ pub(crate) struct Options {
     /// The guest is paused for as short as its writing allows. A number alone is in milliseconds. Default: QEMU's setting.
     #[arg(help_heading = HAND_OVER, long, value_name = "TIME", value_parser = milliseconds)]
     downtime_limit: Option<Duration>,
-    /// Abort after this downtime
+    /// Abort after this downtime, until the hand-over
     ///
-    /// The guest then resumes here.
+    /// The guest then resumes here. After the commit, it stays paused until the link is back.
     #[arg(help_heading = HAND_OVER, long, default_value = "10s", value_name = "TIME", value_parser = positive_seconds)]
     downtime_max: Duration,
     /// Time after which --on-timeout acts on a guest that has not been paused
@@ -306,7 +306,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             let result = outcome::moved(guest, &peer, moved);
             info!("{}", wrap(&result, terminal::width()));
             if !options.quit_source {
-                info!("End its QEMU here, or use --quit-source.");
+                info!("End its QEMU here (--quit-source does it).");
             }
             Report::new(&method, moved.moved, moved.total_time, Duration::ZERO)
                 .of_guest(moved)

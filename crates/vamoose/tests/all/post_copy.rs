@@ -24,7 +24,7 @@ use crate::{
     running::{expect_alive, guests},
 };
 
-/// Slow enough for much memory to be left behind the switch. The link is one that survives cuts.
+/// Slow enough for much memory to be left after the switch. The link is one that survives cuts.
 const OPTIONS: [&str; 9] = [
     "--timeout",
     "1s",
@@ -37,8 +37,8 @@ const OPTIONS: [&str; 9] = [
     "1",
 ];
 
-/// Does this with a guest behind the switch, which must arrive then.
-fn behind_the_switch(binary: &Binary, work: impl Fn(&mut UnderWay) -> Result<()>) -> Result<()> {
+/// Does this with a guest past the switch, which must arrive then.
+fn after_the_switch(binary: &Binary, work: impl Fn(&mut UnderWay) -> Result<()>) -> Result<()> {
     let Some(mut under_way) = UnderWay::start(binary)? else {
         return Ok(());
     };
@@ -49,7 +49,7 @@ fn behind_the_switch(binary: &Binary, work: impl Fn(&mut UnderWay) -> Result<()>
 /// The same with the newest.
 fn with_the_newest(work: impl Fn(&mut UnderWay) -> Result<()>) -> Result<()> {
     match newest()? {
-        Some(binary) => behind_the_switch(&binary, work),
+        Some(binary) => after_the_switch(&binary, work),
         None => Ok(()),
     }
 }
@@ -69,7 +69,7 @@ fn waited_for(binary: &Binary, options: &[&str]) -> Result<Option<(Guest, Guest,
     Ok(Some((source, destination, host)))
 }
 
-/// A guest on its way to a host, behind the switch.
+/// A guest on its way to a host, after the switch.
 struct UnderWay {
     source: Guest,
     destination: Guest,
@@ -79,7 +79,7 @@ struct UnderWay {
 }
 
 impl UnderWay {
-    /// Not behind the switch yet. Before it, no end waits for long.
+    /// Not past the switch yet. Before it, no end waits for long.
     fn begin(binary: &Binary) -> Result<Option<Self>> {
         let options = ["--insecure", "--reconnect-timeout", "1"];
         let Some((source, destination, host)) = waited_for(binary, &options)? else {
@@ -210,7 +210,7 @@ fn a_writing_guest_moves_by_post_copy() -> Result<()> {
 
 /// Neither QEMU notices.
 #[test]
-fn a_cut_behind_the_switch_is_survived() -> Result<()> {
+fn a_cut_after_the_switch_is_survived() -> Result<()> {
     with_the_newest(|guest| guest.is_cut_for(3))
 }
 
@@ -285,7 +285,7 @@ fn many_cuts_and_kills() -> Result<()> {
     let versions = qemu::for_post_copy_or_skip()?;
     for seconds in [3, 10, 25] {
         for (number, binary) in (1..=runs).zip(versions.iter().cycle()) {
-            behind_the_switch(binary, |guest| guest.is_cut_for(seconds))
+            after_the_switch(binary, |guest| guest.is_cut_for(seconds))
                 .with_context(|| format!("cut {number} of {seconds} s"))?;
             let version = binary.version;
             println!("cut of {seconds} s, {number} of {runs}, QEMU {version}: not noticed");
@@ -294,10 +294,10 @@ fn many_cuts_and_kills() -> Result<()> {
     for binary in &versions {
         let version = binary.version;
         for number in 1..=runs.div_ceil(2) {
-            behind_the_switch(binary, UnderWay::loses_migrate)
+            after_the_switch(binary, UnderWay::loses_migrate)
                 .with_context(|| format!("kill {number}"))?;
             println!("migrate killed, {number}, QEMU {version}: recovered");
-            behind_the_switch(binary, UnderWay::loses_serve)
+            after_the_switch(binary, UnderWay::loses_serve)
                 .with_context(|| format!("kill {number}"))?;
             println!("serve killed, {number}, QEMU {version}: recovered");
         }
@@ -381,10 +381,10 @@ fn alone(source: &mut Guest, destination: &mut Guest, limit: &str) -> Result<()>
     to.wait_migration(&["completed"], LIMIT).map(drop)
 }
 
-/// The first interrupt behind the switch comes too late, and the second leaves the guest waiting for the next command.
+/// The first interrupt after the switch comes too late, and the second leaves the guest waiting for the next command.
 #[test]
 #[ignore = "minutes: make postcopy"]
-fn a_guest_behind_the_switch_is_not_cancelled() -> Result<()> {
+fn a_guest_past_the_switch_is_not_cancelled() -> Result<()> {
     let Some(binary) = newest()? else {
         return Ok(());
     };

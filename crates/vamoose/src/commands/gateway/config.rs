@@ -286,7 +286,9 @@ impl File {
 
     fn sessions(&self, security: Security) -> SessionConfig {
         let mut sessions = SessionConfig::new(security);
-        sessions.reconnect_timeout = Duration::from_secs(self.reconnect_timeout.unwrap_or(30));
+        if let Some(seconds) = self.reconnect_timeout {
+            sessions.reconnect_timeout = Duration::from_secs(seconds);
+        }
         sessions.stall_timeout = self.stall_timeout();
         if let Some(Text(size)) = self.page_cache {
             sessions.page_cache = size.in_memory();
