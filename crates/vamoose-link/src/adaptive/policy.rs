@@ -345,7 +345,7 @@ impl Policy {
                 MOST_STEP,
             ),
             Limit::Source => (0.0, SOURCE_STEP),
-            Limit::Balance if self.position > 1.0 || self.hold_encoded > 0 => return,
+            Limit::Balance if self.position >= 1.0 => return,
             // Raw packets would soon fill a link that was full lately, and the next pages may be less compressible.
             Limit::Encoder
                 if self.position >= 1.0

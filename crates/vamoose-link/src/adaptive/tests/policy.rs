@@ -217,15 +217,17 @@ fn a_step_towards_raw_packets_about_doubles_the_bytes_at_most() {
 /// A lighter rung would only cost bytes.
 #[test]
 fn a_balance_of_link_and_encoder_is_kept() {
-    let mut policy = Policy::new();
-    for _ in 0..9 {
-        observe(&mut policy, LINK);
-    }
-    let dense = policy.rung();
-    assert!(dense > FIRST);
-    for _ in 0..9 {
-        observe(&mut policy, [0.0, 0.1, 0.3, 0.2]);
-        assert_eq!(policy.rung(), dense);
+    for windows in [0, 9] {
+        let mut policy = Policy::new();
+        for _ in 0..windows {
+            observe(&mut policy, LINK);
+        }
+        let rung = policy.rung();
+        assert_eq!(rung > FIRST, windows > 0);
+        for _ in 0..9 {
+            observe(&mut policy, [0.0, 0.1, 0.3, 0.2]);
+            assert_eq!((policy.rung(), policy.mixes_raw()), (rung, false));
+        }
     }
 }
 
