@@ -70,7 +70,7 @@ impl Destination {
             Address::Tcp { host, port } => self.connect(host, *port, from, deadline),
         };
         connected
-            .and_then(|socket| socket.made_ready(timeout))
+            .and_then(|socket| socket.configured(timeout))
             .map_err(|source| SocketError::dial(&self.address, source))
     }
 

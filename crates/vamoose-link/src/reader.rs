@@ -494,7 +494,7 @@ impl ChannelReader {
                 PageSink::Own(pages) => self.stream.read_full(pages),
                 PageSink::Guest(pages) => self.stream.receive_memory(pages),
             };
-            complete(&self.stream, got, wanted, "payload")?;
+            check_complete(&self.stream, got, wanted, "payload")?;
             self.stats.add_received(wanted);
             return Ok(None);
         }
@@ -606,11 +606,11 @@ fn payload_error(header: &RamHeader, fault: impl Into<PayloadFault>) -> ReadErro
 
 /// Fills `buffer` within the stall timeout.
 fn read_part(stream: &Stream, buffer: &mut [u8], part: &'static str) -> Result<(), ReadError> {
-    complete(stream, stream.read_full(buffer), buffer.len(), part)
+    check_complete(stream, stream.read_full(buffer), buffer.len(), part)
 }
 
 /// Checks that a part was read completely.
-fn complete(
+fn check_complete(
     stream: &Stream,
     got: io::Result<usize>,
     wanted: usize,

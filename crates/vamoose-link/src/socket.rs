@@ -256,7 +256,7 @@ impl Socket {
     }
 
     /// Lets the next read or write return by `deadline`. Fails if the deadline has passed.
-    pub(crate) fn limit(&self, deadline: Instant) -> io::Result<()> {
+    pub(crate) fn set_deadline(&self, deadline: Instant) -> io::Result<()> {
         match left(deadline) {
             Duration::ZERO => Err(io::ErrorKind::TimedOut.into()),
             left => self.set_patience(left.max(Duration::from_millis(1))),
@@ -293,7 +293,7 @@ impl Socket {
     }
 
     /// Configures a new connection.
-    pub(crate) fn made_ready(self, timeout: Duration) -> io::Result<Self> {
+    pub(crate) fn configured(self, timeout: Duration) -> io::Result<Self> {
         match &self {
             Self::Tcp(stream) => {
                 stream.set_nonblocking(false)?;
@@ -323,7 +323,7 @@ impl TryFrom<OwnedFd> for Socket {
             // Only what works with a stream socket of any domain is done with these.
             _ => Self::Unix(socket.into()),
         };
-        socket.made_ready(timeouts::STALL)
+        socket.configured(timeouts::STALL)
     }
 }
 
@@ -475,7 +475,7 @@ impl Listener {
             if !self.is_welcome(&stream) {
                 continue;
             }
-            match stream.made_ready(self.stall_timeout) {
+            match stream.configured(self.stall_timeout) {
                 Ok(stream) => return Ok(Some(stream)),
                 Err(error) => debug!("dropping a connection on {}: {error}", self.address),
             }
@@ -582,7 +582,7 @@ fn listen_unix(path: &Path, peers: &Peers) -> io::Result<OwnedFd> {
         }
         bound => bound?,
     }
-    let opened = open_to(path, &peers.others());
+    let opened = allow_users(path, &peers.others());
     if let Err(error) = opened.and_then(|()| Ok(listen(&socket, BACKLOG)?)) {
         let _ = fs::remove_file(path);
         return Err(error);
@@ -610,7 +610,7 @@ fn is_stale(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
 }
 
 /// Allows `uids` to connect to the new socket at `path`.
-fn open_to(path: &Path, uids: &[u32]) -> io::Result<()> {
+fn allow_users(path: &Path, uids: &[u32]) -> io::Result<()> {
     if uids.is_empty() {
         return Ok(());
     }

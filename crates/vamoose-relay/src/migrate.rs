@@ -177,7 +177,7 @@ impl Migration<'_> {
             Some(moved) => moved,
             None => {
                 let moved = self.begin(&journal, &mut source, start, observe);
-                moved.map_err(|failure| source.kept(failure))?
+                moved.map_err(|failure| source.with_guest_kept(failure))?
             }
         };
         if self.quit_source {

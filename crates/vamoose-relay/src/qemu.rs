@@ -217,7 +217,7 @@ impl Qemu {
     /// The guest's run state, by QEMU's name (`running`, `paused`, `inmigrate`, ...).
     pub(crate) fn state(&mut self) -> Result<String, QemuError> {
         let answer = self.qmp.execute("query-status", json!({}))?;
-        text(&answer, "query-status", "status")
+        text_field(&answer, "query-status", "status")
     }
 
     /// The guest's run state. `None` if QEMU takes longer than `timeout`, as it may when it is busy.
@@ -242,7 +242,7 @@ impl Qemu {
 
     pub(crate) fn uuid(&mut self) -> Result<String, QemuError> {
         let answer = self.qmp.execute("query-uuid", json!({}))?;
-        text(&answer, "query-uuid", "UUID")
+        text_field(&answer, "query-uuid", "UUID")
     }
 
     /// QEMU's answer to `query-migrate`.
@@ -417,7 +417,7 @@ impl Qemu {
 
     /// Refuses a QEMU whose process is not certain, and a monitor created by an untrusted user.
     pub(crate) fn check_owner(&mut self) -> Result<(), ProcessError> {
-        known(&self.qmp, &mut self.process)?.check_owner(self.qmp.monitor())
+        known_process(&self.qmp, &mut self.process)?.check_owner(self.qmp.monitor())
     }
 
     /// Connects anew to the same QEMU's monitor.
@@ -464,7 +464,7 @@ impl Qemu {
     }
 
     fn process(&mut self) -> Result<&QemuProcess, ProcessError> {
-        known(&self.qmp, &mut self.process)
+        known_process(&self.qmp, &mut self.process)
     }
 
     pub(crate) fn next_event(&mut self, timeout: Duration) -> Result<Option<Event>, QemuError> {
@@ -479,7 +479,7 @@ pub(crate) fn is_switchover(state: &str) -> bool {
 }
 
 /// The process; looked up if it was not known before.
-fn known<'a>(
+fn known_process<'a>(
     qmp: &Qmp,
     process: &'a mut Option<QemuProcess>,
 ) -> Result<&'a QemuProcess, ProcessError> {
@@ -489,7 +489,11 @@ fn known<'a>(
     }
 }
 
-fn text(answer: &Value, command: &'static str, field: &'static str) -> Result<String, QemuError> {
+fn text_field(
+    answer: &Value,
+    command: &'static str,
+    field: &'static str,
+) -> Result<String, QemuError> {
     let text = answer[field].as_str();
     text.map(str::to_owned)
         .ok_or(QemuError::Answer(command, field))

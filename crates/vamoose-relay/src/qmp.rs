@@ -133,7 +133,7 @@ impl Qmp {
     pub(crate) fn connect_within(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
         let start = Instant::now();
         let soon = timeout.min(SOON);
-        let warn = || {
+        let report_held = || {
             warn!(
                 "{}: QEMU does not answer: another client (libvirt?) probably holds its monitor; waiting for {} s",
                 path.display(),
@@ -151,7 +151,7 @@ impl Qmp {
         let is_held = |error: &SocketError| error.source.kind() == io::ErrorKind::TimedOut;
         let stream = dial(&address, soon).or_else(|error| match is_held(&error) {
             true => {
-                warn();
+                report_held();
                 dial(&address, left(start + timeout))
             }
             false => Err(error),
@@ -174,7 +174,7 @@ impl Qmp {
         };
         let mut greeting = qmp.read_message(start + soon)?;
         if greeting.is_none() && start.elapsed() < timeout {
-            warn();
+            report_held();
             greeting = qmp.read_message(start + timeout)?;
         }
         let greeting = match greeting {
@@ -202,7 +202,7 @@ impl Qmp {
     pub(crate) fn keep(&mut self) -> Result<(), QmpError> {
         let end = self.stream.as_fd().try_clone_to_owned();
         let end = end.map_err(|error| self.broken(error))?;
-        self.give(KEPT, end.as_fd())
+        self.pass_file(KEPT, end.as_fd())
     }
 
     /// Takes over the end of the connection to the monitor at `path` that a process which has been killed had QEMU keep.
@@ -230,11 +230,11 @@ impl Qmp {
 
     /// Runs a command of those that QEMU carries out even while it is busy, such as while it waits for a page of the guest.
     pub(crate) fn execute_oob(&mut self, command: &str, arguments: Value) -> Result<(), QmpError> {
-        let how = match self.has_oob {
+        let verb = match self.has_oob {
             true => "exec-oob",
             false => "execute",
         };
-        let id = self.send_as(how, command, arguments)?;
+        let id = self.send_as(verb, command, arguments)?;
         self.wait_for_answer(id, command).map(drop)
     }
 
@@ -276,7 +276,7 @@ impl Qmp {
     }
 
     /// Passes a file to QEMU under the name `name`.
-    pub(crate) fn give(&mut self, name: &str, file: BorrowedFd<'_>) -> Result<(), QmpError> {
+    pub(crate) fn pass_file(&mut self, name: &str, file: BorrowedFd<'_>) -> Result<(), QmpError> {
         // The file travels with a byte of data. QEMU skips space between commands.
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -318,10 +318,10 @@ impl Qmp {
         self.send_as("execute", command, arguments)
     }
 
-    fn send_as(&mut self, how: &str, command: &str, arguments: Value) -> Result<u64, QmpError> {
+    fn send_as(&mut self, verb: &str, command: &str, arguments: Value) -> Result<u64, QmpError> {
         self.next_id += 1;
         let id = self.next_id;
-        let line = json!({ how: command, "arguments": arguments, "id": id }).to_string();
+        let line = json!({ verb: command, "arguments": arguments, "id": id }).to_string();
         let written = self.stream.write_both(line.as_bytes(), b"\n");
         written.map_err(|source| {
             // Part of the line may have been sent, so nothing may follow it.

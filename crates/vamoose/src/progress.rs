@@ -47,7 +47,7 @@ impl Mode {
 }
 
 /// Shows how much is done.
-pub struct Bar {
+pub struct ProgressLine {
     mode: Mode,
     line_every: Duration,
     last_line: Option<Instant>,
@@ -56,7 +56,7 @@ pub struct Bar {
 /// A part of a line and its rank: where a line is too long, the parts of the highest ranks are left out.
 pub type Part = (u8, String);
 
-impl Bar {
+impl ProgressLine {
     /// Lines are written at an interval.
     pub fn new(mode: Mode, line_every: Duration) -> Self {
         Self {
@@ -133,7 +133,7 @@ const BAR: u8 = 4;
 pub struct Display(Arc<Mutex<Shown>>);
 
 struct Shown {
-    bar: Bar,
+    line: ProgressLine,
     /// The peer's name.
     peer: String,
     begun: Instant,
@@ -168,7 +168,7 @@ impl Display {
     pub fn new(mode: Mode, peer: impl Into<String>) -> Self {
         let now = Instant::now();
         let shown = Arc::new(Mutex::new(Shown {
-            bar: Bar::new(mode, LINE_EVERY),
+            line: ProgressLine::new(mode, LINE_EVERY),
             peer: peer.into(),
             begun: now,
             progress: Progress::default(),
@@ -200,7 +200,7 @@ impl Display {
         shown.rates.update(shown.reported, bytes);
         // The final progress is always shown.
         if progress.source["downtime-parts"].is_object() {
-            shown.bar.last_line = None;
+            shown.line.last_line = None;
         }
         shown.update();
     }
@@ -213,24 +213,24 @@ impl Display {
     }
 
     pub fn end(self) {
-        lock(&self.0).bar.end();
+        lock(&self.0).line.end();
     }
 }
 
 impl Shown {
     fn update(&mut self) {
         let trouble = self.find_trouble();
-        let is_new = self.trouble.as_ref().map(Trouble::is_of_link)
+        let has_changed_kind = self.trouble.as_ref().map(Trouble::is_of_link)
             != trouble.as_ref().map(Trouble::is_of_link);
         let before = std::mem::replace(&mut self.trouble, trouble);
-        let mode = self.bar.mode;
-        let is_silent = self.progress.status.is_empty() && self.trouble.is_none();
+        let mode = self.line.mode;
+        let has_nothing_to_show = self.progress.status.is_empty() && self.trouble.is_none();
         match mode {
-            _ if is_silent => {}
-            Mode::Json if self.bar.is_due() => self.print_json(),
+            _ if has_nothing_to_show => {}
+            Mode::Json if self.line.is_due() => self.print_json(),
             Mode::Bar | Mode::Lines => {
                 if let Some(Trouble::NoConnection { time, .. }) = before
-                    && is_new
+                    && has_changed_kind
                     && self
                         .progress
                         .session
@@ -241,9 +241,9 @@ impl Shown {
                     say(format_args!("connected to {peer} again after {seconds} s"));
                 }
                 match &self.trouble {
-                    Some(trouble) if is_new || mode == Mode::Bar => {
+                    Some(trouble) if has_changed_kind || mode == Mode::Bar => {
                         let text = trouble.text(&self.peer, &self.waits_for);
-                        self.bar.write(text);
+                        self.line.write(text);
                     }
                     Some(_) => {}
                     None => self.show_progress(),
@@ -270,8 +270,8 @@ impl Shown {
     }
 
     fn show_progress(&mut self) {
-        let (done, total) = done(&self.progress);
-        self.bar
+        let (done, total) = done_and_total(&self.progress);
+        self.line
             .show(done, total, &parts(&self.progress, &self.rates));
     }
 
@@ -337,13 +337,13 @@ pub fn remaining(source: &Value) -> Option<u64> {
 }
 
 /// Disks that are copied before the memory is moved.
-fn first_disks(progress: &Progress) -> Option<CopiedDisks> {
+fn disks_being_copied(progress: &Progress) -> Option<CopiedDisks> {
     progress.disks.filter(|_| progress.source.is_null())
 }
 
 /// Bytes sent, and bytes in all.
-fn done(progress: &Progress) -> (u64, u64) {
-    if let Some(disks) = first_disks(progress) {
+fn done_and_total(progress: &Progress) -> (u64, u64) {
+    if let Some(disks) = disks_being_copied(progress) {
         return (disks.bytes, disks.total);
     }
     let source = &progress.source;
@@ -384,7 +384,7 @@ fn parts(progress: &Progress, rates: &Rates) -> Vec<Part> {
     let (source, moved) = (&progress.source, &progress.moved);
     let round = source["ram"]["dirty-sync-count"].as_u64().unwrap_or(0);
     let mut parts = vec![(0, progress.status.clone())];
-    let disks = first_disks(progress);
+    let disks = disks_being_copied(progress);
     parts.extend(disks.map(|disks| {
         let [bytes, total] = [disks.bytes, disks.total].map(|it| it >> 20);
         (1, format!("{bytes} of {total} MiB"))
@@ -473,7 +473,7 @@ mod tests {
     }
 
     fn shown((progress, rates): &(Progress, Rates), width: Option<usize>) -> String {
-        let (done, total) = done(progress);
+        let (done, total) = done_and_total(progress);
         line(done, total, &parts(progress, rates), width)
     }
 
@@ -582,6 +582,6 @@ mod tests {
 
     #[test]
     fn progress_without_an_answer_of_the_source_is_zero() {
-        assert_eq!(done(&Progress::default()), (0, 0));
+        assert_eq!(done_and_total(&Progress::default()), (0, 0));
     }
 }

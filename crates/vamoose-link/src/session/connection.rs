@@ -161,7 +161,7 @@ impl NewConnection {
     }
 
     pub(crate) fn send(&mut self, message: &[u8]) -> io::Result<()> {
-        self.socket.limit(self.deadline)?;
+        self.socket.set_deadline(self.deadline)?;
         let mut stalled = |_| Err(io::ErrorKind::TimedOut.into());
         match &mut self.secured {
             None => self
@@ -174,7 +174,7 @@ impl NewConnection {
     pub(crate) fn read_exactly(&mut self, message: &mut [u8]) -> io::Result<()> {
         let mut filled = 0;
         while filled < message.len() {
-            self.socket.limit(self.deadline)?;
+            self.socket.set_deadline(self.deadline)?;
             let rest = &mut message[filled..];
             let read = match &mut self.secured {
                 None => (&*self.socket).read(rest),

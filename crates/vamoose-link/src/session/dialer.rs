@@ -165,10 +165,10 @@ pub(crate) struct Paths {
     terms: Option<ClientTerms>,
     takes_store: bool,
     /// Connections of streams that are to be opened, in their handshake or after its first two messages.
-    ahead: Mutex<HashMap<u32, Greeting>>,
+    ahead: Mutex<HashMap<u32, GreetingThread>>,
 }
 
-type Greeting = JoinHandle<Result<Greeted, DialError>>;
+type GreetingThread = JoinHandle<Result<Greeted, DialError>>;
 
 struct KnownPath {
     path: Route,
@@ -229,7 +229,7 @@ impl Paths {
     }
 
     /// The connection that was made ahead for `stream`.
-    fn greeted(&self, stream: u32) -> Option<Result<Greeted, DialError>> {
+    fn take_ahead(&self, stream: u32) -> Option<Result<Greeted, DialError>> {
         let greeting = lock(&self.ahead).remove(&stream);
         greeting.and_then(|greeting| greeting.join().ok())
     }
@@ -251,8 +251,8 @@ impl Paths {
             debug!("{}", chain(&error));
             self.failed(path);
             // There is no listener only if all paths refuse.
-            let is_first = matches!(last, DialError::NoPath) || last.is_connection_refused();
-            if is_first || error.may_pass() && !last.may_pass() {
+            let may_be_replaced = matches!(last, DialError::NoPath) || last.is_connection_refused();
+            if may_be_replaced || error.may_pass() && !last.may_pass() {
                 last = error;
             }
         }
@@ -526,7 +526,7 @@ fn connect(stream: &Arc<ResumableStream>, intent: Intent) -> Result<(), DialErro
         .map_or_else(Instant::now, |(_, since)| since);
     let mut pause = RETRY_PAUSES[0];
     let mut ahead = match intent {
-        Intent::Open => paths.greeted(stream.number),
+        Intent::Open => paths.take_ahead(stream.number),
         Intent::Resume | Intent::Abort => None,
     };
     loop {

@@ -352,10 +352,10 @@ impl ResumableStream {
         for _ in 0..COLLECTED_AT_ONCE {
             let core = lock(&self.core);
             let (announced, has_ended) = (core.state.announced(), core.state.has_peer_ended());
-            let is_dropped = core.state.is_abandoned();
+            let is_abandoned = core.state.is_abandoned();
             drop(core);
             let waits = announced.is_some() || !incoming.waiting().is_empty();
-            if waits && !is_dropped {
+            if waits && !is_abandoned {
                 return false;
             }
             if !incoming.has_bytes(wait) {
@@ -363,7 +363,7 @@ impl ResumableStream {
             }
             wait = Duration::ZERO;
             // Without a reader, a partial frame is not kept: the peer sends it again.
-            let mut stalled = || match is_dropped {
+            let mut stalled = || match is_abandoned {
                 true => Err(Failure::Connection(io::ErrorKind::TimedOut.into())),
                 false => Err(Failure::Stalled),
             };
@@ -467,7 +467,7 @@ impl ResumableStream {
         len: usize,
         push: impl FnOnce(&mut StreamState) -> Result<(), PushError>,
     ) -> io::Result<()> {
-        let mut core = self.room(len)?;
+        let mut core = self.wait_for_room(len)?;
         push(&mut core.state).map_err(io::Error::other)?;
         drop(core);
         self.send();
@@ -475,7 +475,7 @@ impl ResumableStream {
     }
 
     /// The state, once there is room for `len` bytes.
-    fn room(self: &Arc<Self>, len: usize) -> io::Result<MutexGuard<'_, Core>> {
+    fn wait_for_room(self: &Arc<Self>, len: usize) -> io::Result<MutexGuard<'_, Core>> {
         let bounds = self.session.bounds();
         // Buffers should come back while they are in a cache, and a peer's limit may have changed.
         let is_limited = self.session.reported_share.load(Ordering::Relaxed) != 0;

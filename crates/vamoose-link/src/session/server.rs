@@ -1,7 +1,7 @@
 //! The server of sessions: accepts connections, and attaches each to its stream.
 //!
 //! ```text
-//! listener ─> admission ─> pace ─> TLS ─> Hello, Attach ─┬─ new stream ──> first bytes ─> PollQueue
+//! listener ─> admission ─> rate ─> TLS ─> Hello, Attach ─┬─ new stream ──> first bytes ─> PollQueue
 //!             (how many)  (rate)   (who)   (which stream) └─ known stream: goes on
 //! ```
 //!
@@ -67,7 +67,7 @@ pub struct Introduced {
 }
 
 /// A session, and a stream's number in it.
-type Place = (SessionId, u32);
+type StreamKey = (SessionId, u32);
 
 /// What the threads share.
 struct Server {
@@ -79,11 +79,11 @@ struct Server {
     sessions: Mutex<HashMap<SessionId, Weak<Shared>>>,
     strangers: Mutex<Admission<Arc<Socket>>>,
     /// A stranger has left.
-    left: Condvar,
+    stranger_left: Condvar,
     /// The new streams of all sessions by number, until they are passed on; `None` before the first bytes.
-    opening: Mutex<BTreeMap<Place, Option<Arc<ResumableStream>>>>,
+    opening: Mutex<BTreeMap<StreamKey, Option<Arc<ResumableStream>>>>,
     introduced: PollQueue<Introduced>,
-    pace: Pace,
+    rate: HandshakeRate,
     /// Start of the current second, the number of warnings in it, and the last one.
     warned: Mutex<(Instant, u32, String)>,
     end: OwnedFd,
@@ -135,10 +135,10 @@ impl Sessions {
             limits,
             sessions: Mutex::default(),
             strangers: Mutex::new(Admission::new(STRANGERS)),
-            left: Condvar::new(),
+            stranger_left: Condvar::new(),
             opening: Mutex::default(),
             introduced: PollQueue::new()?,
-            pace: Pace(Mutex::new(Instant::now())),
+            rate: HandshakeRate(Mutex::new(Instant::now())),
             warned: Mutex::new((Instant::now(), 0, String::new())),
             end: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
                 .map_err(io::Error::from)?,
@@ -280,7 +280,7 @@ impl Server {
         let address = socket.peer_ip();
         wait_for_client(&socket, deadline)?;
         stranger.advance(State::HasSpoken);
-        self.pace.keep(&socket)?;
+        self.rate.wait_for_turn(&socket)?;
         let terms = self.terms()?;
         let secured = terms.map(|terms| terms.accept(&socket, left(deadline)));
         let secured = secured.transpose().inspect_err(|error| {
@@ -330,7 +330,7 @@ impl Server {
         // Before the client opens the next one.
         let opens = !stream.is_introduced();
         if opens {
-            lock(&self.opening).entry(place(&stream)).or_default();
+            lock(&self.opening).entry(key(&stream)).or_default();
         }
         let name = format!("a connection of {}", session.peer);
         let welcomed = connection
@@ -457,7 +457,7 @@ impl Server {
 
     /// Passes on all streams of a session that wait for no earlier one, when `stream` `is_ready` or is not waited for any longer.
     fn pass_on(&self, stream: &Arc<ResumableStream>, is_ready: bool) {
-        let at = place(stream);
+        let at = key(stream);
         let mut opening = lock(&self.opening);
         if is_ready {
             opening.insert(at, Some(stream.clone()));
@@ -498,7 +498,7 @@ impl Server {
     }
 }
 
-fn place(stream: &ResumableStream) -> Place {
+fn key(stream: &ResumableStream) -> StreamKey {
     (stream.session().id(), stream.number)
 }
 
@@ -566,7 +566,7 @@ impl Stranger {
         let strangers = lock(&server.strangers);
         // Evicted connections leave at once, if their threads get to run.
         let waited = server
-            .left
+            .stranger_left
             .wait_timeout_while(strangers, LINGER, |it| it.is_crowded());
         let mut strangers = waited.unwrap_or_else(PoisonError::into_inner).0;
         let admitted = strangers.admit(from, socket.clone(), Instant::now(), has_spoken)?;
@@ -591,16 +591,16 @@ impl Stranger {
 impl Drop for Stranger {
     fn drop(&mut self) {
         lock(&self.server.strangers).leave(self.number);
-        self.server.left.notify_one();
+        self.server.stranger_left.notify_one();
     }
 }
 
 /// Limits the rate of handshakes: when the next one is due.
-struct Pace(Mutex<Instant>);
+struct HandshakeRate(Mutex<Instant>);
 
-impl Pace {
+impl HandshakeRate {
     /// Waits for the turn of `socket`'s handshake. If the socket is shut down meanwhile, another connection gets the turn.
-    fn keep(&self, socket: &Socket) -> io::Result<()> {
+    fn wait_for_turn(&self, socket: &Socket) -> io::Result<()> {
         let gap = Duration::from_secs(1) / RATE;
         let turn = {
             let mut due = lock(&self.0);

@@ -196,7 +196,7 @@ impl Handshake<'_> {
 
     /// Limits the next read or write to the deadline.
     fn limit(&self) -> Result<(), TlsError> {
-        let limited = self.socket.limit(self.deadline);
+        let limited = self.socket.set_deadline(self.deadline);
         limited.map_err(|error| self.failed(error))
     }
 

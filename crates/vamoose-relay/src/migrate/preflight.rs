@@ -46,7 +46,7 @@ impl Migration<'_> {
         source.look().map_err(at_source)?;
         self.check_source(&mut source).map_err(at_source)?;
         let there = self.check_there(&mut source, report);
-        there.map_err(|cause| source.kept(at_source(cause)))
+        there.map_err(|cause| source.with_guest_kept(at_source(cause)))
     }
 
     /// Refuses a source that cannot migrate its guest in this way.

@@ -105,8 +105,8 @@ impl SourceQemu {
         })
     }
 
-    /// A failure that left the guest here, as it was.
-    pub(super) fn kept(&self, failure: Failure) -> Failure {
+    /// Adds to `failure` whether the guest runs: a guest that is still here is as its owner left it.
+    pub(super) fn with_guest_kept(&self, failure: Failure) -> Failure {
         let is_at_source = failure.guest == GuestLocation::Source;
         Failure {
             is_running: failure.is_running || is_at_source && self.is_wanted,
@@ -146,11 +146,11 @@ impl SourceQemu {
             (false, _) => Some(self.qemu.version.to_string()),
             (true, false) => Some(offer.qemu.clone()),
         };
-        self.suspended_in_vain().map_or(Ok(()), Err)
+        self.suspended_error().map_or(Ok(()), Err)
     }
 
     /// The error for a guest that has suspended itself, unless both QEMUs transfer that state.
-    pub(super) fn suspended_in_vain(&self) -> Option<QemuError> {
+    pub(super) fn suspended_error(&self) -> Option<QemuError> {
         let version = self.loses_suspended.as_ref();
         version
             .filter(|_| self.is_suspended)

@@ -167,7 +167,7 @@ impl Migration<'_> {
             Some(Cause::Cancelled)
         } else if source.stopped_for() > downtime_max {
             Some(Cause::Downtime(downtime_max))
-        } else if let Some(error) = source.suspended_in_vain() {
+        } else if let Some(error) = source.suspended_error() {
             Some(error.into())
         } else if without_relay.is_some_and(|since| since.elapsed() > CANCELLING) {
             let reason = "the relay has ended, and the source QEMU has not noticed";
@@ -238,7 +238,7 @@ fn check_sent(hand_over: &mut HandOver<'_>, source: &mut SourceQemu) -> Result<(
         ));
     }
     source
-        .suspended_in_vain()
+        .suspended_error()
         .map_or(Ok(()), |error| Err(error.into()))
 }
 

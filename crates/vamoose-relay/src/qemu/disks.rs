@@ -62,7 +62,7 @@ impl Qemu {
         listener: &UnixListener,
         most_clients: usize,
     ) -> Result<(), QemuError> {
-        self.qmp.give(FILE, listener.as_fd())?;
+        self.qmp.pass_file(FILE, listener.as_fd())?;
         let address = json!({ "type": "fd", "data": { "str": FILE } });
         let server = json!({ "addr": address, "max-connections": most_clients });
         let started = self.execute("nbd-server-start", server);

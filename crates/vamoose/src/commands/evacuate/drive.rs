@@ -28,7 +28,7 @@ use super::{
     survey::Survey,
 };
 use crate::commands::virsh;
-use vamoose::progress::{Bar, Mode};
+use vamoose::progress::{Mode, ProgressLine};
 
 /// Interval at which migrations are polled.
 const POLL: Duration = Duration::from_millis(250);
@@ -56,12 +56,12 @@ pub(super) fn run(
         running: BTreeMap::new(),
         report,
         stop: None,
-        bar: Bar::new(Mode::Auto, LINE_EVERY),
+        line: ProgressLine::new(Mode::Auto, LINE_EVERY),
         moved: (0, 0),
         total: (plan.moves.iter().map(memory).sum(), plan.moves.len()),
     };
     drive.until_done(&signals);
-    drive.bar.end();
+    drive.line.end();
     let (was_stopped, took) = (drive.stop.is_some(), drive.start.elapsed());
     drive
         .report
@@ -97,7 +97,7 @@ struct Drive<'a> {
     running: BTreeMap<GuestId, Running>,
     report: &'a mut Report,
     stop: Option<Stop>,
-    bar: Bar,
+    line: ProgressLine,
     /// Memory and number of the guests that have moved.
     moved: (u64, usize),
     /// Memory and number of the guests that are to move.
@@ -251,7 +251,7 @@ impl<'a> Drive<'a> {
             (0, format!("{moved} of {all} guests moved")),
             (1, format!("{under_way} under way")),
         ];
-        self.bar.show(memory + sent, total, &parts);
+        self.line.show(memory + sent, total, &parts);
     }
 }
 
