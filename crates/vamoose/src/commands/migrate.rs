@@ -306,7 +306,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             let result = outcome::moved(guest, &peer, moved);
             info!("{}", wrap(&result, terminal::width()));
             if !options.quit_source {
-                info!("End its QEMU here (--quit-source does it).");
+                info!("End its QEMU here (--quit-source does).");
             }
             Report::new(&method, moved.moved, moved.total_time, Duration::ZERO)
                 .of_guest(moved)
