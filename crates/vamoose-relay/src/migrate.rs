@@ -353,11 +353,11 @@ impl Migration<'_> {
                 .and_then(|()| self.watch(hand_over, source, &source_relay, &mut copies, observe));
             let (decision, mut ended) = match moved {
                 // The guest is paused, so the commit comes first, even before the end of the relay.
-                Ok(account) => {
+                Ok(info) => {
                     observe(News::WaitsFor("the server to continue the guest"));
                     let decision = hand_over.finish(SourceEvent::Stopped, Some(source));
                     let mut ended = Ended {
-                        account,
+                        info,
                         ..Ended::default()
                     };
                     if hand_over.is_supplying() {
@@ -516,7 +516,7 @@ impl Migration<'_> {
 struct Ended {
     /// Why it failed before the hand-over.
     cause: Option<Cause>,
-    account: Value,
+    info: Value,
     moved: Counters,
     disks: Option<CopiedDisks>,
     switchover: Option<Switchover>,
@@ -561,12 +561,12 @@ impl Ended {
         let parts = downtime.zip(self.switchover);
         let parts =
             parts.map(|((stopped, running), switchover)| switchover.parts(stopped, running));
-        let mut account = self.account;
-        if let (Value::Object(account), Some(parts)) = (&mut account, &parts) {
-            account.insert("downtime-parts".to_owned(), json!(parts));
+        let mut info = self.info;
+        if let (Value::Object(info), Some(parts)) = (&mut info, &parts) {
+            info.insert("downtime-parts".to_owned(), json!(parts));
         }
         Moved {
-            source: account,
+            source: info,
             moved: self.moved,
             disks: self.disks,
             downtime: downtime.map(|(stopped, running)| running.duration_since(stopped)),

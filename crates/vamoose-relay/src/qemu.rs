@@ -157,8 +157,8 @@ pub(crate) enum MigrationStatus {
 
 impl MigrationStatus {
     /// From the answer of [`Qemu::query_migrate`].
-    pub(crate) fn of(account: &Value) -> Self {
-        match account["status"].as_str() {
+    pub(crate) fn of(info: &Value) -> Self {
+        match info["status"].as_str() {
             None | Some("none" | "failed" | "cancelled") => Self::Idle,
             Some("completed") => Self::Completed,
             Some(
@@ -254,11 +254,11 @@ impl Qemu {
     pub(crate) fn load_error(&mut self, within: Duration) -> Result<String, QemuError> {
         self.with_timeout(ANSWER_BEFORE_EXIT_WITHIN, |qemu| {
             qemu.ask_until("a failed migration", within, |qemu| {
-                let account = qemu.query_migrate()?;
-                let status = account["status"].as_str().unwrap_or("none");
+                let info = qemu.query_migrate()?;
+                let status = info["status"].as_str().unwrap_or("none");
                 Ok(match status {
                     "failed" => {
-                        let reason = account["error-desc"].as_str().unwrap_or_default();
+                        let reason = info["error-desc"].as_str().unwrap_or_default();
                         ControlFlow::Break(reason.to_owned())
                     }
                     status => ControlFlow::Continue(status.to_owned()),
@@ -519,9 +519,9 @@ pub(crate) fn recover(qmp: &mut Qmp, address: &Address) -> Result<bool, QemuErro
 /// Whether a migration has completed. Not if QEMU does not say so soon: it may be waiting for a page of the guest.
 fn has_completed(qmp: &mut Qmp) -> bool {
     let usual = qmp.set_timeout(ASK_EVERY);
-    let account = qmp.execute("query-migrate", json!({}));
+    let info = qmp.execute("query-migrate", json!({}));
     qmp.set_timeout(usual);
-    account.is_ok_and(|account| MigrationStatus::of(&account) == MigrationStatus::Completed)
+    info.is_ok_and(|info| MigrationStatus::of(&info) == MigrationStatus::Completed)
 }
 
 #[cfg(test)]
@@ -694,8 +694,8 @@ mod tests {
             ("wait-unplug", Busy),
             ("of-a-later-qemu", Busy),
         ] {
-            let account = json!({ "status": word });
-            assert_eq!(MigrationStatus::of(&account), status, "{word}");
+            let info = json!({ "status": word });
+            assert_eq!(MigrationStatus::of(&info), status, "{word}");
         }
         assert_eq!(MigrationStatus::of(&json!({})), Idle);
     }

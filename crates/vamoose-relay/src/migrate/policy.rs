@@ -50,16 +50,16 @@ impl Guide {
         }
     }
 
-    /// Looks at QEMU's `account` of a running guest: carries out the action whose time has come, and tells QEMU how much may be
-    /// left. Returns why the migration is to be given up, if it is.
+    /// Looks at `info`, QEMU's answer to `query-migrate` while the guest runs: carries out the action whose time has come, and tells QEMU
+    /// how much may be left. Returns why the migration is to be given up, if it is.
     pub(super) fn look(
         &mut self,
         source: &mut SourceQemu,
-        account: &Value,
+        info: &Value,
         moved: Counters,
         round_trip: Duration,
     ) -> Result<Option<Cause>, QemuError> {
-        let ram = |key: &str| account["ram"][key].as_u64().unwrap_or(0);
+        let ram = |key: &str| info["ram"][key].as_u64().unwrap_or(0);
         let seen = Seen {
             now: Instant::now(),
             elapsed: self.elapsed(),
@@ -67,7 +67,7 @@ impl Guide {
             round_trip,
             round: ram("dirty-sync-count"),
             // From 11.1 on with devices.
-            remaining: account["remaining"].as_u64().unwrap_or(ram("remaining")),
+            remaining: info["remaining"].as_u64().unwrap_or(ram("remaining")),
         };
         let mut give_up = None;
         if let Some(action) = self.remainder.convergence.action(seen.elapsed) {
@@ -87,18 +87,18 @@ impl Guide {
         Ok(give_up)
     }
 
-    /// Completes QEMU's account: the keys `on-timeout` and, as the highest so far, `cpu-throttle-percentage`.
-    pub(super) fn complete(&mut self, account: &mut Value, round_trip: Duration) {
-        self.remainder.correct(account, round_trip);
-        let throttle = account["cpu-throttle-percentage"].as_u64();
+    /// Adds to `info` the keys `on-timeout` and, as the highest so far, `cpu-throttle-percentage`.
+    pub(super) fn complete(&mut self, info: &mut Value, round_trip: Duration) {
+        self.remainder.correct(info, round_trip);
+        let throttle = info["cpu-throttle-percentage"].as_u64();
         self.throttle = self.throttle.max(throttle.unwrap_or(0));
         if self.throttle > u64::from(LEAST_THROTTLE.max) {
-            account["cpu-throttle-percentage"] = self.throttle.into();
-        } else if let Some(account) = account.as_object_mut() {
-            account.remove("cpu-throttle-percentage");
+            info["cpu-throttle-percentage"] = self.throttle.into();
+        } else if let Some(info) = info.as_object_mut() {
+            info.remove("cpu-throttle-percentage");
         }
         if let Some(done) = &self.on_timeout {
-            account["on-timeout"] = done.clone();
+            info["on-timeout"] = done.clone();
         }
     }
 

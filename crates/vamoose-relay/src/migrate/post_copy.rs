@@ -49,17 +49,17 @@ const AGAIN: Duration = Duration::from_secs(1);
 
 impl Migration<'_> {
     /// Tells the source QEMU to switch, when it is time and the destination has answered it: QEMU waits for that without end (10.0).
-    /// The journal has it first. `account` is of a migration that is active.
+    /// The journal has it first. `info` is of a migration that is active.
     pub(super) fn switch(
         &self,
         hand_over: &mut HandOver<'_>,
         source: &mut SourceQemu,
         relay: &SourceRelay<'_>,
-        account: &Value,
+        info: &Value,
         elapsed: Duration,
     ) -> Result<(), Cause> {
         let is_time = match self.post_copy {
-            Some(Duration::ZERO) => is_after_first_round(account),
+            Some(Duration::ZERO) => is_after_first_round(info),
             Some(after) => elapsed >= after,
             None => false,
         };
@@ -71,7 +71,7 @@ impl Migration<'_> {
             return Ok(());
         }
         // Not while the guest is paused.
-        self.pace(source, &relay.stats.snapshot(), account)?;
+        self.pace(source, &relay.stats.snapshot(), info)?;
         relay.session.keep_trying(KEEP_TRYING);
         hand_over.ask_to_switch(source.is_wanted)?;
         if source.is_wanted {
@@ -106,25 +106,25 @@ impl Migration<'_> {
                 continue;
             }
             asked = Some(Instant::now());
-            let account = match source.qemu.query_migrate() {
+            let info = match source.qemu.query_migrate() {
                 Err(QemuError::Qmp(error)) if error.is_no_answer() => continue,
-                account => account?,
+                info => info?,
             };
-            let status = account["status"].as_str().unwrap_or("none").to_owned();
-            ended.account.clone_from(&account);
+            let status = info["status"].as_str().unwrap_or("none").to_owned();
+            ended.info.clone_from(&info);
             let moved = relay.stats.snapshot();
-            self.pace(source, &moved, &account)?;
+            self.pace(source, &moved, &info)?;
             let is_under_way = [
                 "postcopy-active",
                 "postcopy-recover-setup",
                 "postcopy-recover",
             ]
             .contains(&&*status)
-                || MigrationStatus::of(&account) == MigrationStatus::Busy;
+                || MigrationStatus::of(&info) == MigrationStatus::Busy;
             observe(News::Progress(&Progress {
                 status,
                 moved,
-                source: account,
+                source: info,
                 session: Some(relay.session.clone()),
                 ..Progress::default()
             }));
@@ -139,9 +139,9 @@ impl Migration<'_> {
         &self,
         source: &mut SourceQemu,
         moved: &Counters,
-        account: &Value,
+        info: &Value,
     ) -> Result<(), QemuError> {
-        let sent = account["ram"]["transferred"].as_u64().unwrap_or(0);
+        let sent = info["ram"]["transferred"].as_u64().unwrap_or(0);
         let limit = self.config.max_bandwidth;
         match limit.and_then(|limit| source.pace.after(limit, sent, moved.wire_bytes)) {
             Some(rate) => source.change(json!({ "max-postcopy-bandwidth": rate })),
@@ -194,8 +194,8 @@ impl Migration<'_> {
     ) -> Result<(), Cause> {
         self.check_given_up(source)?;
         hand_over.attempt.relay_has_ended = None;
-        ended.account = source.qemu.query_migrate()?;
-        let status = MigrationStatus::of(&ended.account);
+        ended.info = source.qemu.query_migrate()?;
+        let status = MigrationStatus::of(&ended.info);
         match status {
             MigrationStatus::Completed => {
                 commit(hand_over, source)?;
@@ -333,8 +333,8 @@ fn commit(hand_over: &mut HandOver<'_>, source: &mut SourceQemu) -> Result<(), C
 
 /// Whether QEMU has sent as many pages as the guest has. It counts no rounds then: with post-copy on, it looks for written pages all
 /// the time.
-fn is_after_first_round(account: &Value) -> bool {
-    let ram = |key: &str| account["ram"][key].as_u64().unwrap_or_default();
+fn is_after_first_round(info: &Value) -> bool {
+    let ram = |key: &str| info["ram"][key].as_u64().unwrap_or_default();
     let pages = ram("normal").saturating_add(ram("duplicate"));
     let total = ram("total");
     total > 0 && pages.saturating_mul(ram("page-size")) >= total
@@ -362,10 +362,10 @@ mod tests {
 
     #[test]
     fn first_round_has_sent_every_page_once() {
-        let account = |normal: u64, duplicate: u64| json!({ "ram": { "normal": normal, "duplicate": duplicate, "page-size": 4096, "total": 40960 } });
+        let info = |normal: u64, duplicate: u64| json!({ "ram": { "normal": normal, "duplicate": duplicate, "page-size": 4096, "total": 40960 } });
         assert!(!is_after_first_round(&json!({ "status": "setup" })));
-        assert!(!is_after_first_round(&account(4, 5)));
-        assert!(is_after_first_round(&account(4, 6)));
-        assert!(is_after_first_round(&account(u64::MAX, 1)));
+        assert!(!is_after_first_round(&info(4, 5)));
+        assert!(is_after_first_round(&info(4, 6)));
+        assert!(is_after_first_round(&info(u64::MAX, 1)));
     }
 }

@@ -147,9 +147,9 @@ impl Remainder {
         Some(Allowed::of(bytes, rate, self.downtime_limit))
     }
 
-    /// Puts the expected downtime into QEMU's account, whose own follows from what QEMU was told.
-    pub(super) fn correct(&self, account: &mut Value, round_trip: Duration) {
-        if let (Some(expected), Some(rate)) = (account.get_mut("expected-downtime"), self.rate) {
+    /// Puts the expected downtime into `info`, whose own value follows from what QEMU was told.
+    pub(super) fn correct(&self, info: &mut Value, round_trip: Duration) {
+        if let (Some(expected), Some(rate)) = (info.get_mut("expected-downtime"), self.rate) {
             let downtime = self.rest.saturating_add(self.reserved(rate, round_trip));
             *expected = vamoose_link::millis(downtime).into();
         }
@@ -392,12 +392,12 @@ mod tests {
         let mut remainder = remainder(1);
         let left = [MUCH, MUCH, MUCH, 12_500_000];
         tell(&mut remainder, (125_000_000, 0), Duration::ZERO, &left);
-        let mut account = serde_json::json!({ "expected-downtime": 9 });
-        remainder.correct(&mut account, Duration::from_millis(1));
+        let mut info = serde_json::json!({ "expected-downtime": 9 });
+        remainder.correct(&mut info, Duration::from_millis(1));
         // 100 ms, two packets, what waits, the end, and a round trip.
-        assert_eq!(account["expected-downtime"], 159);
-        let mut account = serde_json::json!({});
-        remainder.correct(&mut account, Duration::ZERO);
-        assert_eq!(account, serde_json::json!({}));
+        assert_eq!(info["expected-downtime"], 159);
+        let mut info = serde_json::json!({});
+        remainder.correct(&mut info, Duration::ZERO);
+        assert_eq!(info, serde_json::json!({}));
     }
 }

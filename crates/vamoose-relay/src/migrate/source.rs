@@ -165,13 +165,13 @@ impl SourceQemu {
         capabilities: &[&'static str],
     ) -> Result<(), QemuError> {
         let state = self.qemu.state()?;
-        let account = self.qemu.query_migrate()?;
-        let status = MigrationStatus::of(&account);
+        let info = self.qemu.query_migrate()?;
+        let status = MigrationStatus::of(&info);
         if state == "inmigrate"
             || [MigrationStatus::Busy, MigrationStatus::Switched].contains(&status)
         {
             return Err(QemuError::State {
-                state: format!("{state}, migration {}", account["status"]),
+                state: format!("{state}, migration {}", info["status"]),
                 expected: "a guest that is not being migrated",
             });
         }
@@ -203,13 +203,13 @@ impl SourceQemu {
         };
         let is_cancelled = || cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed));
         let completed = self.qemu.ask_until(expected, RESUME_WITHIN, |qemu| {
-            let account = qemu.query_migrate()?;
-            Ok(match MigrationStatus::of(&account) {
+            let info = qemu.query_migrate()?;
+            Ok(match MigrationStatus::of(&info) {
                 MigrationStatus::Busy => {
-                    if account["status"] == "pre-switchover" || is_cancelled() {
+                    if info["status"] == "pre-switchover" || is_cancelled() {
                         qemu.execute("migrate_cancel", json!({}))?;
                     }
-                    ControlFlow::Continue(format!("migration {}", account["status"]))
+                    ControlFlow::Continue(format!("migration {}", info["status"]))
                 }
                 MigrationStatus::Completed | MigrationStatus::Switched => {
                     ControlFlow::Break(is_switchover(&qemu.state()?))
@@ -258,8 +258,8 @@ impl SourceQemu {
     pub(super) fn resume_migration(&mut self, address: &Address) -> Result<(), QemuError> {
         let expected = "post-copy that is paused";
         self.qemu.ask_until(expected, RESUME_WITHIN, |qemu| {
-            let account = qemu.query_migrate()?;
-            Ok(match account["status"].as_str() {
+            let info = qemu.query_migrate()?;
+            Ok(match info["status"].as_str() {
                 Some("postcopy-paused" | "completed") => ControlFlow::Break(()),
                 status => ControlFlow::Continue(status.unwrap_or("none").to_owned()),
             })
@@ -269,8 +269,8 @@ impl SourceQemu {
         // Before it has connected, it is still paused.
         self.qemu
             .ask_until("a migration that goes on", RESUME_WITHIN, |qemu| {
-                let account = qemu.query_migrate()?;
-                Ok(match account["status"].as_str() {
+                let info = qemu.query_migrate()?;
+                Ok(match info["status"].as_str() {
                     Some(status @ "postcopy-paused") => ControlFlow::Continue(status.to_owned()),
                     _ => ControlFlow::Break(()),
                 })

@@ -22,7 +22,7 @@ use crate::{
     qemu::{MigrationStatus, QemuError, is_switchover},
 };
 
-/// How often to ask for QEMU's account.
+/// How often to ask QEMU by `query-migrate`.
 pub(super) const ASK_EVERY: Duration = Duration::from_millis(200);
 /// How long a QEMU may take to cancel before its connections are closed.
 const CANCELLING: Duration = Duration::from_secs(5);
@@ -96,18 +96,18 @@ impl Migration<'_> {
                 continue;
             }
             asked = Some(Instant::now());
-            let mut account = match source.qemu.query_migrate() {
+            let mut info = match source.qemu.query_migrate() {
                 Err(QemuError::Qmp(error)) if error.is_no_answer() && !self.is_cancelled() => {
                     warn!("{}; it is asked again", chain(&error));
                     continue;
                 }
-                account => account?,
+                info => info?,
             };
             let moved = relay.stats.snapshot();
             let round_trip = relay.session.round_trip();
-            let status = account["status"].as_str().unwrap_or("none").to_owned();
+            let status = info["status"].as_str().unwrap_or("none").to_owned();
             if status == "active" && stopping.is_none() && source.stopped.is_none() {
-                let cause = guide.look(source, &account, moved, round_trip)?;
+                let cause = guide.look(source, &info, moved, round_trip)?;
                 let stop = cause.map(|cause| Stop::begin(cause, source, copies, relay.hangup));
                 stopping = stop.transpose()?;
             }
@@ -117,36 +117,36 @@ impl Migration<'_> {
                 stopping = Some(Stop::begin(cause, source, copies, relay.hangup)?);
             }
             if status == "active" && stopping.is_none() {
-                self.switch(hand_over, source, relay, &account, guide.elapsed())?;
+                self.switch(hand_over, source, relay, &info, guide.elapsed())?;
             }
-            guide.complete(&mut account, round_trip);
+            guide.complete(&mut info, round_trip);
             if status == "completed" && !source.may_be_switched {
                 check_sent(hand_over, source)?;
             }
             observe(News::Progress(&Progress {
                 status: status.clone(),
                 moved,
-                source: account.clone(),
+                source: info.clone(),
                 session: Some(relay.session.clone()),
                 disks: copies.progress(),
                 stopped_for: source.stopped_for(),
             }));
             // QEMU reports the switch just before it pauses the guest.
-            if MigrationStatus::of(&account) == MigrationStatus::Switched
+            if MigrationStatus::of(&info) == MigrationStatus::Switched
                 && is_switchover(&source.qemu.state()?)
             {
-                return Ok(account);
+                return Ok(info);
             }
             match status.as_str() {
                 "completed" => {
                     if stopping.is_some() {
                         warn!("too late to cancel: the guest has been sent");
                     }
-                    return Ok(account);
+                    return Ok(info);
                 }
                 // A cancelled source sometimes reports a failure.
                 "cancelled" | "failed" => {
-                    return Err(stopping.map_or_else(|| broken(&account), |stop| stop.cause));
+                    return Err(stopping.map_or_else(|| broken(&info), |stop| stop.cause));
                 }
                 _ => {}
             }
@@ -256,10 +256,10 @@ fn cancel(source: &mut SourceQemu, hangup: &Hangup) -> Result<(), Cause> {
     }
 }
 
-fn broken(account: &Value) -> Cause {
-    if account["status"] == "cancelled" {
+fn broken(info: &Value) -> Cause {
+    if info["status"] == "cancelled" {
         return Cause::broken("the migration was cancelled at the source QEMU's monitor");
     }
-    let reason = account["error-desc"].as_str().unwrap_or("no reason given");
+    let reason = info["error-desc"].as_str().unwrap_or("no reason given");
     Cause::broken(format!("source QEMU: {reason}"))
 }

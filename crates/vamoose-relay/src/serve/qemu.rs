@@ -186,9 +186,9 @@ impl DestinationQemu {
         }
         let looked = self.with_qemu_within(BUSY_ANSWER_WITHIN, |qemu| {
             qemu.ask_until("a guest that is loaded or lost", FAIL_WITHIN, |qemu| {
-                let account = qemu.query_migrate()?;
-                let (status, state) = (MigrationStatus::of(&account), qemu.state()?);
-                let is_coming = state == COMING_IN && account["status"] != "setup";
+                let info = qemu.query_migrate()?;
+                let (status, state) = (MigrationStatus::of(&info), qemu.state()?);
+                let is_coming = state == COMING_IN && info["status"] != "setup";
                 Ok(match status {
                     MigrationStatus::Busy if is_coming => ControlFlow::Continue(state),
                     _ => ControlFlow::Break((status, state)),

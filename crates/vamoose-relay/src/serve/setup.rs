@@ -340,8 +340,8 @@ fn let_decode(qemu: &mut Qemu, request: &Request) -> Result<bool, QemuError> {
 fn check(qemu: &mut Qemu) -> Result<(), PrepareError> {
     qemu.check(&["multifd", "return-path"])?;
     let state = qemu.state()?;
-    let account = qemu.query_migrate()?;
-    let status = account["status"].as_str().unwrap_or("none").to_owned();
+    let info = qemu.query_migrate()?;
+    let status = info["status"].as_str().unwrap_or("none").to_owned();
     match state == "inmigrate" && status == "none" {
         true => Ok(()),
         false => Err(PrepareError::NotWaiting { state, status }),
