@@ -17,10 +17,10 @@
 //!
 //! Rungs are none, and zstd at levels -1, 1, 3 and 5: each slower and denser than the one before. Packets of two neighbouring
 //! rungs are mixed where one leaves the link idle and the other the cores. In a mix with raw packets, those that shrink most are
-//! encoded; a sample of each packet shows how much that is. A mix that fills the link but moves hardly more pages than level
-//! -1 alone is given up for a second. Steps are small where the direction changes, and become larger while it
-//! does not. A denser rung is worth its CPU time if it saves 4 % of the bytes for each tenth of a core.
-//! To find out, both rungs encode a part of the same packet now and then, while the link limits.
+//! encoded; a sample of each packet shows how much that is. A mix that fills the link but moves hardly more pages than level -1 alone
+//! is given up for a second. Steps are small where the direction changes, and become larger while it does not. A denser rung is worth
+//! its CPU time if it saves 4 % of the bytes for each tenth of a core. To find out, both rungs encode a part of the same packet now and
+//! then, while the link limits.
 //!
 //! For a destination with a page store, which keeps encoded pages only, packets go raw only where they do not shrink.
 //!

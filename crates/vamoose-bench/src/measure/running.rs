@@ -198,9 +198,8 @@ impl Kind {
     /// The real program in the guest; `None` where the guest checks its own memory.
     pub(crate) fn program(self) -> Option<Program> {
         match self {
-            Self::RedisRandom | Self::RedisA | Self::RedisB => Some(Program::Redis),
             Self::Pgbench => Some(Program::Postgres),
-            _ => None,
+            _ => self.mix().map(|_| Program::Redis),
         }
     }
 

@@ -107,10 +107,9 @@ impl Throughput {
         self.size.add(size, THROUGHPUT_WINDOWS);
     }
 
-    /// Whether this moves more pages than `other`, by more than the windows differ by chance.
+    /// Whether this moves more pages than `other`, by more than the windows differ by chance; also where nothing is known of `other`.
     fn gains_over(&self, other: &Self) -> bool {
-        let [count, other_count] = [self, other].map(|it| it.rate.count);
-        count == 0.0 || other_count == 0.0 || self.rate.value > LEAST_GAIN * other.rate.value
+        self.rate.value >= LEAST_GAIN * other.rate.value
     }
 }
 
