@@ -12,19 +12,21 @@
 //! | the sender for the socket, the receiver for the network | the link | a denser rung, if it is worth its CPU time |
 //! | the sender for the socket, the receiver not for the network | the receiver | a lighter rung |
 //! | the sender for its source | the source | a lighter rung |
-//! | the sender for the socket, a little | link and encoder alike | the same |
-//! | the sender for nothing, or for a core | the encoder | a lighter rung, but nothing raw while the link is loaded |
+//! | the sender for the socket, a little | link and encoder alike | a denser rung, if it takes little CPU time |
+//! | the sender for nothing, or for a core | the encoder; if the link is busy, both alike | a lighter rung, up to a busy link |
 //!
-//! Rungs are none, and zstd at levels -1, 1, 3 and 5: each slower and denser than the one before. Packets of two neighbouring
+//! Rungs are none, and zstd at levels -1, 1, 2, 3 and 5: each slower and denser than the one before. Packets of two neighbouring
 //! rungs are mixed where one leaves the link idle and the other the cores. In a mix with raw packets, those that shrink most are
-//! encoded; a sample of each packet shows how much that is. A mix that fills the link but moves hardly more pages than level -1 alone
-//! is given up for a second. Steps are small where the direction changes, and become larger while it does not. A denser rung is worth
-//! its CPU time if it saves 4 % of the bytes for each tenth of a core. To find out, both rungs encode a part of the same packet now and
-//! then, while the link limits.
+//! encoded; a sample of each packet shows how much that is. A mix that sends more bytes but moves hardly more pages than encoded packets
+//! alone is given up for a second. Steps are small where the direction changes, and become larger while it does not.
+//!
+//! A denser rung is worth its CPU time if it saves 4 % of the bytes for each tenth of a core, and 20 % where link and encoder limit
+//! alike. To find out, both rungs encode a part of the same packet now and then, while the link limits. What the link carries is known
+//! from when it limited: it is busy with 80 % of that.
 //!
 //! For a destination with a page store, which keeps encoded pages only, packets go raw only where they do not shrink.
 //!
-//! The first packets go by zstd -1. Each channel decides for itself, by its share of link and cores.
+//! The first packets go by zstd 1. Each channel decides for itself, by its share of the cores and by what all send.
 
 pub(crate) mod meter;
 mod policy;
@@ -53,6 +55,8 @@ pub struct Adaptive {
     packets: u32,
     page_bytes: usize,
     wire_bytes: usize,
+    /// Bytes that all channels had sent then.
+    all_before: u64,
 }
 
 /// Waits are measured over at least so many packets.
@@ -72,6 +76,7 @@ pub(crate) const METHODS: [(Method, Option<i32>); RUNGS] = [
     (Method::None, None),
     (Method::ZstdFrames, Some(-1)),
     (Method::ZstdFrames, Some(1)),
+    (Method::ZstdFrames, Some(2)),
     (Method::ZstdFrames, Some(3)),
     (Method::ZstdFrames, Some(5)),
 ];
@@ -89,6 +94,7 @@ impl Adaptive {
             packets: 0,
             page_bytes: 0,
             wire_bytes: 0,
+            all_before: 0,
         }
     }
 
@@ -167,11 +173,12 @@ impl Adaptive {
         self.meter.switch_to(Activity::Output);
     }
 
-    /// The packet is out. `peer_wait` returns the share of its time that the receiver waits for the network.
+    /// The packet is out, and all channels together have sent `all_bytes`, if that is known. `peer_wait` returns the share of its time that the receiver waits for the network.
     pub(crate) fn end_send(
         &mut self,
         page_bytes: usize,
         wire_bytes: usize,
+        all_bytes: Option<u64>,
         peer_wait: impl FnOnce() -> Option<f64>,
     ) {
         self.meter.switch_to(Activity::Input);
@@ -190,7 +197,11 @@ impl Adaptive {
             };
             let [pages, wire] = [&mut self.page_bytes, &mut self.wire_bytes]
                 .map(|sent| bytes(std::mem::take(sent)) / shares.nanos);
-            self.policy.observe(waits, Rates { pages, wire });
+            let link = all_bytes.map_or(wire, |all| {
+                let sent = all.saturating_sub(std::mem::replace(&mut self.all_before, all));
+                bytes(usize::try_from(sent).unwrap_or(usize::MAX)) / shares.nanos
+            });
+            self.policy.observe(waits, Rates { pages, wire, link });
             self.packets = 0;
         }
         self.policy.next_packet();
@@ -310,9 +321,9 @@ mod tests {
                 prop_assert_eq!(decoder.decode(encoded.method, encoded.payload, &mut back), Ok(()));
                 prop_assert!(back == pages);
                 adaptive.begin_send();
-                adaptive.end_send(pages.len(), pages.len(), || None);
+                adaptive.end_send(pages.len(), pages.len(), None, || None);
                 let (source, socket) = waits;
-                adaptive.policy.observe(Waits { source, socket, ..Waits::default() }, Rates { pages: 1.0, wire: 1.0 });
+                adaptive.policy.observe(Waits { source, socket, ..Waits::default() }, Rates { pages: 1.0, wire: 1.0, link: 1.0 });
                 adaptive.policy.next_packet();
             }
         }
@@ -326,7 +337,7 @@ mod tests {
             let mut out = vec![0; layout.max_payload()];
             for _ in 0..waits {
                 // The encoder limits.
-                adaptive.policy.observe(Waits::default(), Rates { pages: 1.0, wire: 1.0 });
+                adaptive.policy.observe(Waits::default(), Rates { pages: 1.0, wire: 1.0, link: 1.0 });
                 adaptive.policy.next_packet();
             }
             prop_assert!(!adaptive.next_is_raw());

@@ -210,7 +210,8 @@ impl Blocks {
                 FRAME_HEAD + len
             }
         };
-        encoder.end_send(bytes.len(), written, || stream.peer_wait());
+        let all_bytes = stats.map(|stats| stats.wire_bytes.read());
+        encoder.end_send(bytes.len(), written, all_bytes, || stream.peer_wait());
         Ok(written)
     }
 }

@@ -200,7 +200,7 @@ impl Counter {
         self.add_all(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     }
 
-    fn read(&self) -> u64 {
+    pub(crate) fn read(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }

@@ -384,7 +384,9 @@ impl ChannelWriter {
         self.sender.send(&self.header, payload)?;
         self.sender.count(header);
         if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
-            adaptive.end_send(encoded_bytes, wire_bytes, || self.sender.stream.peer_wait());
+            let Sender { stats, stream, .. } = &self.sender;
+            let all_bytes = Some(stats.wire_bytes.read());
+            adaptive.end_send(encoded_bytes, wire_bytes, all_bytes, || stream.peer_wait());
         }
         Ok(())
     }

