@@ -12,13 +12,14 @@
 //! | the sender for the socket, the receiver for the network | the link | a denser rung, if it is worth its CPU time |
 //! | the sender for the socket, the receiver not for the network | the receiver | a lighter rung |
 //! | the sender for its source | the source | a lighter rung |
-//! | the sender for the socket, a little | link and encoder alike | a denser rung, if it takes little CPU time |
-//! | the sender for nothing, or for a core | the encoder; if the link is busy, both alike | a lighter rung, up to a busy link |
+//! | the sender for the socket, a little | link and encoder alike | the densest rung that takes little CPU time; in a mix with raw packets, more of these |
+//! | the sender for nothing, or for a core | the encoder; if the link is busy, both alike | a lighter rung, up to a busy link; in a mix with raw packets, more of these |
 //!
 //! Rungs are none, and zstd at levels -1, 1, 2, 3 and 5: each slower and denser than the one before. Packets of two neighbouring
 //! rungs are mixed where one leaves the link idle and the other the cores. In a mix with raw packets, those that shrink most are
 //! encoded; a sample of each packet shows how much that is. A mix that sends more bytes but moves hardly more pages than encoded packets
-//! alone is given up for a second. Steps are small where the direction changes, and become larger while it does not.
+//! alone is given up for a second. Steps are small where the direction changes, and become larger while it does not, or while the sender
+//! waits long for the link.
 //!
 //! A denser rung is worth its CPU time if it saves 4 % of the bytes for each tenth of a core, and 20 % where link and encoder limit
 //! alike. To find out, both rungs encode a part of the same packet now and then, while the link limits. What the link carries is known
@@ -55,8 +56,8 @@ pub struct Adaptive {
     packets: u32,
     page_bytes: usize,
     wire_bytes: usize,
-    /// Bytes that all channels had sent then.
-    all_before: u64,
+    /// Bytes that all channels had sent then, if that is known.
+    all_before: Option<u64>,
 }
 
 /// Waits are measured over at least so many packets.
@@ -94,7 +95,7 @@ impl Adaptive {
             packets: 0,
             page_bytes: 0,
             wire_bytes: 0,
-            all_before: 0,
+            all_before: None,
         }
     }
 
@@ -197,9 +198,12 @@ impl Adaptive {
             };
             let [pages, wire] = [&mut self.page_bytes, &mut self.wire_bytes]
                 .map(|sent| bytes(std::mem::take(sent)) / shares.nanos);
-            let link = all_bytes.map_or(wire, |all| {
-                let sent = all.saturating_sub(std::mem::replace(&mut self.all_before, all));
-                bytes(usize::try_from(sent).unwrap_or(usize::MAX)) / shares.nanos
+            let before = std::mem::replace(&mut self.all_before, all_bytes);
+            // What others send during a pause of this channel is no part of its window.
+            let sent = all_bytes.zip(before).filter(|_| !shares.had_pause);
+            let link = sent.map(|(all, before)| {
+                let sent = usize::try_from(all.saturating_sub(before));
+                bytes(sent.unwrap_or(usize::MAX)) / shares.nanos
             });
             self.policy.observe(waits, Rates { pages, wire, link });
             self.packets = 0;
@@ -267,7 +271,7 @@ fn middle(pages: &[u8], page_size: usize) -> &[u8] {
     &pages[start..start + sampled * page_size]
 }
 
-/// Exact up to 4 GiB, which no packet has.
+/// Exact up to 4 GiB, which no packet has, and no window.
 fn bytes(count: usize) -> f64 {
     f64::from(u32::try_from(count).unwrap_or(u32::MAX))
 }
@@ -323,7 +327,7 @@ mod tests {
                 adaptive.begin_send();
                 adaptive.end_send(pages.len(), pages.len(), None, || None);
                 let (source, socket) = waits;
-                adaptive.policy.observe(Waits { source, socket, ..Waits::default() }, Rates { pages: 1.0, wire: 1.0, link: 1.0 });
+                adaptive.policy.observe(Waits { source, socket, ..Waits::default() }, Rates { pages: 1.0, wire: 1.0, link: None });
                 adaptive.policy.next_packet();
             }
         }
@@ -337,7 +341,7 @@ mod tests {
             let mut out = vec![0; layout.max_payload()];
             for _ in 0..waits {
                 // The encoder limits.
-                adaptive.policy.observe(Waits::default(), Rates { pages: 1.0, wire: 1.0, link: 1.0 });
+                adaptive.policy.observe(Waits::default(), Rates { pages: 1.0, wire: 1.0, link: None });
                 adaptive.policy.next_packet();
             }
             prop_assert!(!adaptive.next_is_raw());

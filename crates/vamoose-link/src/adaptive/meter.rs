@@ -28,6 +28,8 @@ pub(crate) struct Shares {
     pub(crate) core: f64,
     /// The time.
     pub(crate) nanos: f64,
+    /// Whether there was a pause, which does not belong to the time.
+    pub(crate) had_pause: bool,
 }
 
 /// Measures the waits of one thread.
@@ -138,6 +140,7 @@ impl WaitMeter {
             output: output * (1.0 - part) / time,
             core: (work + waits * part) / time,
             nanos: time * 1e9,
+            had_pause: paused > 0.0,
         })
     }
 }

@@ -3,6 +3,8 @@
 //! A **rung** is one encoding on a ladder from raw pages to dense zstd: a denser rung makes fewer bytes with more CPU time. A
 //! **window** is the time between two calls of [`Policy::observe`], 25 ms or more.
 
+use std::iter;
+
 /// What the threads of a channel waited for lately, in shares of the time.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Waits {
@@ -22,8 +24,8 @@ pub(super) struct Rates {
     pub(super) pages: f64,
     /// Headers and payloads.
     pub(super) wire: f64,
-    /// The same of all channels.
-    pub(super) link: f64,
+    /// The same of all channels; `None` if that is not known.
+    pub(super) link: Option<f64>,
 }
 
 /// What limits the throughput of a channel.
@@ -44,7 +46,7 @@ const LONG: f64 = 0.15;
 const SHORT: f64 = 0.05;
 
 impl Limit {
-    /// The table in the module documentation of [`adaptive`](super).
+    /// The table in the module documentation of [`adaptive`](super). Whether the link is busy is decided in [`Policy::observe`].
     pub(super) fn of(waits: Waits) -> Self {
         let network = waits.network.unwrap_or(1.0);
         match waits {
@@ -70,7 +72,7 @@ struct Comparison {
 impl Comparison {
     /// Quotient of the sizes.
     fn size(&self) -> f64 {
-        self.denser.size / self.lighter.size.max(LEAST)
+        self.denser.size / self.lighter.size.max(f64::MIN_POSITIVE)
     }
 
     /// Additional CPU time of the denser rung, in nanoseconds per byte of pages.
@@ -160,7 +162,7 @@ pub(super) struct Policy {
 #[derive(Clone, Copy, Debug, Default)]
 struct LinkRate {
     rate: Option<f64>,
-    /// Windows since the link limited.
+    /// Windows since the link limited; those in which it was not busy count twice.
     age: u32,
     /// What was sent lately.
     sent: Mean,
@@ -170,21 +172,22 @@ impl LinkRate {
     fn observe(&mut self, limit: Limit, link: f64) {
         self.sent.add(link, LINK_WINDOWS);
         let sent = self.sent.value;
-        self.age = match self.rate {
-            _ if limit == Limit::Link => 0,
-            // Hardly any room: a look whether there is more costs more than it may find.
-            Some(rate) if sent > BUSY * rate => self.age + 1,
-            _ => self.age + 2,
-        };
-        self.rate = match self.rate {
-            Some(_) if self.age > LINK_MEMORY => None,
-            Some(rate) if self.age > 0 && sent > FASTER * rate => Some(2.0 * sent),
-            Some(rate) if self.age == 0 && link < rate => Some(f64::midpoint(rate, link)),
-            // Windows that also fill buffers have more bytes than the link carries: so higher rates count less.
-            Some(rate) if self.age == 0 => Some(rate + (link - rate) / 8.0),
-            None if self.age == 0 => Some(link),
-            rate => rate,
-        };
+        if limit == Limit::Link {
+            self.age = 0;
+            self.rate = Some(match self.rate {
+                // Windows that also fill buffers have more bytes than the link carries: so higher rates count less.
+                Some(rate) if link > rate => rate + (link - rate) / 8.0,
+                _ => link,
+            });
+        } else if let Some(rate) = self.rate.filter(|_| limit != Limit::Balance) {
+            // On a busy link, a look whether it carries more costs more than it may find.
+            self.age += if sent > BUSY * rate { 1 } else { 2 };
+            self.rate = match sent > FASTER * rate {
+                _ if self.age > LINK_MEMORY => None,
+                true => Some(2.0 * sent),
+                false => Some(rate),
+            };
+        }
     }
 
     /// How many times the bytes of now would make the link busy. Infinite if the link has not limited lately.
@@ -202,9 +205,6 @@ const FASTER: f64 = 1.5;
 
 /// Windows for which the rate of a link that has limited is remembered, while the link is busy. Half of them if it is not.
 const LINK_MEMORY: u32 = 20;
-
-/// Fewer raw packets than this part hardly save CPU time, and make many bytes.
-const LEAST_RAW_PART: f64 = 0.2;
 
 /// A link is busy with this share of its rate: it limits as soon as the next pages are less compressible.
 const BUSY: f64 = 0.8;
@@ -246,11 +246,12 @@ const LEAST_SAVING: f64 = 0.08;
 /// Comparisons that are averaged.
 const MEMORY: f64 = 6.0;
 
-/// Bounds of a step, in rungs. The largest while the source is the limit: nothing is lost then by going slowly.
+/// Bounds of a step, in rungs.
 const LEAST_STEP: f64 = 0.125;
 const MOST_STEP: f64 = 1.0;
-/// The first, if nothing limits but the encoder: to a mix with raw packets.
-const FIRST_STEP: f64 = 1.5;
+/// The largest while the encoder limits: from level 1 into a mix with raw packets.
+const ENCODER_STEP: f64 = 1.5;
+/// The largest while the source limits: nothing is lost then by going slowly.
 const SOURCE_STEP: f64 = 0.5;
 
 /// The largest step to and from raw packets, and a bound that depends on the pages: raw packets among highly compressible ones make
@@ -266,12 +267,15 @@ fn raw_step(rates: Rates) -> f64 {
     step
 }
 
+/// Fewer raw packets than this part hardly save CPU time, and make many bytes.
+const LEAST_RAW_PART: f64 = 0.2;
+
 /// A mix loses to raw packets if its rate is lower by this share, divided by the square root of the number of windows: the rates of
 /// single windows differ by about 15 %.
 const LOSS: f64 = 0.2;
 const LEAST_WINDOWS: f64 = 2.0;
 const MOST_WINDOWS: f64 = 16.0;
-/// Windows for which a mix that lost is not tried again.
+/// Windows for which a mix that lost, or gained nothing, is not tried again.
 const HOLD: u32 = 20;
 
 /// A mix gains nothing if it moves less than so many times the pages of encoded packets alone, and sends more than so many times the
@@ -295,7 +299,7 @@ impl Policy {
         });
         Self {
             position: rung_position(START),
-            step: FIRST_STEP,
+            step: ENCODER_STEP,
             direction: 0.0,
             in_a_row: 0,
             limit: Limit::Link,
@@ -323,7 +327,12 @@ impl Policy {
 
     /// Whether some packets are encoded and others go raw.
     pub(super) fn mixes_raw(&self) -> bool {
-        0.0 < self.position && self.position < rung_position(FIRST)
+        self.position > 0.0 && self.has_raw()
+    }
+
+    /// Whether some or all packets go raw.
+    fn has_raw(&self) -> bool {
+        self.position < rung_position(FIRST)
     }
 
     /// The rung of a packet that shrinks to about this part, in a mix with raw packets: those that shrink most are encoded, as they save
@@ -362,7 +371,9 @@ impl Policy {
     /// Learns what the threads waited for, and what went out meanwhile.
     pub(super) fn observe(&mut self, waits: Waits, rates: Rates) {
         self.limit = Limit::of(waits);
-        self.link_rate.observe(self.limit, rates.link);
+        if let Some(link) = rates.link {
+            self.link_rate.observe(self.limit, link);
+        }
         if self.loses_to_raw(rates.pages) {
             self.turn(-1.0, MOST_STEP);
             (self.position, self.hold_raw) = (0.0, HOLD);
@@ -374,21 +385,24 @@ impl Policy {
             return;
         }
         let room = self.link_rate.room();
-        let is_encoded = self.position >= rung_position(FIRST);
+        let is_busy = self.limit == Limit::Balance || room < 1.0;
+        let shrinks = !self.has_raw() && rates.wire < (1.0 - LEAST_SAVING) * rates.pages;
         let worthwhile = |price| rung_position(self.densest_worthwhile(rates.pages, price));
         let (target, most) = match self.limit {
             Limit::Link if self.hold_raw > 0 => (0.0, MOST_STEP),
             Limit::Link => (worthwhile(PRICE), MOST_STEP),
             Limit::Source => (0.0, SOURCE_STEP),
             // Link and encoder limit alike.
-            Limit::Balance if is_encoded => (worthwhile(DEAR).max(1.0), MOST_STEP),
-            Limit::Encoder if is_encoded && room < 1.0 => (worthwhile(DEAR).max(1.0), MOST_STEP),
-            Limit::Encoder if is_encoded => {
-                let lightest = if self.hold_encoded > 0 { FIRST } else { RAW };
-                let fits = self.lightest_that_fits(room);
-                (fits.max(rung_position(lightest)), FIRST_STEP)
+            Limit::Balance | Limit::Encoder if shrinks && is_busy => {
+                let price = DEAR / (1.0 - waits.core).max(LEAST);
+                (worthwhile(price), MOST_STEP)
             }
-            // With raw packets in the mix, the socket fills in bursts and the link is idle between these: so towards raw.
+            Limit::Encoder if shrinks => {
+                let lightest = if self.hold_encoded > 0 { FIRST } else { RAW };
+                let fits = self.lightest_that_fits(room, rates);
+                (fits.max(rung_position(lightest)), ENCODER_STEP)
+            }
+            // What does not shrink may as well go raw. With raw packets in the mix, the socket fills in bursts and the link is idle between these: so towards raw.
             Limit::Encoder | Limit::Receiver | Limit::Balance => (0.0, MOST_STEP),
         };
         if self.limit == Limit::Link {
@@ -403,13 +417,16 @@ impl Policy {
         }
         let direction = distance.signum();
         self.turn(direction, most);
-        let most = match self.position <= 1.0 {
-            true => most.min(raw_step(rates)),
+        let encoded = self.position - rung_position(FIRST);
+        let most = match direction < 0.0 || encoded <= 0.0 {
+            true => most.min(encoded.max(0.0) + raw_step(rates)),
             false => most,
         };
         // A sender that waits long for the link has time for much denser packets.
         let spare = match self.limit {
-            Limit::Link if is_encoded => waits.socket,
+            _ if direction < 0.0 => 0.0,
+            Limit::Link if shrinks => waits.socket,
+            // In a mix, the encoded part grows as the time for encoding does.
             Limit::Link => self.position * waits.socket / (1.0 - waits.socket).max(LEAST),
             _ => 0.0,
         };
@@ -479,8 +496,7 @@ impl Policy {
             if self.hold_encoded == 0 {
                 self.mix = Throughput::default();
             }
-            let is_encoded = self.position >= rung_position(FIRST);
-            if is_encoded && matches!(self.limit, Limit::Encoder | Limit::Balance) {
+            if !self.has_raw() && matches!(self.limit, Limit::Encoder | Limit::Balance) {
                 self.encoded.add(rates);
                 if self.mix.gains_over(&self.encoded) {
                     // The pages have changed since the mix was given up.
@@ -493,7 +509,8 @@ impl Policy {
             return false;
         }
         self.mix.add(rates);
-        let is_useless = self.mix.rate.count >= LEAST_WINDOWS
+        let is_useless = (self.limit == Limit::Link || self.link_rate.room() < 1.0)
+            && self.mix.rate.count >= LEAST_WINDOWS
             && !self.mix.gains_over(&self.encoded)
             && self.mix.size.value > MORE_BYTES * self.encoded.size.value;
         if is_useless {
@@ -519,24 +536,30 @@ impl Policy {
         }
     }
 
-    /// The lightest position, up to the one of now, that makes at most `room` times the bytes of now.
-    fn lightest_that_fits(&self, room: f64) -> f64 {
+    /// The lightest position, up to the one of now, that makes at most `room` times the bytes of now. Nothing goes raw now.
+    fn lightest_that_fits(&self, room: f64, now: Rates) -> f64 {
+        // Beside the first rung that encodes.
         let mut sizes = [1.0; RUNGS];
-        for (rung, comparison) in (1..).zip(&self.comparisons) {
-            sizes[rung] = sizes[rung - 1] * comparison.size().min(1.0);
+        for rung in FIRST + 1..RUNGS {
+            sizes[rung] = sizes[rung - 1] * self.comparisons[rung - 1].size().min(1.0);
         }
         // Of each rung its position, its size and the next one's.
-        let steps = (0..RUNGS - 1).map(|rung| (rung_position(rung), sizes[rung], sizes[rung + 1]));
-        let now = steps.clone().rfind(|(at, ..)| *at <= self.position);
-        let now = now.map_or(1.0, |(at, lighter, denser)| {
+        let steps =
+            (FIRST..RUNGS - 1).map(|rung| (rung_position(rung), sizes[rung], sizes[rung + 1]));
+        let here = steps.clone().rfind(|(at, ..)| *at <= self.position);
+        let here = here.map_or(1.0, |(at, lighter, denser)| {
             lighter + (denser - lighter) * (self.position - at)
         });
-        let most = room * now;
-        let mut fitting = steps.filter(|(_, _, denser)| *denser <= most);
+        let size = (now.wire / now.pages.max(f64::MIN_POSITIVE)).clamp(LEAST, 1.0);
+        let raw = (rung_position(RAW), here / size, sizes[FIRST]);
+        let most = room * here;
+        let mut fitting = iter::once(raw)
+            .chain(steps)
+            .filter(|(.., denser)| *denser <= most);
         let fits = fitting
             .next()
             .map_or(self.position, |(at, lighter, denser)| {
-                at + ((lighter - most) / (lighter - denser).max(LEAST)).max(0.0)
+                at + ((lighter - most) / (lighter - denser)).max(0.0)
             });
         let has_few_raw = 1.0 - LEAST_RAW_PART < fits && fits < 1.0;
         if has_few_raw { 1.0 } else { fits }.min(self.position)

@@ -21,7 +21,7 @@ fn observe(policy: &mut Policy, [source, socket, core, network]: [f64; 4]) {
     let rates = Rates {
         pages: 0.2,
         wire: if socket > 0.0 { 0.08 } else { 0.06 },
-        link: if socket > 0.0 { 0.16 } else { 0.12 },
+        link: Some(if socket > 0.0 { 0.16 } else { 0.12 }),
     };
     policy.observe(waits(source, socket, core, network), rates);
     policy.next_packet();
@@ -145,7 +145,7 @@ fn mixing(pages: f64, size: f64) -> (Policy, Observe) {
             Rates {
                 pages,
                 wire,
-                link: 2.0 * wire,
+                link: Some(2.0 * wire),
             },
         );
         policy.next_packet();
@@ -172,7 +172,7 @@ fn settled(rate: f64, pairs: [(f64, f64); RUNGS - 1]) -> usize {
         let rates = Rates {
             pages: rate,
             wire: 0.4 * rate,
-            link: 0.8 * rate,
+            link: Some(0.8 * rate),
         };
         policy.observe(waits(source, socket, core, network), rates);
         policy.next_packet();
@@ -232,7 +232,7 @@ fn a_step_towards_raw_packets_about_doubles_the_bytes_at_most() {
     let rates = Rates {
         pages: 1.0,
         wire: 0.05,
-        link: 0.1,
+        link: Some(0.1),
     };
     policy.observe(waits(0.0, 0.0, 0.0, 0.6), rates);
     let raw = (0..1000).filter(|_| policy.pick(0.05) == RAW);

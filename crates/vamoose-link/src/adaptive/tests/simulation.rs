@@ -586,7 +586,7 @@ impl Channel {
             let rates = Rates {
                 pages: rate,
                 wire,
-                link,
+                link: Some(link),
             };
             policy.observe(waits, rates);
         }
