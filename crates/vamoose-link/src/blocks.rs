@@ -62,11 +62,16 @@ const LAYOUT: Layout = Layout::X86;
 
 /// Writes the bytes of a program to a stream.
 pub struct ByteWriter {
+    out: Out,
+    /// For a session's stream.
+    blocks: Option<Blocks>,
+}
+
+/// A stream, and who has to know what is written to it.
+struct Out {
     stream: Arc<Stream>,
     stats: Option<Arc<Stats>>,
     pacer: Option<Arc<Pacer>>,
-    /// For a session's stream.
-    blocks: Option<Blocks>,
 }
 
 /// Writes blocks.
@@ -81,12 +86,12 @@ struct Blocks {
 impl ByteWriter {
     /// Writes bytes as they are. What is written is counted in `stats`.
     pub fn plain(stream: Arc<Stream>, stats: Option<Arc<Stats>>) -> Self {
-        Self {
+        let out = Out {
             stream,
             stats,
             pacer: None,
-            blocks: None,
-        }
+        };
+        Self { out, blocks: None }
     }
 
     /// Writes blocks, encoded by method auto, unless `method` is none. What is written is counted in `stats`.
@@ -104,8 +109,9 @@ impl ByteWriter {
 
     /// Limits what is written, together with the pacer's other callers.
     #[must_use]
-    pub fn paced(self, pacer: Option<Arc<Pacer>>) -> Self {
-        Self { pacer, ..self }
+    pub fn paced(mut self, pacer: Option<Arc<Pacer>>) -> Self {
+        self.out.pacer = pacer;
+        self
     }
 
     /// Writes all `bytes`.
@@ -113,34 +119,35 @@ impl ByteWriter {
     /// # Errors
     /// The stream's; see [`is_stall`](crate::is_stall) for a peer that took nothing for the stall timeout.
     pub fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
-        let written = match &mut self.blocks {
-            None => (&*self.stream).write_all(bytes).map(|()| bytes.len()),
-            Some(blocks) => {
-                let stats = self.stats.as_deref();
-                let parts = bytes.chunks(MOST).flat_map(parts);
-                parts
-                    .map(|part| blocks.write(part, &self.stream, stats))
-                    .sum()
-            }
-        }?;
-        if let Some(stats) = &self.stats {
-            stats.add_sent(written);
-        }
-        // Afterwards, as only now its length is known.
-        if let Some(pacer) = &self.pacer {
-            pacer.wait_for(written);
-        }
-        Ok(())
+        let Some(blocks) = &mut self.blocks else {
+            (&*self.out.stream).write_all(bytes)?;
+            self.out.count(bytes.len());
+            return Ok(());
+        };
+        let mut parts = bytes.chunks(MOST).flat_map(parts);
+        parts.try_for_each(|part| blocks.write(part, &self.out))
     }
 
     /// The stream's stall timeout.
     pub fn stall_timeout(&self) -> Duration {
-        self.stream.stall_timeout()
+        self.out.stream.stall_timeout()
     }
 
     /// Ends the direction to the peer; what has been written still arrives.
     pub fn finish(&self) {
-        self.stream.finish();
+        self.out.stream.finish();
+    }
+}
+
+impl Out {
+    /// So many bytes have been written. Waits for the bandwidth limit, as only now their number is known.
+    fn count(&self, bytes: usize) {
+        if let Some(stats) = &self.stats {
+            stats.add_sent(bytes);
+        }
+        if let Some(pacer) = &self.pacer {
+            pacer.wait_for(bytes);
+        }
     }
 }
 
@@ -169,22 +176,20 @@ fn parts(bytes: &[u8]) -> impl Iterator<Item = Part<'_>> {
 }
 
 impl Blocks {
-    /// Writes a block. Returns its length on the wire.
-    fn write(
-        &mut self,
-        part: Part<'_>,
-        stream: &Stream,
-        stats: Option<&Stats>,
-    ) -> io::Result<usize> {
+    /// Writes a block.
+    fn write(&mut self, part: Part<'_>, out: &Out) -> io::Result<()> {
+        let Out { stream, stats, .. } = out;
         let bytes = match part {
             Part::Zeros(len) => {
                 stream.write_both(&head(ZEROS, len), &[])?;
-                return Ok(HEAD);
+                out.count(HEAD);
+                return Ok(());
             }
             Part::Bytes(bytes) => bytes,
         };
         let Some(encoder) = self.encoder.as_mut().filter(|_| bytes.len() >= SMALL) else {
-            return write_plain(bytes, stream);
+            out.count(write_plain(bytes, stream)?);
+            return Ok(());
         };
         encoder.begin_encode();
         let frame = match encoder.next_is_raw() {
@@ -210,9 +215,10 @@ impl Blocks {
                 FRAME_HEAD + len
             }
         };
-        let all_bytes = stats.map(|stats| stats.wire_bytes.read());
+        out.count(written);
+        let all_bytes = stats.as_ref().map(|stats| stats.wire_bytes.read());
         encoder.end_send(bytes.len(), written, all_bytes, || stream.peer_wait());
-        Ok(written)
+        Ok(())
     }
 }
 
@@ -468,12 +474,13 @@ impl From<BlockError> for io::Error {
 
 #[cfg(test)]
 mod tests {
-    use std::{os::unix::net::UnixStream, thread};
+    use std::{num::NonZeroU64, os::unix::net::UnixStream, thread};
 
     use proptest::{collection::vec, prelude::*};
     use vamoose_codec::{Engines, Settings};
 
     use super::*;
+    use crate::Limit;
 
     fn pair() -> (UnixStream, Arc<Stream>) {
         let (peer, ours) = UnixStream::pair().unwrap();
@@ -497,6 +504,11 @@ mod tests {
 
     /// Writes all pieces, and reads to the end. Returns the bytes, and how many there were on the wire.
     fn pass(pieces: &[Vec<u8>]) -> (Vec<u8>, u64) {
+        pass_paced(pieces, None)
+    }
+
+    /// The same under a bandwidth limit.
+    fn pass_paced(pieces: &[Vec<u8>], pacer: Option<Arc<Pacer>>) -> (Vec<u8>, u64) {
         let (theirs, ours) = pair();
         let stats = Arc::<Stats>::default();
         let mut reader = ByteReader::blocks(Arc::new(theirs.into()), Vec::new(), None);
@@ -508,7 +520,7 @@ mod tests {
                 }
                 all
             });
-            let mut writer = writer(ours, &stats);
+            let mut writer = writer(ours, &stats).paced(pacer);
             for piece in pieces {
                 writer.write(piece).unwrap();
             }
@@ -560,6 +572,17 @@ mod tests {
         assert_eq!(wire(2), HEAD + len);
         let mixed = [0, 1, 0, 2].map(|kind| bytes(kind, len, 1)).concat();
         assert!(pass(&[mixed]).1 < 2 * len as u64);
+    }
+
+    /// A wait for the limit is one for the link, so that nothing goes raw.
+    #[test]
+    fn bytes_shrink_under_a_bandwidth_limit() {
+        let pieces = vec![bytes(1, 256 * 1024, 1); 64];
+        let len = pieces.concat().len() as u64;
+        let pacer = Pacer::new(NonZeroU64::new(2_000_000), &Limit::new(None));
+        let (read, wire) = pass_paced(&pieces, Some(Arc::new(pacer)));
+        assert!(read == pieces.concat());
+        assert!(wire < len / 8, "{wire} of {len}");
     }
 
     /// A block behind others that did not shrink is found by its sample.
