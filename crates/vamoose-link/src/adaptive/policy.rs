@@ -386,6 +386,7 @@ impl Policy {
         }
         let room = self.link_rate.room();
         let is_busy = self.limit == Limit::Balance || room < 1.0;
+        // All packets are encoded, and that is worth it.
         let shrinks = !self.has_raw() && rates.wire < (1.0 - LEAST_SAVING) * rates.pages;
         let worthwhile = |price| rung_position(self.densest_worthwhile(rates.pages, price));
         let (target, most) = match self.limit {
@@ -402,7 +403,8 @@ impl Policy {
                 let fits = self.lightest_that_fits(room, rates);
                 (fits.max(rung_position(lightest)), ENCODER_STEP)
             }
-            // What does not shrink may as well go raw. With raw packets in the mix, the socket fills in bursts and the link is idle between these: so towards raw.
+            // What does not shrink may as well go raw. With raw packets in the mix, the socket fills in bursts and the link is idle
+            // between these: so towards raw.
             Limit::Encoder | Limit::Receiver | Limit::Balance => (0.0, MOST_STEP),
         };
         if self.limit == Limit::Link {
@@ -432,7 +434,7 @@ impl Policy {
         };
         let step = self.step.max(spare);
         self.position += direction * step.min(most).min(distance.abs());
-        if self.position < rung_position(FIRST) {
+        if self.has_raw() {
             self.hold_encoded = 0;
         }
     }

@@ -256,6 +256,47 @@ fn where_link_and_encoder_limit_alike_a_denser_rung_has_to_save_five_times_as_mu
     }
 }
 
+/// A balance lasts as long as it likes, and the link is still full then.
+#[test]
+fn a_link_is_remembered_during_a_balance() {
+    let mut policy = Policy::new();
+    for limit in [[LINK; 3].as_slice(), &[BALANCE; 60], &[ENCODER; 5]].concat() {
+        observe(&mut policy, limit);
+        assert!(policy.rung() > RAW && !policy.mixes_raw());
+    }
+}
+
+#[test]
+fn pages_that_do_not_shrink_go_raw_also_over_a_busy_link() {
+    let mut policy = Policy::new();
+    let rates = Rates {
+        pages: 0.2,
+        wire: 0.2,
+        link: Some(0.4),
+    };
+    for [source, socket, core, network] in [LINK, ENCODER, ENCODER, ENCODER] {
+        policy.observe(waits(source, socket, core, network), rates);
+        policy.next_packet();
+    }
+    assert_eq!((policy.rung(), policy.mixes_raw()), (RAW, false));
+}
+
+/// Pages that nearly vanish: the mixes on the way move hardly more of them.
+#[test]
+fn a_fast_link_gets_raw_packets_whatever_these_shrink_to() {
+    let mut policy = Policy::new();
+    for _ in 0..30 {
+        let rates = Rates {
+            pages: 0.5,
+            wire: if policy.mixes_raw() { 0.03 } else { 0.015 },
+            link: Some(0.03),
+        };
+        policy.observe(waits(0.0, 0.0, 0.0, 0.6), rates);
+        policy.next_packet();
+    }
+    assert_eq!((policy.rung(), policy.mixes_raw()), (RAW, false));
+}
+
 /// Packets that nearly vanish do not hide what a denser rung saves on those that load the link.
 #[test]
 fn comparisons_count_by_bytes() {
