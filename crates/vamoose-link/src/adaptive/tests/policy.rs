@@ -274,7 +274,7 @@ fn pages_that_do_not_shrink_go_raw_also_over_a_busy_link() {
         wire: 0.2,
         link: Some(0.4),
     };
-    for [source, socket, core, network] in [LINK, ENCODER, ENCODER, ENCODER] {
+    for [source, socket, core, network] in [[LINK].as_slice(), &[ENCODER; 8]].concat() {
         policy.observe(waits(source, socket, core, network), rates);
         policy.next_packet();
     }
