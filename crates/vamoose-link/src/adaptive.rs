@@ -174,7 +174,8 @@ impl Adaptive {
         self.meter.switch_to(Activity::Output);
     }
 
-    /// The packet is out, and all channels together have sent `all_bytes`, if that is known. `peer_wait` returns the share of its time that the receiver waits for the network.
+    /// The packet is out, and all channels together have sent `all_bytes`, if that is known. `peer_wait` returns the share of its time that
+    /// the receiver waits for the network.
     pub(crate) fn end_send(
         &mut self,
         page_bytes: usize,

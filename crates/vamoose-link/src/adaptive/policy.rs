@@ -379,12 +379,12 @@ impl Policy {
             (self.position, self.hold_raw) = (0.0, HOLD);
             return;
         }
-        if self.mix_gains_nothing(rates) {
+        let room = self.link_rate.room();
+        if self.mix_gains_nothing(rates, room) {
             self.turn(1.0, MOST_STEP);
             (self.position, self.hold_encoded) = (rung_position(FIRST), HOLD);
             return;
         }
-        let room = self.link_rate.room();
         let is_busy = self.limit == Limit::Balance || room < 1.0;
         // All packets are encoded, and that is worth it.
         let shrinks = !self.has_raw() && rates.wire < (1.0 - LEAST_SAVING) * rates.pages;
@@ -492,7 +492,7 @@ impl Policy {
 
     /// Whether a mix with raw packets sends more bytes than encoded packets alone did, for hardly more pages. Then nothing goes raw for
     /// a while.
-    fn mix_gains_nothing(&mut self, rates: Rates) -> bool {
+    fn mix_gains_nothing(&mut self, rates: Rates, room: f64) -> bool {
         self.hold_encoded = self.hold_encoded.saturating_sub(1);
         if !self.mixes_raw() {
             if self.hold_encoded == 0 {
@@ -511,7 +511,7 @@ impl Policy {
             return false;
         }
         self.mix.add(rates);
-        let is_useless = (self.limit == Limit::Link || self.link_rate.room() < 1.0)
+        let is_useless = (self.limit == Limit::Link || room < 1.0)
             && self.mix.rate.count >= LEAST_WINDOWS
             && !self.mix.gains_over(&self.encoded)
             && self.mix.size.value > MORE_BYTES * self.encoded.size.value;

@@ -17,13 +17,23 @@ const ENCODER: [f64; 4] = [0.0, 0.0, 0.0, 0.6];
 const BALANCE: [f64; 4] = [0.0, 0.1, 0.3, 0.2];
 const SOURCE: [f64; 4] = [0.6, 0.0, 0.0, 0.6];
 
-fn observe(policy: &mut Policy, [source, socket, core, network]: [f64; 4]) {
-    let rates = Rates {
-        pages: 0.2,
-        wire: if socket > 0.0 { 0.08 } else { 0.06 },
-        link: Some(if socket > 0.0 { 0.16 } else { 0.12 }),
-    };
-    policy.observe(waits(source, socket, core, network), rates);
+fn observe(policy: &mut Policy, limit: [f64; 4]) {
+    let wire = if limit[1] > 0.0 { 0.08 } else { 0.06 };
+    observe_rates(policy, limit, 0.2, wire);
+}
+
+/// One of two channels sends at these rates, and the other one as much.
+fn observe_rates(
+    policy: &mut Policy,
+    [source, socket, core, network]: [f64; 4],
+    pages: f64,
+    wire: f64,
+) {
+    let link = Some(2.0 * wire);
+    policy.observe(
+        waits(source, socket, core, network),
+        Rates { pages, wire, link },
+    );
     policy.next_packet();
 }
 
@@ -139,16 +149,8 @@ fn lightest_encoded() -> Policy {
 
 /// A policy after two windows of a mix, and a function that returns whether the policy mixes raw packets after another window.
 fn mixing(pages: f64, size: f64) -> (Policy, Observe) {
-    let observe: Observe = |policy, [source, socket, core, network], pages, wire| {
-        policy.observe(
-            waits(source, socket, core, network),
-            Rates {
-                pages,
-                wire,
-                link: Some(2.0 * wire),
-            },
-        );
-        policy.next_packet();
+    let observe: Observe = |policy, limit, pages, wire| {
+        observe_rates(policy, limit, pages, wire);
         policy.mixes_raw()
     };
     let mut policy = lightest_encoded();
@@ -168,14 +170,7 @@ fn settled(rate: f64, pairs: [(f64, f64); RUNGS - 1]) -> usize {
             let cost = |size, cpu| Cost { size, cpu };
             policy.compared(rung, [cost(0.5, 1.0), cost(0.5 * size, 1.0 + cpu)]);
         }
-        let [source, socket, core, network] = LINK;
-        let rates = Rates {
-            pages: rate,
-            wire: 0.4 * rate,
-            link: Some(0.8 * rate),
-        };
-        policy.observe(waits(source, socket, core, network), rates);
-        policy.next_packet();
+        observe_rates(&mut policy, LINK, rate, 0.4 * rate);
     }
     policy.rung()
 }
@@ -229,12 +224,7 @@ fn a_link_that_was_full_lately_gets_no_raw_packets() {
 #[test]
 fn a_step_towards_raw_packets_about_doubles_the_bytes_at_most() {
     let mut policy = lightest_encoded();
-    let rates = Rates {
-        pages: 1.0,
-        wire: 0.05,
-        link: Some(0.1),
-    };
-    policy.observe(waits(0.0, 0.0, 0.0, 0.6), rates);
+    observe_rates(&mut policy, ENCODER, 1.0, 0.05);
     let raw = (0..1000).filter(|_| policy.pick(0.05) == RAW);
     assert!((40..80).contains(&raw.count()));
 }
@@ -269,14 +259,8 @@ fn a_link_is_remembered_during_a_balance() {
 #[test]
 fn pages_that_do_not_shrink_go_raw_also_over_a_busy_link() {
     let mut policy = Policy::new();
-    let rates = Rates {
-        pages: 0.2,
-        wire: 0.2,
-        link: Some(0.4),
-    };
-    for [source, socket, core, network] in [[LINK].as_slice(), &[ENCODER; 8]].concat() {
-        policy.observe(waits(source, socket, core, network), rates);
-        policy.next_packet();
+    for limit in [[LINK].as_slice(), &[ENCODER; 8]].concat() {
+        observe_rates(&mut policy, limit, 0.2, 0.2);
     }
     assert_eq!((policy.rung(), policy.mixes_raw()), (RAW, false));
 }
@@ -286,13 +270,8 @@ fn pages_that_do_not_shrink_go_raw_also_over_a_busy_link() {
 fn a_fast_link_gets_raw_packets_whatever_these_shrink_to() {
     let mut policy = Policy::new();
     for _ in 0..30 {
-        let rates = Rates {
-            pages: 0.5,
-            wire: if policy.mixes_raw() { 0.03 } else { 0.015 },
-            link: Some(0.03),
-        };
-        policy.observe(waits(0.0, 0.0, 0.0, 0.6), rates);
-        policy.next_packet();
+        let wire = if policy.mixes_raw() { 0.03 } else { 0.015 };
+        observe_rates(&mut policy, ENCODER, 0.5, wire);
     }
     assert_eq!((policy.rung(), policy.mixes_raw()), (RAW, false));
 }
