@@ -27,19 +27,24 @@
 //!
 //! For a destination with a page store, which keeps encoded pages only, packets go raw only where they do not shrink.
 //!
+//! What the peer has not received of the bytes of a window fills buffers on the way. That counts as a wait for the socket: without
+//! buffers, the sender would have waited for as long.
+//!
 //! The first packets go by zstd 1. Each channel decides for itself, by its share of the cores and by what all send.
 
 pub(crate) mod meter;
 mod policy;
+
+use std::mem;
 
 use multifd::{Layout, Method};
 use vamoose_codec::{EncodeError, Encoded, Encoder, Settings, encoder};
 
 use self::{
     meter::{Activity, WaitMeter},
-    policy::{Cost, FIRST, Limit, Policy, RAW, RUNGS, Rates, Waits},
+    policy::{Cost, FIRST, Limit, LinkRates, Policy, RAW, RUNGS, Rates, Waits},
 };
-use crate::stats::cpu_timed;
+use crate::{Stats, Stream, stats::cpu_timed};
 
 /// Chooses a method for each packet of one channel, and encodes it.
 pub struct Adaptive {
@@ -57,7 +62,40 @@ pub struct Adaptive {
     page_bytes: usize,
     wire_bytes: usize,
     /// Bytes that all channels had sent then, if that is known.
-    all_before: Option<u64>,
+    all_before: Option<AllBytes>,
+}
+
+/// What is known of the other end of a channel.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct FarEnd {
+    /// The share of its time that the receiver waits for the network.
+    network: Option<f64>,
+    /// Bytes of all channels.
+    all: Option<AllBytes>,
+}
+
+/// Bytes of all channels so far.
+#[derive(Clone, Copy, Debug)]
+struct AllBytes {
+    sent: u64,
+    /// Without a session, what was sent.
+    received: u64,
+}
+
+impl FarEnd {
+    pub(crate) fn of(stream: &Stream, stats: Option<&Stats>) -> Self {
+        let all = stats.map(|stats| {
+            let sent = stats.wire_bytes.read();
+            AllBytes {
+                sent,
+                received: stream.delivered().unwrap_or(sent),
+            }
+        });
+        Self {
+            network: stream.peer_wait(),
+            all,
+        }
+    }
 }
 
 /// Waits are measured over at least so many packets.
@@ -174,14 +212,12 @@ impl Adaptive {
         self.meter.switch_to(Activity::Output);
     }
 
-    /// The packet is out, and all channels together have sent `all_bytes`, if that is known. `peer_wait` returns the share of its time that
-    /// the receiver waits for the network.
+    /// The packet is out, on this stream.
     pub(crate) fn end_send(
         &mut self,
         page_bytes: usize,
         wire_bytes: usize,
-        all_bytes: Option<u64>,
-        peer_wait: impl FnOnce() -> Option<f64>,
+        peer: impl FnOnce() -> FarEnd,
     ) {
         self.meter.switch_to(Activity::Input);
         self.untried = self.untried.saturating_sub(1);
@@ -191,20 +227,27 @@ impl Adaptive {
         if self.packets >= LEAST_PACKETS
             && let Some(shares) = self.meter.shares()
         {
+            let FarEnd { network, all } = peer();
             let waits = Waits {
                 source: shares.input,
                 socket: shares.output,
                 core: shares.core,
-                network: peer_wait(),
+                network,
             };
             let [pages, wire] = [&mut self.page_bytes, &mut self.wire_bytes]
-                .map(|sent| bytes(std::mem::take(sent)) / shares.nanos);
-            let before = std::mem::replace(&mut self.all_before, all_bytes);
+                .map(|sent| bytes(mem::take(sent)) / shares.nanos);
+            let before = mem::replace(&mut self.all_before, all);
             // What others send during a pause of this channel is no part of its window.
-            let sent = all_bytes.zip(before).filter(|_| !shares.had_pause);
-            let link = sent.map(|(all, before)| {
-                let sent = usize::try_from(all.saturating_sub(before));
-                bytes(sent.unwrap_or(usize::MAX)) / shares.nanos
+            let window = all.zip(before).filter(|_| !shares.had_pause);
+            let link = window.map(|(all, before)| {
+                let rate = |now: u64, before| {
+                    let new = usize::try_from(now.saturating_sub(before));
+                    bytes(new.unwrap_or(usize::MAX)) / shares.nanos
+                };
+                LinkRates {
+                    sent: rate(all.sent, before.sent),
+                    received: rate(all.received, before.received),
+                }
             });
             self.policy.observe(waits, Rates { pages, wire, link });
             self.packets = 0;
@@ -326,7 +369,7 @@ mod tests {
                 prop_assert_eq!(decoder.decode(encoded.method, encoded.payload, &mut back), Ok(()));
                 prop_assert!(back == pages);
                 adaptive.begin_send();
-                adaptive.end_send(pages.len(), pages.len(), None, || None);
+                adaptive.end_send(pages.len(), pages.len(), FarEnd::default);
                 let (source, socket) = waits;
                 adaptive.policy.observe(Waits { source, socket, ..Waits::default() }, Rates { pages: 1.0, wire: 1.0, link: None });
                 adaptive.policy.next_packet();

@@ -28,7 +28,7 @@ use vamoose_codec::{DecodeError, Decoder, EncodeError, is_zero};
 use crate::{
     MethodChoice, Pacer, Stats, Stream,
     adaptive::{
-        Adaptive,
+        Adaptive, FarEnd,
         meter::{Activity, WaitMeter},
     },
     is_stall,
@@ -216,8 +216,9 @@ impl Blocks {
             }
         };
         out.count(written);
-        let all_bytes = stats.as_ref().map(|stats| stats.wire_bytes.read());
-        encoder.end_send(bytes.len(), written, all_bytes, || stream.peer_wait());
+        encoder.end_send(bytes.len(), written, || {
+            FarEnd::of(stream, stats.as_deref())
+        });
         Ok(())
     }
 }

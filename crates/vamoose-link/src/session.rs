@@ -588,6 +588,14 @@ impl Shared {
         }
     }
 
+    /// Bytes that the peer has received over all paths; `None` at the server.
+    pub(crate) fn delivered_bytes(&self) -> Option<u64> {
+        match &self.role {
+            Role::Client(paths) => Some(paths.delivered_bytes()),
+            Role::Server(_) => None,
+        }
+    }
+
     /// Counts bytes that the peer has received over a path.
     fn delivered(&self, path: usize, bytes: u64) {
         if let Role::Client(paths) = &self.role {

@@ -35,6 +35,11 @@ impl Stream {
         self.resumable()?.stream().peer_wait()
     }
 
+    /// Bytes of the whole session that the peer has received. `None` for a socket, and at the server of a session.
+    pub(crate) fn delivered(&self) -> Option<u64> {
+        self.resumable()?.stream().session().delivered_bytes()
+    }
+
     /// Ends both directions: calls that read or write this stream return at once.
     pub fn shut_down(&self) {
         match self {

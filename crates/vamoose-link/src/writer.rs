@@ -14,6 +14,7 @@ use vm_memory::VolatileSlice;
 use crate::{
     DeltaSender, Pacer, Packet, PacketEncoder, Stats, StoreListener, StoreSender, Stream,
     ZeroCopyError,
+    adaptive::FarEnd,
     backlog::Backlog,
     delta::Outgoing,
     is_stall, memory,
@@ -385,8 +386,9 @@ impl ChannelWriter {
         self.sender.count(header);
         if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
             let Sender { stats, stream, .. } = &self.sender;
-            let all_bytes = Some(stats.wire_bytes.read());
-            adaptive.end_send(encoded_bytes, wire_bytes, all_bytes, || stream.peer_wait());
+            adaptive.end_send(encoded_bytes, wire_bytes, || {
+                FarEnd::of(stream, Some(stats))
+            });
         }
         Ok(())
     }

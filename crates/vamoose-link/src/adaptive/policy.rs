@@ -3,7 +3,7 @@
 //! A **rung** is one encoding on a ladder from raw pages to dense zstd: a denser rung makes fewer bytes with more CPU time. A
 //! **window** is the time between two calls of [`Policy::observe`], 25 ms or more.
 
-use std::iter;
+use std::{iter, mem};
 
 /// What the threads of a channel waited for lately, in shares of the time.
 #[derive(Clone, Copy, Debug, Default)]
@@ -24,8 +24,24 @@ pub(super) struct Rates {
     pub(super) pages: f64,
     /// Headers and payloads.
     pub(super) wire: f64,
-    /// The same of all channels; `None` if that is not known.
-    pub(super) link: Option<f64>,
+    /// Of all channels together; `None` if that is not known.
+    pub(super) link: Option<LinkRates>,
+}
+
+/// Bytes of all channels, per nanosecond.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LinkRates {
+    /// What went into the sockets.
+    pub(super) sent: f64,
+    /// What arrived at the peer.
+    pub(super) received: f64,
+}
+
+impl LinkRates {
+    /// The share of the time for which the senders would have waited for the sockets if these had no buffers.
+    fn buffered(self) -> f64 {
+        1.0 - self.received / self.sent.max(f64::MIN_POSITIVE)
+    }
 }
 
 /// What limits the throughput of a channel.
@@ -65,6 +81,8 @@ impl Limit {
 struct Comparison {
     lighter: Cost,
     denser: Cost,
+    /// Additional CPU time of the denser rung, in nanoseconds per byte of pages, before any comparison.
+    typical_cpu: f64,
     /// Comparisons made, up to [`MEMORY`].
     count: f64,
 }
@@ -77,7 +95,8 @@ impl Comparison {
 
     /// Additional CPU time of the denser rung, in nanoseconds per byte of pages.
     fn cpu(&self) -> f64 {
-        self.denser.cpu - self.lighter.cpu
+        let measured = (self.denser.cpu - self.lighter.cpu) * self.count;
+        (measured + self.typical_cpu * TYPICAL_COUNT) / (self.count + TYPICAL_COUNT)
     }
 }
 
@@ -128,6 +147,8 @@ pub(super) struct Cost {
 
 /// Chooses the rung for each packet of one channel.
 pub(super) struct Policy {
+    /// The first window has not ended. It shows how connections begin, not what limits them.
+    is_first: bool,
     /// Between two rungs, packets of both are mixed: 1.25 is a quarter of rung 2 among rung 1.
     position: f64,
     step: f64,
@@ -175,18 +196,15 @@ impl LinkRate {
         if limit == Limit::Link {
             self.age = 0;
             self.rate = Some(match self.rate {
-                // Windows that also fill buffers have more bytes than the link carries: so higher rates count less.
-                Some(rate) if link > rate => rate + (link - rate) / 8.0,
+                // In a window, a receiver without a core takes less than the link carries: so lower rates count less.
+                Some(rate) if link < rate => rate + (link - rate) / 4.0,
                 _ => link,
             });
         } else if let Some(rate) = self.rate.filter(|_| limit != Limit::Balance) {
             // On a busy link, a look whether it carries more costs more than it may find.
             self.age += if sent > BUSY * rate { 1 } else { 2 };
-            self.rate = match sent > FASTER * rate {
-                _ if self.age > LINK_MEMORY => None,
-                true => Some(2.0 * sent),
-                false => Some(rate),
-            };
+            let is_another = sent > FASTER * rate || self.age > LINK_MEMORY;
+            self.rate = (!is_another).then_some(rate);
         }
     }
 
@@ -200,7 +218,7 @@ impl LinkRate {
 /// Windows over which the bytes on the link are averaged: single windows differ by a third, as buffers fill and drain.
 const LINK_WINDOWS: f64 = 3.0;
 
-/// A link that carries so many times the known rate without limiting is a faster one: it may carry twice as much.
+/// A link that carries so many times the known rate without limiting is a faster one, of which nothing is known.
 const FASTER: f64 = 1.5;
 
 /// Windows for which the rate of a link that has limited is remembered, while the link is busy. Half of them if it is not.
@@ -246,11 +264,12 @@ const LEAST_SAVING: f64 = 0.08;
 /// Comparisons that are averaged.
 const MEMORY: f64 = 6.0;
 
+/// So many comparisons count as much as the typical CPU time: an interrupt in one of them may take as long as the encoding.
+const TYPICAL_COUNT: f64 = 2.0;
+
 /// Bounds of a step, in rungs.
 const LEAST_STEP: f64 = 0.125;
 const MOST_STEP: f64 = 1.0;
-/// The largest while the encoder limits: from level 1 into a mix with raw packets.
-const ENCODER_STEP: f64 = 1.5;
 /// The largest while the source limits: nothing is lost then by going slowly.
 const SOURCE_STEP: f64 = 0.5;
 
@@ -295,11 +314,13 @@ impl Policy {
                 cpu: 0.0,
             },
             denser: Cost { size, cpu },
+            typical_cpu: cpu,
             count: 0.0,
         });
         Self {
             position: rung_position(START),
-            step: ENCODER_STEP,
+            is_first: true,
+            step: MOST_STEP,
             direction: 0.0,
             in_a_row: 0,
             limit: Limit::Link,
@@ -369,10 +390,15 @@ impl Policy {
     }
 
     /// Learns what the threads waited for, and what went out meanwhile.
-    pub(super) fn observe(&mut self, waits: Waits, rates: Rates) {
+    pub(super) fn observe(&mut self, mut waits: Waits, rates: Rates) {
+        let buffered = rates.link.map_or(0.0, LinkRates::buffered);
+        waits.socket = waits.socket.max(buffered);
         self.limit = Limit::of(waits);
         if let Some(link) = rates.link {
-            self.link_rate.observe(self.limit, link);
+            self.link_rate.observe(self.limit, link.received);
+        }
+        if mem::take(&mut self.is_first) {
+            return;
         }
         if self.loses_to_raw(rates.pages) {
             self.turn(-1.0, MOST_STEP);
@@ -401,7 +427,7 @@ impl Policy {
             Limit::Encoder if shrinks => {
                 let lightest = if self.hold_encoded > 0 { FIRST } else { RAW };
                 let fits = self.lightest_that_fits(room, rates);
-                (fits.max(rung_position(lightest)), ENCODER_STEP)
+                (fits.max(rung_position(lightest)), MOST_STEP)
             }
             // What does not shrink may as well go raw. With raw packets in the mix, the socket fills in bursts and the link is idle
             // between these: so towards raw.

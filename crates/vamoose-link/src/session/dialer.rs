@@ -275,6 +275,12 @@ impl Paths {
         status
     }
 
+    /// Bytes that the server has received over all paths.
+    pub(crate) fn delivered_bytes(&self) -> u64 {
+        let of_path = |known: &KnownPath| known.delivered.load(Ordering::Relaxed);
+        self.list.iter().map(of_path).sum()
+    }
+
     pub(crate) fn delivered(&self, path: usize, bytes: u64) {
         if let Some(known) = self.list.get(path) {
             known.delivered.fetch_add(bytes, Ordering::Relaxed);

@@ -1,6 +1,6 @@
 //! The policy's tables.
 
-use crate::adaptive::policy::{Cost, Limit, Policy, RAW, RUNGS, Rates, START, Waits};
+use crate::adaptive::policy::{Cost, Limit, LinkRates, Policy, RAW, RUNGS, Rates, START, Waits};
 
 /// Waits of the sender for its source, the socket, a core, and of the receiver for the network.
 fn waits(source: f64, socket: f64, core: f64, network: impl Into<Option<f64>>) -> Waits {
@@ -29,7 +29,10 @@ fn observe_rates(
     pages: f64,
     wire: f64,
 ) {
-    let link = Some(2.0 * wire);
+    let link = Some(LinkRates {
+        sent: 2.0 * wire,
+        received: 2.0 * wire,
+    });
     policy.observe(
         waits(source, socket, core, network),
         Rates { pages, wire, link },
@@ -54,6 +57,47 @@ fn bottleneck_follows_from_who_waits() {
         let waits = waits(source, socket, core, network);
         assert_eq!(Limit::of(waits), limit, "{waits:?}");
     }
+}
+
+/// Without buffers, the sender would have waited for the socket.
+#[test]
+fn bytes_that_only_fill_buffers_count_as_a_wait_for_the_link() {
+    for (received, limit) in [(0.2, Limit::Encoder), (0.15, Limit::Link)] {
+        let mut policy = Policy::new();
+        let [source, socket, core, network] = ENCODER;
+        let rates = Rates {
+            pages: 0.4,
+            wire: 0.1,
+            link: Some(LinkRates {
+                sent: 0.2,
+                received,
+            }),
+        };
+        policy.observe(waits(source, socket, core, network), rates);
+        assert_eq!(policy.limit(), limit, "{received}");
+    }
+}
+
+/// It shows how connections begin.
+#[test]
+fn first_window_changes_no_rung() {
+    for limit in [LINK, ENCODER, BALANCE, SOURCE] {
+        let mut policy = Policy::new();
+        observe(&mut policy, limit);
+        assert_eq!(policy.rung(), START);
+    }
+}
+
+/// As where an interrupt came while the lighter rung encoded.
+#[test]
+fn one_comparison_does_not_make_a_denser_rung_free() {
+    let mut policy = lightest_encoded();
+    let cost = |size, cpu| Cost { size, cpu };
+    policy.compared(1, [cost(0.1, 1.7), cost(0.092, 1.47)]);
+    for _ in 0..10 {
+        observe_rates(&mut policy, BALANCE, 0.35, 0.04);
+    }
+    assert_eq!((policy.rung(), policy.mixes_raw()), (RAW + 1, false));
 }
 
 #[test]
@@ -140,7 +184,7 @@ type Observe = fn(&mut Policy, [f64; 4], f64, f64) -> bool;
 /// A policy that has come to the lightest rung that encodes.
 fn lightest_encoded() -> Policy {
     let mut policy = Policy::new();
-    for _ in 0..2 {
+    for _ in 0..3 {
         observe(&mut policy, SOURCE);
     }
     assert_eq!((policy.rung(), policy.mixes_raw()), (RAW + 1, false));
