@@ -142,6 +142,11 @@ impl Adaptive {
         self.encoders.has_checksums = true;
     }
 
+    /// The first packets go raw.
+    pub(crate) fn start_raw(&mut self) {
+        self.policy.start_raw();
+    }
+
     /// Packets go raw only where they do not shrink, also if that costs time.
     pub(crate) fn avoid_raw(&mut self) {
         self.avoids_raw = true;

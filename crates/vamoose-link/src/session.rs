@@ -558,6 +558,11 @@ impl Shared {
         stream
     }
 
+    /// Number of the next stream that this client opens.
+    fn next_number(&self) -> u32 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
     fn find(&self, number: u32) -> Option<Arc<ResumableStream>> {
         lock(&self.streams).get(&number).cloned()
     }

@@ -158,6 +158,13 @@ impl ChannelWriter {
         listener
     }
 
+    /// Lets method auto begin with raw packets, because the link is known to be fast. Has no effect on another method.
+    pub fn start_raw(&mut self) {
+        if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
+            adaptive.start_raw();
+        }
+    }
+
     /// Sends pages by the method that the source's QEMU used, if the first packet tells it (over a session), instead of the
     /// encoder's: zstd as [`send_frames`](Self::send_frames) does.
     pub fn restore(&mut self) {

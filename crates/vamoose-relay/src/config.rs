@@ -35,6 +35,8 @@ pub struct Config {
     /// Whether the destination QEMU is set up for method zstd, and decodes zstd frames itself
     /// ([`ChannelWriter::send_frames`](vamoose_link::ChannelWriter::send_frames)).
     pub(crate) is_decoded_by_qemu: bool,
+    /// The link is too fast for any encoder to fill it.
+    pub(crate) has_fast_link: bool,
     /// Whether to send differences for pages that were sent before, where that is shorter. Requires a session whose server keeps
     /// the pages, and a method whose packets can hold differences.
     pub delta: bool,
@@ -57,6 +59,7 @@ impl Config {
             stall_timeout: Duration::from_secs(15),
             zero_pages: ZeroPages::Pass,
             is_decoded_by_qemu: false,
+            has_fast_link: false,
         }
     }
 

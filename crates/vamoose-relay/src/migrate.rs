@@ -13,6 +13,7 @@
 mod earlier;
 mod error;
 mod hand_over;
+mod link;
 mod policy;
 mod post_copy;
 mod predict;
@@ -54,7 +55,8 @@ use crate::{
 use error::at_source;
 pub use error::{Cause, Failure};
 use hand_over::{Attempt, HandOver};
-pub use predict::{Forecast, Inputs, LinkSpeed, Prediction, Remedies, Writes};
+pub use link::LinkSpeed;
+pub use predict::{Forecast, Inputs, Prediction, Remedies, Writes};
 use preflight::Inspected;
 use socket::{Route, listen_beside};
 pub(crate) use source::{SourceQemu, capabilities};
@@ -204,9 +206,12 @@ impl Migration<'_> {
         };
         let address = self.to.address();
         observe(News::WaitsFor(&format!("a connection to {address}")));
-        let control = self.connect(attempt, streams).map_err(at_source)?;
+        let speed_test = self.needs_speed_test(source).then_some(attempt);
+        let all_streams = streams + usize::from(speed_test.is_some());
+        let control = self.connect(attempt, all_streams).map_err(at_source)?;
         self.notify_earlier(journal).map_err(at_source)?;
-        let inspected = self.inspect(control, source, streams).map_err(at_source)?;
+        let inspected = self.inspect(control, source, streams, speed_test);
+        let inspected = inspected.map_err(at_source)?;
         self.warn(&inspected);
         self.judge(&inspected).map_err(at_source)?;
         self.attempt(attempt, journal, source, inspected, start, observe)
@@ -245,8 +250,10 @@ impl Migration<'_> {
         observe(News::WaitsFor("the server to prepare its QEMU"));
         let (decision, ended) = match self.prepare(&mut hand_over, inspected.prepare) {
             Ok(()) => {
+                let mut config = self.config.clone();
+                config.has_fast_link = inspected.has_fast_link;
                 let (streams, images) = (inspected.streams, inspected.images);
-                self.move_guest(&mut hand_over, source, streams, images, observe)
+                self.move_guest(&mut hand_over, source, config, streams, images, observe)
             }
             Err(cause) => (None, Ended::failed(cause)),
         };
@@ -287,6 +294,7 @@ impl Migration<'_> {
         &self,
         hand_over: &mut HandOver<'_>,
         source: &mut SourceQemu,
+        mut config: Config,
         data: Vec<Opening>,
         images: Vec<Image>,
         observe: &mut dyn FnMut(News<'_>),
@@ -306,7 +314,6 @@ impl Migration<'_> {
         let data = Mutex::new(data);
         let begin = move |_| Ok((begun.clone(), mem::take(&mut *lock(&data))));
         let dialer = Dialer::session(begin, &preamble);
-        let mut config = self.config.clone();
         config.incoming_channels = self.channels_of(source).map(usize::from);
         config.outgoing_channels = config.incoming_channels;
         let stats = Arc::new(Stats::default());

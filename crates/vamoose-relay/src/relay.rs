@@ -243,6 +243,9 @@ impl Relay<'_> {
             if self.config.is_decoded_by_qemu {
                 writer.send_frames();
             }
+            if self.config.has_fast_link {
+                writer.start_raw();
+            }
             if self.config.restore {
                 writer.restore();
             }

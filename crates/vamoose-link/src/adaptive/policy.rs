@@ -340,6 +340,11 @@ impl Policy {
         }
     }
 
+    /// Begins with raw packets.
+    pub(super) fn start_raw(&mut self) {
+        (self.position, self.rung) = (rung_position(RAW), RAW);
+    }
+
     /// The rung of the next packet: the same until [`next_packet`](Self::next_packet). [`pick`](Self::pick) decides in a mix with raw
     /// packets.
     pub(super) fn rung(&self) -> usize {

@@ -395,11 +395,13 @@ pub struct Opening {
 impl Opening {
     pub(super) fn begin(session: &Session) -> Self {
         let shared = session.0.clone();
+        // Here, because a server passes streams on in the order of their numbers.
+        let number = shared.next_number();
         Self {
             session: session.clone(),
             began: Instant::now(),
             stream: None,
-            thread: threads::spawn(move || open(&shared)).ok(),
+            thread: threads::spawn(move || open_as(&shared, number)).ok(),
         }
     }
 
@@ -430,7 +432,10 @@ impl Opening {
 }
 
 pub(crate) fn open(session: &Arc<Shared>) -> Result<Stream, DialError> {
-    let number = session.next.fetch_add(1, Ordering::Relaxed);
+    open_as(session, session.next_number())
+}
+
+fn open_as(session: &Arc<Shared>, number: u32) -> Result<Stream, DialError> {
     let stream = session.add(number);
     match connect(&stream, Intent::Open) {
         Ok(()) => Ok(Stream::Resumable(Resumable::new(stream))),

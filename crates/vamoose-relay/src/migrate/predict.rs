@@ -6,7 +6,6 @@
 //!  link                                └ data streams that the server discards
 //! ```
 
-mod link;
 mod model;
 mod sample;
 
@@ -19,9 +18,12 @@ use handover::AttemptId;
 use tracing::debug;
 use vamoose_link::{EncodingCost, left};
 
-use super::{Migration, SourceQemu, preflight::Inspected};
+use super::{
+    Migration, SourceQemu,
+    link::{self, LinkSpeed},
+    preflight::Inspected,
+};
 use crate::{chain, qemu::QemuError};
-pub use link::LinkSpeed;
 use model::whole;
 pub use model::{Inputs, Prediction, Remedies, Writes};
 use sample::Memory;

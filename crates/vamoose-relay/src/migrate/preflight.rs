@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, from_details, to_details};
+use multifd::Method;
 use tracing::{info, warn};
-use vamoose_link::{Conversation, Opening, random_id};
+use vamoose_link::{Conversation, MethodChoice, Opening, random_id};
 
-use super::{Cause, Failure, Migration, SourceQemu, at_source};
+use super::{Cause, Failure, Migration, SourceQemu, at_source, link::SpeedTest};
 use crate::{
     Fact, Fit, Forecast, Journal,
     control::{ControlError, Offer, PostCopyAbilities, Request, answer, connect_first},
@@ -24,6 +25,8 @@ pub(super) struct Inspected {
     pub(super) images: Vec<Image>,
     /// The server discards what measures the link.
     pub(super) measures: bool,
+    /// The link is too fast for any encoder to fill it.
+    pub(super) has_fast_link: bool,
     facts: Vec<Fact>,
 }
 
@@ -70,7 +73,7 @@ impl Migration<'_> {
     ) -> Result<Forecast, Cause> {
         let attempt = AttemptId(random_id()?);
         let control = self.connect(attempt, 0)?;
-        let inspected = self.inspect(control, source, 0)?;
+        let inspected = self.inspect(control, source, 0, None)?;
         inspected.facts.iter().for_each(report);
         self.judge(&inspected)?;
         Ok(self.forecast(attempt, source, &inspected)?)
@@ -135,12 +138,22 @@ impl Migration<'_> {
         control.ok_or(Cause::Cancelled)
     }
 
-    /// Compares both QEMUs, while `streams` streams are being opened.
+    /// Whether the method depends on the link, and nothing limits the bandwidth. The copies of disks may take hours, so a test before
+    /// them would not tell.
+    pub(super) fn needs_speed_test(&self, source: &SourceQemu) -> bool {
+        matches!(self.config.method, MethodChoice::Adaptive(_))
+            && self.config.max_bandwidth.is_none()
+            && self.storage.is_none()
+            && source.post_copy.is_none()
+    }
+
+    /// Compares both QEMUs, while `streams` streams are being opened, and the link's speed is tested, if it is to be.
     pub(super) fn inspect(
         &self,
         mut control: Conversation,
         source: &mut SourceQemu,
         streams: usize,
+        speed_test: Option<AttemptId>,
     ) -> Result<Inspected, Cause> {
         let images = match self.storage {
             Some(storage) => storage.choose(source.qemu.images()?)?,
@@ -148,13 +161,16 @@ impl Migration<'_> {
         };
         let disks: Vec<_> = images.iter().map(|image| image.disk.clone()).collect();
         let names = disks.iter().map(|disk| disk.name.clone()).collect();
-        let request = Request {
+        let mut request = Request {
             post_copy: source.post_copy,
             ..self.request(self.name, names)
         };
-        let prepare = Prepare::new(to_details(&request).map_err(ControlError::from)?);
-        let sent = control.send(&SourceMessage::Inspect(prepare.clone()));
+        let prepare = |request: &Request| to_details(request).map(Prepare::new);
+        let inspect = prepare(&request).map_err(ControlError::from)?;
+        let sent = control.send(&SourceMessage::Inspect(inspect));
         let session = control.stream().session();
+        let speed_test = session.clone().zip(speed_test);
+        let speed_test = speed_test.map(|(session, attempt)| SpeedTest::begin(&session, attempt));
         let streams = session.map_or_else(Vec::new, |session| session.open_ahead(streams));
         let here = source.qemu.machine(&source.instance.uuid)?;
         let answered = sent.and_then(|()| answer(&mut control, INSPECTED_WITHIN));
@@ -182,10 +198,16 @@ impl Migration<'_> {
             let increments = self.storage.is_some_and(|storage| storage.increments);
             facts.extend(compare_disks(&disks, &there, self.host, increments));
         }
+        let has_fast_link = speed_test.is_some_and(|test| test.is_fast());
+        if has_fast_link {
+            info!("{}: the link is fast: most pages go raw", self.name);
+            request.method = Method::None.name().to_owned();
+        }
         Ok(Inspected {
             control,
             streams,
-            prepare,
+            prepare: prepare(&request).map_err(ControlError::from)?,
+            has_fast_link,
             images,
             measures: offer.measures,
             facts,

@@ -173,7 +173,7 @@ impl Server {
                     drop(found.take());
                     let answer = self.find(&prepare).and_then(|mut waiting| {
                         let answer = waiting.inspect()?;
-                        found = Some((prepare, waiting));
+                        found = Some(waiting);
                         Ok(answer)
                     });
                     answer.map_or_else(
@@ -185,8 +185,8 @@ impl Server {
                     send_message(stream, &self.unknown())
                 }
                 (SourceMessage::Prepare(prepare), None) => {
-                    let found = found.take().filter(|(asked, _)| *asked == prepare);
-                    let found = found.map_or_else(|| self.find(&prepare), |(_, found)| Ok(found));
+                    let found = found.take().and_then(|it| it.for_migration(&prepare));
+                    let found = found.map_or_else(|| self.find(&prepare), Ok);
                     self.prepare_and_reply(scope, attempt, found, (stream, session), &mut job)
                 }
                 (SourceMessage::Prepare(prepare), Some(job)) => {

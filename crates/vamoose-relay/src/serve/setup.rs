@@ -34,6 +34,17 @@ pub(super) struct Waiting {
 }
 
 impl Waiting {
+    /// The same QEMU, for the migration that `prepare` asks for; `None` if another one was inspected. The source knows the link by now,
+    /// so the method may have changed.
+    pub(super) fn for_migration(self, prepare: &Prepare) -> Option<Self> {
+        let request: Request = from_details(prepare.details.clone()).ok()?;
+        let inspected = Request {
+            method: request.method.clone(),
+            ..self.request
+        };
+        (inspected == request).then_some(Self { request, ..self })
+    }
+
     /// The answer to `inspect`.
     pub(super) fn inspect(&mut self) -> Result<DestinationMessage, PrepareError> {
         let details = to_details(&Offer {

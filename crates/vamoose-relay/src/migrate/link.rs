@@ -1,14 +1,19 @@
-//! What the link to a server carries: data streams that the server discards, for about a second.
+//! What the link to a server carries: data streams that the server discards. A prediction measures for about a second
+//! ([`measure`]), and each migration for a few milliseconds ([`SpeedTest`]), while the QEMUs are compared.
 
 use std::{
+    io,
     num::NonZeroU64,
-    sync::Arc,
+    sync::{
+        Arc,
+        mpsc::{self, Receiver},
+    },
     thread,
     time::{Duration, Instant},
 };
 
 use handover::{AttemptId, ConnectionKind};
-use vamoose_link::{DialError, Limit, Pacer, Session, Stream};
+use vamoose_link::{DialError, Limit, Opening, Pacer, Session, Stream};
 
 use crate::control::preamble;
 
@@ -28,7 +33,17 @@ const WARM_UP: Duration = Duration::from_millis(300);
 const MEASURED: Duration = Duration::from_millis(900);
 /// Longest measurement of a link on which little arrives.
 const LONGEST: Duration = Duration::from_secs(3);
-const LOOK: Duration = Duration::from_millis(4);
+const SAMPLED_EVERY: Duration = Duration::from_millis(4);
+/// Rounds of a test: pieces, and the time within which all of them have to arrive. The last round takes 0.5 GB/s, and the one before it
+/// shows a virtual link of 1 Gbit/s that carries bursts of some hundred KiB faster.
+const ROUNDS: [(usize, Duration); 4] = [
+    (1, Duration::from_millis(8)),
+    (4, Duration::from_millis(5)),
+    (8, Duration::from_millis(3)),
+    (32, Duration::from_millis(8)),
+];
+/// How long a migration waits for the test, when all else is ready.
+const TEST_ENDS_WITHIN: Duration = Duration::from_millis(12);
 /// As large as a frame, and noise, which nothing on the way can compress.
 const PIECE: usize = 128 << 10;
 
@@ -71,11 +86,64 @@ fn send(stream: &Stream, attempt: AttemptId, pacer: &Pacer, noise: &[u8]) {
     }
 }
 
+/// A test whether the link is so fast that no encoder fills it: about 6 Gbit/s or more.
+pub(super) struct SpeedTest(Receiver<bool>);
+
+impl SpeedTest {
+    /// Sends noise for some milliseconds at most. Without effect if the system refuses a thread.
+    pub(super) fn begin(session: &Session, attempt: AttemptId) -> Self {
+        let (tell, told) = mpsc::channel();
+        let stream = session.open_ahead(1).pop();
+        let test = move || {
+            let Some(Ok(stream)) = stream.map(Opening::wait) else {
+                return;
+            };
+            let is_fast = is_fast(&stream, attempt).unwrap_or(false);
+            stream.shut_down();
+            // Nobody listens after the time for the test.
+            let _ = tell.send(is_fast);
+        };
+        let _ = thread::Builder::new().spawn(test);
+        Self(told)
+    }
+
+    /// Whether the link is fast. False if that does not show soon.
+    pub(super) fn is_fast(&self) -> bool {
+        self.0.recv_timeout(TEST_ENDS_WITHIN).unwrap_or(false)
+    }
+}
+
+fn is_fast(stream: &Stream, attempt: AttemptId) -> io::Result<bool> {
+    stream.write_both(&preamble(ConnectionKind::Measure, attempt), &[])?;
+    let noise = noise();
+    all_arrive(|pieces, within| {
+        let began = Instant::now();
+        for _ in 0..pieces {
+            if began.elapsed() > within {
+                return Ok(false);
+            }
+            stream.write_both(&noise, &[])?;
+        }
+        Ok(stream.drain(within.saturating_sub(began.elapsed())))
+    })
+}
+
+/// Whether a piece of noise arrives soon, and then more and more of them, so that a slow link carries little noise. `arrive` sends some
+/// pieces, and says whether all of them have arrived within a time.
+fn all_arrive(mut arrive: impl FnMut(usize, Duration) -> io::Result<bool>) -> io::Result<bool> {
+    for (pieces, within) in ROUNDS {
+        if !arrive(pieces, within)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
 /// The rate at which `delivered` grows.
 fn watch(delivered: impl Fn() -> u64) -> Option<f64> {
     let (began, mut steps) = (Instant::now(), Steps::default());
     while steps.wait(began.elapsed()) {
-        thread::sleep(LOOK);
+        thread::sleep(SAMPLED_EVERY);
         steps.saw(began.elapsed(), delivered());
     }
     steps.rate()
@@ -138,6 +206,23 @@ mod tests {
             steps.saw(time, *delivered);
         }
         steps.rate()
+    }
+
+    #[test]
+    fn test_of_a_link_ends_with_the_first_slow_round() {
+        for slow_round in 0..=ROUNDS.len() {
+            let mut sent = Vec::new();
+            let is_fast = all_arrive(|pieces, _| {
+                sent.push(pieces);
+                Ok(sent.len() <= slow_round)
+            });
+            assert_eq!(is_fast.unwrap(), slow_round == ROUNDS.len());
+            let rounds = (slow_round + 1).min(ROUNDS.len());
+            assert_eq!(
+                sent,
+                ROUNDS[..rounds].iter().map(|it| it.0).collect::<Vec<_>>()
+            );
+        }
     }
 
     #[test]
