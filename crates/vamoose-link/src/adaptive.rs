@@ -61,16 +61,17 @@ pub struct Adaptive {
     packets: u32,
     page_bytes: usize,
     wire_bytes: usize,
-    /// Bytes that all channels had sent then, if that is known.
+    /// Bytes of all channels then, if these are known, and at the end of the first window.
     all_before: Option<AllBytes>,
+    all_at_first: Option<AllBytes>,
 }
 
-/// What is known of the other end of a channel.
+/// What is known beyond the sender of a channel.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct FarEnd {
     /// The share of its time that the receiver waits for the network.
     network: Option<f64>,
-    /// Bytes of all channels.
+    /// What all channels have sent.
     all: Option<AllBytes>,
 }
 
@@ -80,6 +81,17 @@ struct AllBytes {
     sent: u64,
     /// Without a session, what was sent.
     received: u64,
+}
+
+impl AllBytes {
+    #[allow(
+        clippy::cast_precision_loss,
+        reason = "a migration has less than 8 PiB"
+    )]
+    fn since(self, first: Self) -> [f64; 2] {
+        let [sent, received] = [(self.sent, first.sent), (self.received, first.received)];
+        [sent, received].map(|(now, first)| now.saturating_sub(first) as f64)
+    }
 }
 
 impl FarEnd {
@@ -134,6 +146,7 @@ impl Adaptive {
             page_bytes: 0,
             wire_bytes: 0,
             all_before: None,
+            all_at_first: None,
         }
     }
 
@@ -242,17 +255,12 @@ impl Adaptive {
             let [pages, wire] = [&mut self.page_bytes, &mut self.wire_bytes]
                 .map(|sent| bytes(mem::take(sent)) / shares.nanos);
             let before = mem::replace(&mut self.all_before, all);
+            self.all_at_first = self.all_at_first.or(all);
             // What others send during a pause of this channel is no part of its window.
-            let window = all.zip(before).filter(|_| !shares.had_pause);
-            let link = window.map(|(all, before)| {
-                let rate = |now: u64, before| {
-                    let new = usize::try_from(now.saturating_sub(before));
-                    bytes(new.unwrap_or(usize::MAX)) / shares.nanos
-                };
-                LinkRates {
-                    sent: rate(all.sent, before.sent),
-                    received: rate(all.received, before.received),
-                }
+            let window = before.zip(all).filter(|_| !shares.had_pause);
+            let link = window.zip(self.all_at_first).map(|((before, now), first)| {
+                let [before, now] = [before, now].map(|all| all.since(first));
+                LinkRates::new(before, now, shares.nanos)
             });
             self.policy.observe(waits, Rates { pages, wire, link });
             self.packets = 0;

@@ -35,7 +35,7 @@ pub struct Config {
     /// Whether the destination QEMU is set up for method zstd, and decodes zstd frames itself
     /// ([`ChannelWriter::send_frames`](vamoose_link::ChannelWriter::send_frames)).
     pub(crate) is_decoded_by_qemu: bool,
-    /// The link is too fast for any encoder to fill it.
+    /// The link is too fast for the encoders to fill it.
     pub(crate) has_fast_link: bool,
     /// Whether to send differences for pages that were sent before, where that is shorter. Requires a session whose server keeps
     /// the pages, and a method whose packets can hold differences.

@@ -28,7 +28,7 @@ pub(crate) struct Request {
     pub(crate) name: String,
     pub(crate) channels: u8,
     pub(crate) page_size: u32,
-    /// How the pages will be encoded; in `prepare`, none if most of them will come as they are.
+    /// How the pages will be encoded. In `prepare`, method none may stand for auto: the link is fast, and most pages will come raw.
     pub(crate) method: String,
     /// Names of the disks that are to be copied.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -440,6 +440,12 @@ impl Migration<'_> {
         source.post_copy.is_none().then_some(self.channels)
     }
 
+    /// Threads that encode at once.
+    fn encoders(&self) -> f64 {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        usize::from(self.channels).min(cores) as f64
+    }
+
     fn conclude(
         &self,
         mut hand_over: HandOver<'_>,

@@ -28,21 +28,29 @@ pub(super) struct Rates {
     pub(super) link: Option<LinkRates>,
 }
 
-/// Bytes of all channels, per nanosecond.
+/// What all channels have done in a window.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LinkRates {
-    /// What went into the sockets.
-    pub(super) sent: f64,
-    /// What arrived at the peer.
-    pub(super) received: f64,
+    /// Bytes that arrived at the peer, per nanosecond.
+    pub(super) arrived: f64,
+    /// The share of the time for which the senders would have waited for the sockets if these had no buffers.
+    pub(super) buffered: f64,
 }
 
 impl LinkRates {
-    /// The share of the time for which the senders would have waited for the sockets if these had no buffers.
-    fn buffered(self) -> f64 {
-        1.0 - self.received / self.sent.max(f64::MIN_POSITIVE)
+    /// From the bytes sent and arrived so far, when a window of so many nanoseconds began and now.
+    pub(super) fn new(before: [f64; 2], now: [f64; 2], nanos: f64) -> Self {
+        let backlog = |[sent, arrived]: [f64; 2]| f64::max(sent - arrived, LUMPS);
+        let grown = backlog(now) - backlog(before);
+        Self {
+            arrived: (now[1] - before[1]) / nanos,
+            buffered: grown / (now[0] - before[0]).max(1.0),
+        }
     }
 }
+
+/// On the way to the peer are as many bytes also without a backlog: it acknowledges 256 KiB of a channel at a time.
+const LUMPS: f64 = 524_288.0;
 
 /// What limits the throughput of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,7 +104,8 @@ impl Comparison {
     /// Additional CPU time of the denser rung, in nanoseconds per byte of pages.
     fn cpu(&self) -> f64 {
         let measured = (self.denser.cpu - self.lighter.cpu) * self.count;
-        (measured + self.typical_cpu * TYPICAL_COUNT) / (self.count + TYPICAL_COUNT)
+        let typical = TYPICAL_COUNT * (1.0 - self.count / MEMORY);
+        (measured + self.typical_cpu * typical) / (self.count + typical)
     }
 }
 
@@ -185,15 +194,15 @@ struct LinkRate {
     rate: Option<f64>,
     /// Windows since the link limited; those in which it was not busy count twice.
     age: u32,
-    /// What was sent lately.
-    sent: Mean,
+    /// What arrived lately.
+    arrived: Mean,
 }
 
 impl LinkRate {
     fn observe(&mut self, limit: Limit, link: f64) {
-        self.sent.add(link, LINK_WINDOWS);
-        let sent = self.sent.value;
-        if limit == Limit::Link {
+        self.arrived.add(link, LINK_WINDOWS);
+        let arrived = self.arrived.value;
+        if limit == Limit::Link && link > 0.0 {
             self.age = 0;
             self.rate = Some(match self.rate {
                 // In a window, a receiver without a core takes less than the link carries: so lower rates count less.
@@ -202,8 +211,8 @@ impl LinkRate {
             });
         } else if let Some(rate) = self.rate.filter(|_| limit != Limit::Balance) {
             // On a busy link, a look whether it carries more costs more than it may find.
-            self.age += if sent > BUSY * rate { 1 } else { 2 };
-            let is_another = sent > FASTER * rate || self.age > LINK_MEMORY;
+            self.age += if arrived > BUSY * rate { 1 } else { 2 };
+            let is_another = arrived > FASTER * rate || self.age > LINK_MEMORY;
             self.rate = (!is_another).then_some(rate);
         }
     }
@@ -211,7 +220,7 @@ impl LinkRate {
     /// How many times the bytes of now would make the link busy. Infinite if the link has not limited lately.
     fn room(self) -> f64 {
         let rate = self.rate.unwrap_or(f64::INFINITY);
-        BUSY * rate / self.sent.value.max(f64::MIN_POSITIVE)
+        BUSY * rate / self.arrived.value.max(f64::MIN_POSITIVE)
     }
 }
 
@@ -264,7 +273,8 @@ const LEAST_SAVING: f64 = 0.08;
 /// Comparisons that are averaged.
 const MEMORY: f64 = 6.0;
 
-/// So many comparisons count as much as the typical CPU time: an interrupt in one of them may take as long as the encoding.
+/// The typical CPU time counts as much as so many comparisons at first, and nothing in the end: an interrupt in one comparison may take
+/// as long as the encoding.
 const TYPICAL_COUNT: f64 = 2.0;
 
 /// Bounds of a step, in rungs.
@@ -396,11 +406,11 @@ impl Policy {
 
     /// Learns what the threads waited for, and what went out meanwhile.
     pub(super) fn observe(&mut self, mut waits: Waits, rates: Rates) {
-        let buffered = rates.link.map_or(0.0, LinkRates::buffered);
+        let buffered = rates.link.map_or(0.0, |link| link.buffered);
         waits.socket = waits.socket.max(buffered);
         self.limit = Limit::of(waits);
         if let Some(link) = rates.link {
-            self.link_rate.observe(self.limit, link.received);
+            self.link_rate.observe(self.limit, link.arrived);
         }
         if mem::take(&mut self.is_first) {
             return;

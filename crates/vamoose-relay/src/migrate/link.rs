@@ -1,11 +1,12 @@
 //! What the link to a server carries: data streams that the server discards. A prediction measures for about a second
-//! ([`measure`]), and each migration for a few milliseconds ([`SpeedTest`]), while the QEMUs are compared.
+//! ([`measure`]), a migration with method auto for a few milliseconds ([`SpeedTest`]), while the QEMUs are compared.
 
 use std::{
     io,
     num::NonZeroU64,
     sync::{
         Arc,
+        atomic::{AtomicBool, Ordering},
         mpsc::{self, Receiver},
     },
     thread,
@@ -34,14 +35,18 @@ const MEASURED: Duration = Duration::from_millis(900);
 /// Longest measurement of a link on which little arrives.
 const LONGEST: Duration = Duration::from_secs(3);
 const SAMPLED_EVERY: Duration = Duration::from_millis(4);
-/// Rounds of a test: pieces, and the time within which all of them have to arrive. The last round takes 0.5 GB/s, and the one before it
-/// shows a virtual link of 1 Gbit/s that carries bursts of some hundred KiB faster.
-const ROUNDS: [(usize, Duration); 4] = [
-    (1, Duration::from_millis(8)),
-    (4, Duration::from_millis(5)),
-    (8, Duration::from_millis(3)),
-    (32, Duration::from_millis(8)),
+/// Rounds of a test: bytes, and the time within which all of them have to arrive. The third round uses up what a shaped link of
+/// 1 Gbit/s carries as a burst, and the fourth one fails there.
+const FIRST_ROUNDS: [(usize, Duration); 4] = [
+    (16 << 10, Duration::from_millis(4)),
+    (128 << 10, Duration::from_millis(4)),
+    (512 << 10, Duration::from_millis(4)),
+    (1 << 20, Duration::from_millis(3)),
 ];
+/// The time is that for one encoding thread, which encodes about so many bytes meanwhile: 3.4 Gbit/s for each thread.
+const LAST_ROUND: (usize, Duration) = (4 << 20, Duration::from_millis(10));
+/// Longest round-trip time over which a test can tell.
+const NEAR: Duration = Duration::from_millis(5);
 /// How long a migration waits for the test, when all else is ready.
 const TEST_ENDS_WITHIN: Duration = Duration::from_millis(12);
 /// As large as a frame, and noise, which nothing on the way can compress.
@@ -86,53 +91,86 @@ fn send(stream: &Stream, attempt: AttemptId, pacer: &Pacer, noise: &[u8]) {
     }
 }
 
-/// A test whether the link is so fast that no encoder fills it: about 6 Gbit/s or more.
-pub(super) struct SpeedTest(Receiver<bool>);
+/// A test whether the link is so fast that the sender's cores cannot fill it with encoded pages.
+pub(super) struct SpeedTest {
+    told: Receiver<bool>,
+    is_over: Arc<AtomicBool>,
+}
 
 impl SpeedTest {
-    /// Sends noise for some milliseconds at most. Without effect if the system refuses a thread.
-    pub(super) fn begin(session: &Session, attempt: AttemptId) -> Self {
+    /// Sends noise for some milliseconds at most, as fast as `pacer` allows. `encoders` threads can encode at once. Without effect if
+    /// the system refuses a thread.
+    pub(super) fn begin(session: Session, attempt: AttemptId, encoders: f64, pacer: Pacer) -> Self {
         let (tell, told) = mpsc::channel();
+        let is_over = Arc::<AtomicBool>::default();
+        let ended = is_over.clone();
+        // Before the streams of the channels, as a server passes on streams in their order.
         let stream = session.open_ahead(1).pop();
         let test = move || {
             let Some(Ok(stream)) = stream.map(Opening::wait) else {
                 return;
             };
-            let is_fast = is_fast(&stream, attempt).unwrap_or(false);
+            let is_fast = is_near(&session)
+                && is_fast(&stream, attempt, encoders, &pacer, &ended).unwrap_or(false);
             stream.shut_down();
-            // Nobody listens after the time for the test.
+            // Nobody listens if the test has taken too long.
             let _ = tell.send(is_fast);
         };
         let _ = thread::Builder::new().spawn(test);
-        Self(told)
+        Self { told, is_over }
     }
 
     /// Whether the link is fast. False if that does not show soon.
     pub(super) fn is_fast(&self) -> bool {
-        self.0.recv_timeout(TEST_ENDS_WITHIN).unwrap_or(false)
+        self.told.recv_timeout(TEST_ENDS_WITHIN).unwrap_or(false)
     }
 }
 
-fn is_fast(stream: &Stream, attempt: AttemptId) -> io::Result<bool> {
+impl Drop for SpeedTest {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Whether a test can tell: over a long way a connection finds its speed too late, and of several paths it takes one. A store keeps
+/// encoded pages only, so none go raw.
+fn is_near(session: &Session) -> bool {
+    session.round_trip() <= NEAR && session.paths().len() == 1 && !session.has_store()
+}
+
+fn is_fast(
+    stream: &Stream,
+    attempt: AttemptId,
+    encoders: f64,
+    pacer: &Pacer,
+    is_over: &AtomicBool,
+) -> io::Result<bool> {
     stream.write_both(&preamble(ConnectionKind::Measure, attempt), &[])?;
     let noise = noise();
-    all_arrive(|pieces, within| {
-        let began = Instant::now();
-        for _ in 0..pieces {
-            if began.elapsed() > within {
+    all_arrive(encoders, |bytes, within| {
+        let (began, mut left) = (Instant::now(), bytes);
+        while left > 0 {
+            if is_over.load(Ordering::Relaxed) || began.elapsed() > within {
                 return Ok(false);
             }
-            stream.write_both(&noise, &[])?;
+            let piece = &noise[..noise.len().min(left)];
+            pacer.wait_for(piece.len());
+            stream.write_both(piece, &[])?;
+            left -= piece.len();
         }
         Ok(stream.drain(within.saturating_sub(began.elapsed())))
     })
 }
 
-/// Whether a piece of noise arrives soon, and then more and more of them, so that a slow link carries little noise. `arrive` sends some
-/// pieces, and says whether all of them have arrived within a time.
-fn all_arrive(mut arrive: impl FnMut(usize, Duration) -> io::Result<bool>) -> io::Result<bool> {
-    for (pieces, within) in ROUNDS {
-        if !arrive(pieces, within)? {
+/// Whether some noise arrives soon, and then more and more of it, so that a slow link carries little. `arrive` sends some bytes, and
+/// says whether all of them have arrived within a time.
+fn all_arrive(
+    encoders: f64,
+    mut arrive: impl FnMut(usize, Duration) -> io::Result<bool>,
+) -> io::Result<bool> {
+    let last = LAST_ROUND.1.div_f64(encoders.max(1.0));
+    for (bytes, within) in FIRST_ROUNDS.into_iter().chain([(LAST_ROUND.0, last)]) {
+        if !arrive(bytes, within)? {
             return Ok(false);
         }
     }
@@ -210,19 +248,31 @@ mod tests {
 
     #[test]
     fn test_of_a_link_ends_with_the_first_slow_round() {
-        for slow_round in 0..=ROUNDS.len() {
-            let mut sent = Vec::new();
-            let is_fast = all_arrive(|pieces, _| {
-                sent.push(pieces);
-                Ok(sent.len() <= slow_round)
+        const ROUNDS: usize = FIRST_ROUNDS.len() + 1;
+        for slow_round in 0..=ROUNDS {
+            let mut sent = 0;
+            let is_fast = all_arrive(2.0, |_, _| {
+                sent += 1;
+                Ok(sent <= slow_round)
             });
-            assert_eq!(is_fast.unwrap(), slow_round == ROUNDS.len());
-            let rounds = (slow_round + 1).min(ROUNDS.len());
-            assert_eq!(
-                sent,
-                ROUNDS[..rounds].iter().map(|it| it.0).collect::<Vec<_>>()
-            );
+            assert_eq!(is_fast.unwrap(), slow_round == ROUNDS);
+            assert_eq!(sent, ROUNDS.min(slow_round + 1));
         }
+    }
+
+    /// More threads can fill a faster link.
+    #[test]
+    fn the_last_round_is_shorter_for_more_encoders() {
+        let last = |encoders| {
+            let mut last = Duration::ZERO;
+            let all = all_arrive(encoders, |_, within| {
+                last = within;
+                Ok(true)
+            });
+            all.unwrap();
+            last
+        };
+        assert_eq!(last(1.0), 4 * last(4.0));
     }
 
     #[test]

@@ -198,12 +198,6 @@ impl Migration<'_> {
         let link = link.map_err(|error| chain(&error))?;
         link.ok_or_else(|| format!("serve on {} accepts nothing", self.host))
     }
-
-    /// Threads that encode at once.
-    fn encoders(&self) -> f64 {
-        let cores = thread::available_parallelism().map_or(1, usize::from);
-        usize::from(self.channels).min(cores) as f64
-    }
 }
 
 /// Bytes that the QEMU has in memory, which every user may know.

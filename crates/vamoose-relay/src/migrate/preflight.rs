@@ -5,7 +5,7 @@ use std::time::Duration;
 use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, from_details, to_details};
 use multifd::Method;
 use tracing::{info, warn};
-use vamoose_link::{Conversation, MethodChoice, Opening, random_id};
+use vamoose_link::{Conversation, MethodChoice, Opening, Pacer, random_id};
 
 use super::{Cause, Failure, Migration, SourceQemu, at_source, link::SpeedTest};
 use crate::{
@@ -25,7 +25,7 @@ pub(super) struct Inspected {
     pub(super) images: Vec<Image>,
     /// The server discards what measures the link.
     pub(super) measures: bool,
-    /// The link is too fast for any encoder to fill it.
+    /// The link is too fast for the encoders to fill it.
     pub(super) has_fast_link: bool,
     facts: Vec<Fact>,
 }
@@ -169,8 +169,11 @@ impl Migration<'_> {
         let inspect = prepare(&request).map_err(ControlError::from)?;
         let sent = control.send(&SourceMessage::Inspect(inspect));
         let session = control.stream().session();
-        let speed_test = session.clone().zip(speed_test);
-        let speed_test = speed_test.map(|(session, attempt)| SpeedTest::begin(&session, attempt));
+        let speed_test = session.clone().zip(speed_test).map(|(session, attempt)| {
+            let pacer = Pacer::new(None, &self.config.limit);
+            pacer.follow(session.clone());
+            SpeedTest::begin(session, attempt, self.encoders(), pacer)
+        });
         let streams = session.map_or_else(Vec::new, |session| session.open_ahead(streams));
         let here = source.qemu.machine(&source.instance.uuid)?;
         let answered = sent.and_then(|()| answer(&mut control, INSPECTED_WITHIN));

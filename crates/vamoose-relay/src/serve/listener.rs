@@ -34,7 +34,7 @@ use crate::{
     service::{catch, spawn},
 };
 
-/// Limit of open connections. A migration has one per channel, and two more.
+/// Limit of open connections. A migration has one per channel, and three more.
 const MOST_CONNECTIONS: u64 = 4096;
 /// Descriptors that are reserved for other uses than connections.
 const OTHER_DESCRIPTORS: u64 = 64;

@@ -35,13 +35,13 @@ pub(super) struct Waiting {
 
 impl Waiting {
     /// The same QEMU, for the migration that `prepare` asks for; `None` if another one was inspected. The source knows the link by now,
-    /// so the method may have changed.
+    /// so the method may be none.
     pub(super) fn for_migration(self, prepare: &Prepare) -> Option<Self> {
         let request: Request = from_details(prepare.details.clone()).ok()?;
-        let inspected = Request {
-            method: request.method.clone(),
-            ..self.request
-        };
+        let mut inspected = self.request;
+        if request.method == Method::None.name() {
+            inspected.method.clone_from(&request.method);
+        }
         (inspected == request).then_some(Self { request, ..self })
     }
 

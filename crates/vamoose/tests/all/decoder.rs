@@ -55,7 +55,7 @@ fn between_all_versions() -> Result<()> {
             let source = Builder::bare(&from, RAM).content(Fill::Mixed, 1);
             let source = source.peer(to.version);
             let destination = Builder::bare(&to, RAM).peer(from.version).incoming();
-            // With a limit, the link is none of the fast ones.
+            // With a limit, the link does not count as fast.
             let options = ["--method", method, "--max-bandwidth", "4G"];
             let decoded = moves(&source, &destination, &options)
                 .with_context(|| format!("{} to {}, {method}", from.version, to.version))?;
@@ -65,7 +65,7 @@ fn between_all_versions() -> Result<()> {
     Ok(())
 }
 
-/// It depends on the machine's load whether a link between two processes is one.
+/// Whether a link between two processes counts as fast depends on the machine's load.
 #[test]
 fn over_a_fast_link_qemu_gets_raw_pages() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {

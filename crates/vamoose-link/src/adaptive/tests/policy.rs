@@ -30,8 +30,8 @@ fn observe_rates(
     wire: f64,
 ) {
     let link = Some(LinkRates {
-        sent: 2.0 * wire,
-        received: 2.0 * wire,
+        arrived: 2.0 * wire,
+        buffered: 0.0,
     });
     policy.observe(
         waits(source, socket, core, network),
@@ -62,20 +62,35 @@ fn bottleneck_follows_from_who_waits() {
 /// Without buffers, the sender would have waited for the socket.
 #[test]
 fn bytes_that_only_fill_buffers_count_as_a_wait_for_the_link() {
-    for (received, limit) in [(0.2, Limit::Encoder), (0.15, Limit::Link)] {
+    for (arrived, limit) in [
+        (10e6, Limit::Encoder),
+        (9.5e6, Limit::Encoder),
+        (7e6, Limit::Link),
+    ] {
         let mut policy = Policy::new();
         let [source, socket, core, network] = ENCODER;
         let rates = Rates {
             pages: 0.4,
             wire: 0.1,
-            link: Some(LinkRates {
-                sent: 0.2,
-                received,
-            }),
+            link: Some(LinkRates::new([1e6; 2], [11e6, 1e6 + arrived], 50e6)),
         };
         policy.observe(waits(source, socket, core, network), rates);
-        assert_eq!(policy.limit(), limit, "{received}");
+        assert_eq!(policy.limit(), limit, "{arrived}");
     }
+}
+
+#[test]
+fn channel_of_a_fast_link_starts_raw_and_encodes_if_the_link_limits() {
+    let mut policy = Policy::new();
+    policy.start_raw();
+    for _ in 0..5 {
+        assert_eq!((policy.rung(), policy.mixes_raw()), (RAW, false));
+        observe(&mut policy, ENCODER);
+    }
+    for _ in 0..3 {
+        observe(&mut policy, LINK);
+    }
+    assert!(policy.mixes_raw() || policy.rung() > RAW);
 }
 
 /// It shows how connections begin.

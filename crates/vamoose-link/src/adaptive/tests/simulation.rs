@@ -588,12 +588,13 @@ impl Channel {
             };
             let wire = (self.wire - self.wire_before) / time * noise;
             let all = [&self.all.sent, &self.all.received].map(Cell::get);
-            let [sent, received] = [0, 1].map(|i| (all[i] - self.all_before[i]) / time * noise);
+            let mut link = LinkRates::new(self.all_before, all, time);
+            link.arrived *= noise;
             (self.wire_before, self.all_before) = (self.wire, all);
             let rates = Rates {
                 pages: rate,
                 wire,
-                link: Some(LinkRates { sent, received }),
+                link: Some(link),
             };
             policy.observe(waits, rates);
         }
