@@ -8,9 +8,9 @@
 //! METHOD   those that can win, if none is said; auto none lz4:8 zstd-frames:-1 zlib:1 …
 //! VAMOOSE_CORPUS=dir[:dir…]      other data than target/corpus/{memory,silesia}
 //! ```
-//! Real data goes through the writers of two channels, over TCP between two network namespaces joined by
-//! a link of that rate (or one without a limit, or loopback), to readers that decode it, all in this one
-//! process.
+//! Real data goes through the writers of two channels, over a session without TLS between two network
+//! namespaces joined by a link of that rate (or one without a limit, or loopback), to readers that decode
+//! it, all in this one process.
 //!
 //! In a round each method has one slice of the time, with new connections and encoders, as a migration
 //! has: what auto loses while it learns is counted. All that counts is pages that were decoded at the
@@ -29,7 +29,7 @@
 )]
 
 use std::{
-    env, fs,
+    env, fs, iter,
     net::Ipv4Addr,
     path::{Path, PathBuf},
     sync::{
@@ -48,7 +48,10 @@ use rustix::{
 };
 use std::os::fd::AsFd;
 use vamoose_codec::{Engines, Settings};
-use vamoose_link::{ChannelReader, ChannelWriter, MethodChoice, Packet, Received, Stats, Stream};
+use vamoose_link::{
+    ChannelReader, ChannelWriter, Listener, MethodChoice, Packet, Received, Security, Session,
+    SessionConfig, Sessions, Stats, Stream,
+};
 
 const LAYOUT: Layout = Layout::X86;
 const CHANNELS: usize = 2;
@@ -258,8 +261,8 @@ impl Ends {
         }
     }
 
-    /// A connection from one end to the other.
-    fn connect(&self) -> (Stream, Stream) {
+    /// Streams of a session from one end to the other, and the session's two ends.
+    fn connect(&self) -> (Vec<(Stream, Stream)>, Session, Sessions) {
         let (near, far, address) = match self {
             Self::Link(link) | Self::Changing(link, _) => (
                 Some(&link.source),
@@ -268,12 +271,30 @@ impl Ends {
             ),
             Self::Loopback => (None, None, Ipv4Addr::LOCALHOST),
         };
-        let listener = inside(far, || std::net::TcpListener::bind((address, 0))).expect("a port");
-        let target = listener.local_addr().expect("it has one");
-        let sender = inside(near, || std::net::TcpStream::connect(target)).expect("a connection");
-        let (receiver, _) = listener.accept().expect("it was dialled");
-        sender.set_nodelay(true).expect("an option");
-        (Stream::from(sender), Stream::from(receiver))
+        let config = SessionConfig::new(Security::Insecure);
+        let sessions = inside(far, || {
+            let address = format!("tcp:{address}:0").parse().expect("an address");
+            let listener = Listener::bind(&address, config.stall_timeout).expect("a port");
+            Sessions::new(vec![listener], config.clone()).expect("it listens")
+        });
+        let path = sessions.addresses().next().expect("one").clone().into();
+        let (session, senders) = inside(near, || {
+            let (session, first) = Session::dial(vec![path], config.clone()).expect("it listens");
+            let others = (1..CHANNELS).map(|_| session.open().expect("it listens"));
+            let senders: Vec<_> = iter::once(first).chain(others).collect();
+            (session, senders)
+        });
+        let streams = senders.into_iter().map(|sender| {
+            // A stream is passed on when its first byte has come.
+            sender.write_both(b"s", &[]).expect("it is read");
+            let receiver = sessions
+                .next(Duration::from_secs(30))
+                .expect("it was opened");
+            let mut byte = [0];
+            receiver.stream.read_full(&mut byte).expect("it was sent");
+            (sender, receiver.stream)
+        });
+        (streams.collect(), session, sessions)
     }
 }
 
@@ -298,13 +319,13 @@ fn inside<T: Send>(namespace: Option<&Namespace>, what: impl FnOnce() -> T + Sen
 fn slice(method: &MethodChoice, ends: &Ends, data: &Arc<Vec<u8>>, time: Duration) -> Slice {
     let stats = Arc::new(Stats::default());
     let (stop, arrived) = (AtomicBool::new(false), AtomicU64::new(0));
-    let connections: Vec<_> = (0..CHANNELS).map(|_| ends.connect()).collect();
+    let (streams, session, sessions) = ends.connect();
     thread::scope(|scope| {
         let (stop, arrived) = (&stop, &arrived);
         let mut hangups = Vec::new();
-        for (number, (near, far)) in connections.into_iter().enumerate() {
+        for (number, (near, far)) in streams.into_iter().enumerate() {
             let (near, far) = (Arc::new(near), Arc::new(far));
-            hangups.push(near.clone());
+            hangups.extend([near.clone(), far.clone()]);
             let encoder = method.encoder(LAYOUT, stats.health()).expect("an encoder");
             let mut writer = ChannelWriter::new(near, LAYOUT, encoder, None, stats.clone());
             scope.spawn(move || {
@@ -344,6 +365,8 @@ fn slice(method: &MethodChoice, ends: &Ends, data: &Arc<Vec<u8>>, time: Duration
         let whole = so_far();
         stop.store(true, Ordering::Relaxed);
         hangups.iter().for_each(|stream| stream.shut_down());
+        session.shut_down();
+        drop(sessions);
         let second_half = Cell {
             page_bytes: whole.page_bytes - half.page_bytes,
             time: whole.time.saturating_sub(half.time),
