@@ -12,25 +12,26 @@
 //! | the sender for the socket, the receiver for the network | the link | a denser rung, if it is worth its CPU time |
 //! | the sender for the socket, the receiver not for the network | the receiver | a lighter rung |
 //! | the sender for its source | the source | a lighter rung |
-//! | the sender for the socket, a little | link and encoder alike | the densest rung that takes little CPU time; in a mix with raw packets, more of these |
-//! | the sender for nothing, or for a core | the encoder; if the link is busy, both alike | a lighter rung, up to a busy link; in a mix with raw packets, more of these |
+//! | the sender for the socket, a little; or for nothing, or a core, while the link is busy | link and encoder alike | the densest rung that takes little CPU time; in a mix with raw packets, more of these |
+//! | the sender for nothing, or for a core | the encoder | a lighter rung, up to a busy link; in a mix with raw packets, more of these |
 //!
 //! Rungs are none, and zstd at levels -1, 1, 2, 3 and 5: each slower and denser than the one before. Packets of two neighbouring
-//! rungs are mixed where one leaves the link idle and the other the cores. In a mix with raw packets, those that shrink most are
-//! encoded; a sample of each packet shows how much that is. A mix that sends more bytes but moves hardly more pages than encoded packets
-//! alone is given up for a second. Steps are small where the direction changes, and become larger while it does not, or while the sender
-//! waits long for the link.
+//! rungs are mixed where the lighter one makes more bytes than the link carries, and the denser one is too slow to fill the link. In a mix
+//! with raw packets, those that shrink most are encoded; a sample of each packet shows how much that is. Such a mix is given up for a
+//! second if it sends more bytes than encoded packets alone for hardly more pages, or moves fewer pages than raw packets alone. Steps are
+//! small where the direction changes, and become larger while it does not, or while the sender waits long for the link.
 //!
-//! A denser rung is worth its CPU time if it saves 4 % of the bytes for each tenth of a core, and 20 % where link and encoder limit
-//! alike. To find out, both rungs encode a part of the same packet now and then, while the link limits. What the link carries is known
-//! from when it limited: it is busy with 80 % of that.
+//! A denser rung is worth its CPU time if it saves 4 % of the bytes for each additional tenth of a core, and 20 % or more where link and
+//! encoder limit alike. To find out, both rungs encode a part of the same packet now and then, while the link limits. The link is busy with
+//! 80 % of what arrived when it was the limit.
 //!
-//! For a destination with a page store, which keeps encoded pages only, packets go raw only where they do not shrink.
+//! If the bytes that were sent and have not arrived become more in a window, buffers absorbed what the link did not carry. Their growth, as
+//! a share of the bytes sent, counts as the share of time that the sender waited for the socket, if it is the larger of the two.
 //!
-//! What the peer has not received of the bytes of a window fills buffers on the way. That counts as a wait for the socket: without
-//! buffers, the sender would have waited for as long.
+//! For a destination with a page store, packets go raw only where they do not shrink: what is alike today saves bytes of the next guest.
 //!
-//! The first packets go by zstd 1. Each channel decides for itself, by its share of the cores and by what all send.
+//! The first packets go by zstd 1, or raw if the link is known to be fast. Each channel decides for itself, by its share of the cores and
+//! by what all channels send.
 
 pub(crate) mod meter;
 mod policy;
@@ -42,9 +43,9 @@ use vamoose_codec::{EncodeError, Encoded, Encoder, Settings, encoder};
 
 use self::{
     meter::{Activity, WaitMeter},
-    policy::{Cost, FIRST, Limit, LinkRates, Policy, RAW, RUNGS, Rates, Waits},
+    policy::{Cost, LIGHTEST, Limit, LinkWindow, Policy, RAW, RUNGS, Rates, Waits, buffered},
 };
-use crate::{Stats, Stream, stats::cpu_timed};
+use crate::{Stats, Stream, stats::cpu_timed, stream::Delivery};
 
 /// Chooses a method for each packet of one channel, and encodes it.
 pub struct Adaptive {
@@ -61,9 +62,8 @@ pub struct Adaptive {
     packets: u32,
     page_bytes: usize,
     wire_bytes: usize,
-    /// Bytes of all channels then, if these are known, and at the end of the first window.
-    all_before: Option<AllBytes>,
-    all_at_first: Option<AllBytes>,
+    /// What had been delivered then, if that is known.
+    before: Option<Delivery>,
 }
 
 /// What is known beyond the sender of a channel.
@@ -71,41 +71,19 @@ pub struct Adaptive {
 pub(crate) struct FarEnd {
     /// The share of its time that the receiver waits for the network.
     network: Option<f64>,
-    /// What all channels have sent.
-    all: Option<AllBytes>,
-}
-
-/// Bytes of all channels so far.
-#[derive(Clone, Copy, Debug)]
-struct AllBytes {
-    sent: u64,
-    /// Without a session, what was sent.
-    received: u64,
-}
-
-impl AllBytes {
-    #[allow(
-        clippy::cast_precision_loss,
-        reason = "a migration has less than 8 PiB"
-    )]
-    fn since(self, first: Self) -> [f64; 2] {
-        let [sent, received] = [(self.sent, first.sent), (self.received, first.received)];
-        [sent, received].map(|(now, first)| now.saturating_sub(first) as f64)
-    }
+    delivery: Option<Delivery>,
 }
 
 impl FarEnd {
     pub(crate) fn of(stream: &Stream, stats: Option<&Stats>) -> Self {
-        let all = stats.map(|stats| {
-            let sent = stats.wire_bytes.read();
-            AllBytes {
-                sent,
-                received: stream.delivered().unwrap_or(sent),
-            }
+        // Of a socket it is known only what it has taken.
+        let taken = stats.map(|stats| Delivery {
+            arrived: stats.wire_bytes.read(),
+            ..Delivery::default()
         });
         Self {
             network: stream.peer_wait(),
-            all,
+            delivery: stream.delivery().or(taken),
         }
     }
 }
@@ -145,8 +123,7 @@ impl Adaptive {
             packets: 0,
             page_bytes: 0,
             wire_bytes: 0,
-            all_before: None,
-            all_at_first: None,
+            before: None,
         }
     }
 
@@ -208,7 +185,7 @@ impl Adaptive {
         let rung = match self.policy.mixes_raw() && !self.avoids_raw {
             true => {
                 let sample = middle(pages, self.encoders.layout.page_size());
-                let encoded = self.encoders.encode(FIRST, sample, out)?.payload.len();
+                let encoded = self.encoders.encode(LIGHTEST, sample, out)?.payload.len();
                 self.policy.pick(bytes(encoded) / bytes(sample.len()))
             }
             false => self.rung(),
@@ -245,7 +222,7 @@ impl Adaptive {
         if self.packets >= LEAST_PACKETS
             && let Some(shares) = self.meter.shares()
         {
-            let FarEnd { network, all } = peer();
+            let FarEnd { network, delivery } = peer();
             let waits = Waits {
                 source: shares.input,
                 socket: shares.output,
@@ -254,13 +231,17 @@ impl Adaptive {
             };
             let [pages, wire] = [&mut self.page_bytes, &mut self.wire_bytes]
                 .map(|sent| bytes(mem::take(sent)) / shares.nanos);
-            let before = mem::replace(&mut self.all_before, all);
-            self.all_at_first = self.all_at_first.or(all);
+            let before = mem::replace(&mut self.before, delivery);
             // What others send during a pause of this channel is no part of its window.
-            let window = before.zip(all).filter(|_| !shares.had_pause);
-            let link = window.zip(self.all_at_first).map(|((before, now), first)| {
-                let [before, now] = [before, now].map(|all| all.since(first));
-                LinkRates::new(before, now, shares.nanos)
+            let window = before.zip(delivery).filter(|_| !shares.had_pause);
+            let link = window.map(|(before, now)| {
+                let arrived = usize::try_from(now.arrived.saturating_sub(before.arrived));
+                let unacknowledged = [before, now].map(|it| bytes(it.unacknowledged));
+                let round_trip = now.round_trip.as_secs_f64() * 1e9;
+                LinkWindow {
+                    arrived: bytes(arrived.unwrap_or(usize::MAX)) / shares.nanos,
+                    buffered: buffered(unacknowledged, wire, [shares.nanos, round_trip]),
+                }
             });
             self.policy.observe(waits, Rates { pages, wire, link });
             self.packets = 0;

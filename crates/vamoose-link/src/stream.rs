@@ -22,6 +22,17 @@ pub enum Stream {
     Resumable(Resumable),
 }
 
+/// What a peer has received.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Delivery {
+    /// Bytes of all streams of the session.
+    pub(crate) arrived: u64,
+    /// Bytes of this stream that it has not acknowledged.
+    pub(crate) unacknowledged: usize,
+    /// Of this stream.
+    pub(crate) round_trip: Duration,
+}
+
 impl Stream {
     /// Reports to the peer that this end's reader waits for the network for this share of its time. Without effect on a socket.
     pub(crate) fn report_wait(&self, share: f64) {
@@ -35,9 +46,9 @@ impl Stream {
         self.resumable()?.stream().peer_wait()
     }
 
-    /// Bytes of the whole session that the peer has received. `None` for a socket, and at the server of a session.
-    pub(crate) fn delivered(&self) -> Option<u64> {
-        self.resumable()?.stream().session().delivered_bytes()
+    /// What the peer has received. `None` for a socket, and at the server of a session.
+    pub(crate) fn delivery(&self) -> Option<Delivery> {
+        self.resumable()?.stream().delivery()
     }
 
     /// Ends both directions: calls that read or write this stream return at once.

@@ -24,33 +24,28 @@ pub(super) struct Rates {
     pub(super) pages: f64,
     /// Headers and payloads.
     pub(super) wire: f64,
-    /// Of all channels together; `None` if that is not known.
-    pub(super) link: Option<LinkRates>,
+    /// `None` if that is not known.
+    pub(super) link: Option<LinkWindow>,
 }
 
-/// What all channels have done in a window.
+/// What is known of the way to the peer.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct LinkRates {
-    /// Bytes that arrived at the peer, per nanosecond.
+pub(super) struct LinkWindow {
+    /// Bytes of all channels that arrived, per nanosecond.
     pub(super) arrived: f64,
-    /// The share of the time for which the senders would have waited for the sockets if these had no buffers.
+    /// See [`buffered`]: for about this share of the time, the sender would have waited for the socket if there were no buffers.
     pub(super) buffered: f64,
 }
 
-impl LinkRates {
-    /// From the bytes sent and arrived so far, when a window of so many nanoseconds began and now.
-    pub(super) fn new(before: [f64; 2], now: [f64; 2], nanos: f64) -> Self {
-        let backlog = |[sent, arrived]: [f64; 2]| f64::max(sent - arrived, LUMPS);
-        let grown = backlog(now) - backlog(before);
-        Self {
-            arrived: (now[1] - before[1]) / nanos,
-            buffered: grown / (now[0] - before[0]).max(1.0),
-        }
-    }
+/// The part of the bytes sent by which a channel's backlog grew in a window, from its unacknowledged bytes before and after. `rate` is in
+/// bytes sent per nanosecond, and the times are those of the window and of a round trip, in nanoseconds.
+pub(super) fn buffered(unacknowledged: [f64; 2], rate: f64, [time, round_trip]: [f64; 2]) -> f64 {
+    let [before, now] = unacknowledged.map(|it| (it - IN_FLIGHT - rate * round_trip).max(0.0));
+    (now - before) / (rate * time).max(1.0)
 }
 
-/// On the way to the peer are as many bytes also without a backlog: it acknowledges 256 KiB of a channel at a time.
-const LUMPS: f64 = 524_288.0;
+/// Bytes of a channel that are not acknowledged even without a backlog, beside those of a round trip: a peer acknowledges every 256 KiB.
+const IN_FLIGHT: f64 = 262_144.0;
 
 /// What limits the throughput of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,8 +78,8 @@ impl Limit {
     }
 }
 
-/// How a rung compares with the one before it, on the same pages: means of both. The quotient of the means is what counts: among
-/// pages that nearly vanish, a denser rung saves nothing, but these hardly load the link either.
+/// How a rung compares with the one before it, on the same pages: mean costs of both. The ratio of mean sizes counts, not the mean of ratios,
+/// so that packets that nearly vanish, where a denser rung saves nothing, have little weight.
 #[derive(Clone, Copy, Debug)]
 struct Comparison {
     lighter: Cost,
@@ -175,7 +170,7 @@ pub(super) struct Policy {
     mix: Throughput,
     /// Windows for which an encoder that limits is no reason to send anything raw.
     hold_encoded: u32,
-    link_rate: LinkRate,
+    link_capacity: LinkCapacity,
     /// Each rung beside the one before.
     comparisons: [Comparison; RUNGS - 1],
     /// The comparison to make with the next packet, by index.
@@ -190,30 +185,33 @@ pub(super) struct Policy {
 
 /// What the link carries for all channels, in bytes per nanosecond: learned while the link limits, and forgotten soon after.
 #[derive(Clone, Copy, Debug, Default)]
-struct LinkRate {
+struct LinkCapacity {
     rate: Option<f64>,
-    /// Windows since the link limited; those in which it was not busy count twice.
+    /// Windows since the link limited; those in which it was not busy count twice, those of a balance do not count.
     age: u32,
     /// What arrived lately.
     arrived: Mean,
 }
 
-impl LinkRate {
-    fn observe(&mut self, limit: Limit, link: f64) {
-        self.arrived.add(link, LINK_WINDOWS);
-        let arrived = self.arrived.value;
-        if limit == Limit::Link && link > 0.0 {
-            self.age = 0;
-            self.rate = Some(match self.rate {
-                // In a window, a receiver without a core takes less than the link carries: so lower rates count less.
-                Some(rate) if link < rate => rate + (link - rate) / 4.0,
-                _ => link,
-            });
-        } else if let Some(rate) = self.rate.filter(|_| limit != Limit::Balance) {
-            // On a busy link, a look whether it carries more costs more than it may find.
-            self.age += if arrived > BUSY * rate { 1 } else { 2 };
-            let is_another = arrived > FASTER * rate || self.age > LINK_MEMORY;
-            self.rate = (!is_another).then_some(rate);
+impl LinkCapacity {
+    fn observe(&mut self, limit: Limit, arrived: f64) {
+        self.arrived.add(arrived, LINK_WINDOWS);
+        let mean = self.arrived.value;
+        match (limit, self.rate) {
+            // Of single windows, a receiver without a core makes some empty and others full.
+            (Limit::Link, Some(rate)) => {
+                let part = if arrived < rate { 4.0 } else { 2.0 };
+                self.rate = Some(rate + (arrived - rate) / part);
+                self.age = 0;
+            }
+            (Limit::Link, None) if arrived > 0.0 => (self.rate, self.age) = (Some(arrived), 0),
+            (Limit::Link | Limit::Balance, _) | (_, None) => {}
+            (_, Some(rate)) => {
+                // When the rate is forgotten, auto tries for more. On a busy link, that costs more than it may gain.
+                self.age += if mean > BUSY * rate { 1 } else { 2 };
+                let is_another = mean > FASTER * rate || self.age > LINK_MEMORY;
+                self.rate = (!is_another).then_some(rate);
+            }
         }
     }
 
@@ -243,7 +241,7 @@ pub(super) const RUNGS: usize = 6;
 pub(super) const RAW: usize = 0;
 
 /// The lightest rung that encodes.
-pub(super) const FIRST: usize = 1;
+pub(super) const LIGHTEST: usize = 1;
 
 /// The rung of a new channel. Starting with raw packets on a slow link costs more than starting with encoded ones on a fast one.
 pub(super) const START: usize = 2;
@@ -283,10 +281,11 @@ const MOST_STEP: f64 = 1.0;
 /// The largest while the source limits: nothing is lost then by going slowly.
 const SOURCE_STEP: f64 = 0.5;
 
-/// The largest step to and from raw packets, and a bound that depends on the pages: raw packets among highly compressible ones make
-/// many times the bytes, so a step about doubles these at most.
+/// The largest step towards raw packets, and within a mix with them.
 const RAW_STEP: f64 = 0.5;
 
+/// The same for these pages: a raw packet among highly compressible ones makes many times their bytes, and a step is so small that the
+/// bytes about double at most.
 fn raw_step(rates: Rates) -> f64 {
     let size = (rates.wire / rates.pages.max(f64::MIN_POSITIVE)).clamp(LEAST, 0.5);
     let mut step = RAW_STEP;
@@ -299,16 +298,16 @@ fn raw_step(rates: Rates) -> f64 {
 /// Fewer raw packets than this part hardly save CPU time, and make many bytes.
 const LEAST_RAW_PART: f64 = 0.2;
 
-/// A mix loses to raw packets if its rate is lower by this share, divided by the square root of the number of windows: the rates of
-/// single windows differ by about 15 %.
+/// A mix has lost to raw packets if its rate of pages is lower than theirs by more than `LOSS / sqrt(windows)`: the rates of single windows
+/// differ by about 15 %.
 const LOSS: f64 = 0.2;
 const LEAST_WINDOWS: f64 = 2.0;
 const MOST_WINDOWS: f64 = 16.0;
 /// Windows for which a mix that lost, or gained nothing, is not tried again.
 const HOLD: u32 = 20;
 
-/// A mix gains nothing if it moves less than so many times the pages of encoded packets alone, and sends more than so many times the
-/// bytes for each.
+/// A mix gains nothing if it moves less than `LEAST_GAIN` times the pages of encoded packets alone, and sends more than `MORE_BYTES` times
+/// the bytes for each page.
 const LEAST_GAIN: f64 = 1.1;
 const MORE_BYTES: f64 = 1.2;
 const THROUGHPUT_WINDOWS: f64 = 8.0;
@@ -340,7 +339,7 @@ impl Policy {
             encoded: Throughput::default(),
             mix: Throughput::default(),
             hold_encoded: 0,
-            link_rate: LinkRate::default(),
+            link_capacity: LinkCapacity::default(),
             comparisons,
             wanted: None,
             looks_up: false,
@@ -368,7 +367,7 @@ impl Policy {
 
     /// Whether some or all packets go raw.
     fn has_raw(&self) -> bool {
-        self.position < rung_position(FIRST)
+        self.position < rung_position(LIGHTEST)
     }
 
     /// The rung of a packet that shrinks to about this part, in a mix with raw packets: those that shrink most are encoded, as they save
@@ -378,7 +377,7 @@ impl Policy {
         let bound = self.bound.get_or_insert(size);
         let is_below = size <= *bound;
         *bound += BOUND_STEP * (self.position - f64::from(u8::from(is_below)));
-        if is_below { FIRST } else { RAW }
+        if is_below { LIGHTEST } else { RAW }
     }
 
     pub(super) fn limit(&self) -> Limit {
@@ -393,7 +392,7 @@ impl Policy {
     /// A packet is out.
     pub(super) fn next_packet(&mut self) {
         if self.mixes_raw() {
-            self.rung = FIRST;
+            self.rung = LIGHTEST;
             return;
         }
         let low = self.position.floor();
@@ -410,7 +409,7 @@ impl Policy {
         waits.socket = waits.socket.max(buffered);
         self.limit = Limit::of(waits);
         if let Some(link) = rates.link {
-            self.link_rate.observe(self.limit, link.arrived);
+            self.link_capacity.observe(self.limit, link.arrived);
         }
         if mem::take(&mut self.is_first) {
             return;
@@ -420,10 +419,10 @@ impl Policy {
             (self.position, self.hold_raw) = (0.0, HOLD);
             return;
         }
-        let room = self.link_rate.room();
+        let room = self.link_capacity.room();
         if self.mix_gains_nothing(rates, room) {
             self.turn(1.0, MOST_STEP);
-            (self.position, self.hold_encoded) = (rung_position(FIRST), HOLD);
+            (self.position, self.hold_encoded) = (rung_position(LIGHTEST), HOLD);
             return;
         }
         let is_busy = self.limit == Limit::Balance || room < 1.0;
@@ -440,7 +439,7 @@ impl Policy {
                 (worthwhile(price), MOST_STEP)
             }
             Limit::Encoder if shrinks => {
-                let lightest = if self.hold_encoded > 0 { FIRST } else { RAW };
+                let lightest = if self.hold_encoded > 0 { LIGHTEST } else { RAW };
                 let fits = self.lightest_that_fits(room, rates);
                 (fits.max(rung_position(lightest)), MOST_STEP)
             }
@@ -460,7 +459,7 @@ impl Policy {
         }
         let direction = distance.signum();
         self.turn(direction, most);
-        let encoded = self.position - rung_position(FIRST);
+        let encoded = self.position - rung_position(LIGHTEST);
         let most = match direction < 0.0 || encoded <= 0.0 {
             true => most.min(encoded.max(0.0) + raw_step(rates)),
             false => most,
@@ -583,18 +582,18 @@ impl Policy {
     fn lightest_that_fits(&self, room: f64, now: Rates) -> f64 {
         // Beside the first rung that encodes.
         let mut sizes = [1.0; RUNGS];
-        for rung in FIRST + 1..RUNGS {
+        for rung in LIGHTEST + 1..RUNGS {
             sizes[rung] = sizes[rung - 1] * self.comparisons[rung - 1].size().min(1.0);
         }
         // Of each rung its position, its size and the next one's.
         let steps =
-            (FIRST..RUNGS - 1).map(|rung| (rung_position(rung), sizes[rung], sizes[rung + 1]));
+            (LIGHTEST..RUNGS - 1).map(|rung| (rung_position(rung), sizes[rung], sizes[rung + 1]));
         let here = steps.clone().rfind(|(at, ..)| *at <= self.position);
         let here = here.map_or(1.0, |(at, lighter, denser)| {
             lighter + (denser - lighter) * (self.position - at)
         });
         let size = (now.wire / now.pages.max(f64::MIN_POSITIVE)).clamp(LEAST, 1.0);
-        let raw = (rung_position(RAW), here / size, sizes[FIRST]);
+        let raw = (rung_position(RAW), here / size, sizes[LIGHTEST]);
         let most = room * here;
         let mut fitting = iter::once(raw)
             .chain(steps)

@@ -8,7 +8,7 @@ use std::{
 
 use thiserror::Error;
 
-use crate::{Address, PageCaches, Stream, memory::Left};
+use crate::{Address, PageCaches, Stream, memory::Left, stream::Delivery};
 
 /// Longest payload with a checksum of its own.
 pub(crate) const MAX_LEN: usize = 1 << 20;
@@ -68,6 +68,7 @@ uncallable! {
         pub(crate) fn session() -> Session;
         pub(crate) fn report_wait(share: f64);
         pub(crate) fn peer_wait() -> Option<f64>;
+        pub(crate) fn delivery() -> Option<Delivery>;
         pub(crate) fn close(error: StreamError);
         pub(crate) fn finish();
         pub(crate) fn drain(timeout: Duration) -> bool;

@@ -39,6 +39,7 @@ use crate::{
     chain, left, lock,
     memory::{Left, total_len},
     pages::copy_from_guest,
+    stream::Delivery,
     timeouts::LOOK,
     try_lock,
 };
@@ -801,6 +802,19 @@ impl ResumableStream {
     /// Path of the current connection, if there is one.
     pub(crate) fn path(&self) -> Option<usize> {
         Some(self.connection()?.path)
+    }
+
+    /// What the peer has received, with the acknowledgements that have come.
+    pub(crate) fn delivery(self: &Arc<Self>) -> Option<Delivery> {
+        self.collect(Duration::ZERO);
+        let arrived = self.session.delivered_bytes()?;
+        let unacknowledged = lock(&self.core).state.unacknowledged();
+        let round_trip = self.round_trip().unwrap_or_default();
+        Some(Delivery {
+            arrived,
+            unacknowledged,
+            round_trip,
+        })
     }
 
     /// Bytes that the peer has received.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, from_details, to_details};
 use multifd::Method;
 use tracing::{info, warn};
-use vamoose_link::{Conversation, MethodChoice, Opening, Pacer, random_id};
+use vamoose_link::{Conversation, MethodChoice, Opening, random_id};
 
 use super::{Cause, Failure, Migration, SourceQemu, at_source, link::SpeedTest};
 use crate::{
@@ -138,11 +138,13 @@ impl Migration<'_> {
         control.ok_or(Cause::Cancelled)
     }
 
-    /// Whether the method depends on the link, and nothing limits the bandwidth. The copies of disks may take hours, so a test before
-    /// them would not tell.
+    /// Whether the method depends on the link, which is one path without a bandwidth limit. The copies of disks may take hours, so a test
+    /// before them would not tell.
     pub(super) fn needs_speed_test(&self, source: &SourceQemu) -> bool {
         matches!(self.config.method, MethodChoice::Adaptive(_))
             && self.config.max_bandwidth.is_none()
+            && self.config.limit.rate().is_none()
+            && self.to.paths.len() == 1
             && self.storage.is_none()
             && source.post_copy.is_none()
     }
@@ -169,11 +171,9 @@ impl Migration<'_> {
         let inspect = prepare(&request).map_err(ControlError::from)?;
         let sent = control.send(&SourceMessage::Inspect(inspect));
         let session = control.stream().session();
-        let speed_test = session.clone().zip(speed_test).map(|(session, attempt)| {
-            let pacer = Pacer::new(None, &self.config.limit);
-            pacer.follow(session.clone());
-            SpeedTest::begin(session, attempt, self.encoders(), pacer)
-        });
+        let speed_test = session.as_ref().zip(speed_test);
+        let speed_test = speed_test
+            .map(|(session, attempt)| SpeedTest::begin(session, attempt, self.encoders()));
         let streams = session.map_or_else(Vec::new, |session| session.open_ahead(streams));
         let here = source.qemu.machine(&source.instance.uuid)?;
         let answered = sent.and_then(|()| answer(&mut control, INSPECTED_WITHIN));

@@ -1,6 +1,8 @@
 //! The policy's tables.
 
-use crate::adaptive::policy::{Cost, Limit, LinkRates, Policy, RAW, RUNGS, Rates, START, Waits};
+use crate::adaptive::policy::{
+    Cost, Limit, LinkWindow, Policy, RAW, RUNGS, Rates, START, Waits, buffered,
+};
 
 /// Waits of the sender for its source, the socket, a core, and of the receiver for the network.
 fn waits(source: f64, socket: f64, core: f64, network: impl Into<Option<f64>>) -> Waits {
@@ -29,7 +31,7 @@ fn observe_rates(
     pages: f64,
     wire: f64,
 ) {
-    let link = Some(LinkRates {
+    let link = Some(LinkWindow {
         arrived: 2.0 * wire,
         buffered: 0.0,
     });
@@ -62,21 +64,34 @@ fn bottleneck_follows_from_who_waits() {
 /// Without buffers, the sender would have waited for the socket.
 #[test]
 fn bytes_that_only_fill_buffers_count_as_a_wait_for_the_link() {
-    for (arrived, limit) in [
-        (10e6, Limit::Encoder),
-        (9.5e6, Limit::Encoder),
-        (7e6, Limit::Link),
+    // 5 MB are sent in a window, over a round trip of 1 ms.
+    for (unacknowledged, limit) in [
+        ([0.0, 0.3e6], Limit::Encoder),
+        ([0.0, 1.5e6], Limit::Link),
+        ([2e6, 2.1e6], Limit::Encoder),
+        ([2e6, 3e6], Limit::Link),
+        ([3e6, 0.0], Limit::Encoder),
     ] {
         let mut policy = Policy::new();
         let [source, socket, core, network] = ENCODER;
         let rates = Rates {
             pages: 0.4,
             wire: 0.1,
-            link: Some(LinkRates::new([1e6; 2], [11e6, 1e6 + arrived], 50e6)),
+            link: Some(LinkWindow {
+                arrived: 0.2,
+                buffered: buffered(unacknowledged, 0.1, [50e6, 1e6]),
+            }),
         };
         policy.observe(waits(source, socket, core, network), rates);
-        assert_eq!(policy.limit(), limit, "{arrived}");
+        assert_eq!(policy.limit(), limit, "{unacknowledged:?}");
     }
+}
+
+/// What is on its way over a long distance is no backlog.
+#[test]
+fn a_round_trip_is_no_backlog() {
+    let grown = |trip| buffered([0.0, 5e6], 0.1, [50e6, trip]);
+    assert!(grown(1e6) > 0.9 && grown(80e6) == 0.0);
 }
 
 #[test]

@@ -21,7 +21,7 @@ use std::{cell::Cell, collections::VecDeque, fmt, rc::Rc, time::Duration};
 use crate::adaptive::{
     COMPARED_PART, LEAST_PACKETS, SAMPLED_PART,
     meter::window,
-    policy::{Cost, FIRST, LinkRates, Policy, RAW, RUNGS, Rates, Waits},
+    policy::{Cost, LIGHTEST, LinkWindow, Policy, RAW, RUNGS, Rates, Waits, buffered},
 };
 
 /// Bytes of pages in a packet.
@@ -165,20 +165,15 @@ struct Channel {
     /// Wire bytes in all, and when the window began.
     wire: f64,
     wire_before: f64,
-    all: Rc<All>,
-    /// Sent and received, when the window began.
-    all_before: [f64; 2],
+    /// What has been received of all channels, and when the window began.
+    received: Rc<Cell<f64>>,
+    received_before: f64,
+    /// The channel's bytes in both buffers, when the window began.
+    before: f64,
     sender_waits: Window,
     receiver_waits: Window,
     reported: Option<f64>,
     noise: Noise,
-}
-
-/// Wire bytes of all channels.
-#[derive(Default)]
-struct All {
-    sent: Cell<f64>,
-    received: Cell<f64>,
 }
 
 /// Random numbers of mean 0 and deviation 1.
@@ -273,9 +268,9 @@ struct Simulation {
 
 impl Simulation {
     fn new(world: World, choice: impl Fn() -> Choice) -> Self {
-        let all = Rc::<All>::default();
+        let received = Rc::new(Cell::new(0.0));
         let channels =
-            (0..world.channels).map(|index| Channel::new(choice(), index * 3, all.clone()));
+            (0..world.channels).map(|index| Channel::new(choice(), index * 3, received.clone()));
         Self {
             world,
             channels: channels.collect(),
@@ -406,7 +401,7 @@ impl Turns {
 }
 
 impl Channel {
-    fn new(choice: Choice, number: usize, all: Rc<All>) -> Self {
+    fn new(choice: Choice, number: usize, received: Rc<Cell<f64>>) -> Self {
         Self {
             choice,
             number,
@@ -421,8 +416,9 @@ impl Channel {
             rung: RAW,
             wire: 0.0,
             wire_before: 0.0,
-            all,
-            all_before: [0.0; 2],
+            received,
+            received_before: 0.0,
+            before: 0.0,
             sender_waits: Window::default(),
             receiver_waits: Window::default(),
             reported: None,
@@ -549,8 +545,8 @@ impl Channel {
                 }
                 match policy.mixes_raw() {
                     true => {
-                        work += world.encoding(FIRST, number) / SAMPLED_PART as f64;
-                        policy.pick(data.size(FIRST, number))
+                        work += world.encoding(LIGHTEST, number) / SAMPLED_PART as f64;
+                        policy.pick(data.size(LIGHTEST, number))
                     }
                     false => policy.rung(),
                 }
@@ -565,7 +561,6 @@ impl Channel {
         let decoding = if size < 1.0 { DECODING[self.rung] } else { 0.0 } + world.touching;
         let wire = PACKET * size + 1000.0;
         self.wire += wire;
-        self.all.sent.set(self.all.sent.get() + wire);
         self.sender = Sender::Send(wire);
         self.packets.push_back((wire, PACKET, decoding * PACKET));
         self.number += 1;
@@ -587,10 +582,13 @@ impl Channel {
                 network: self.reported.filter(|_| world.reports),
             };
             let wire = (self.wire - self.wire_before) / time * noise;
-            let all = [&self.all.sent, &self.all.received].map(Cell::get);
-            let mut link = LinkRates::new(self.all_before, all, time);
-            link.arrived *= noise;
-            (self.wire_before, self.all_before) = (self.wire, all);
+            let (received, unacknowledged) = (self.received.get(), self.near + self.far);
+            let link = LinkWindow {
+                arrived: (received - self.received_before) / time * noise,
+                buffered: buffered([self.before, unacknowledged], wire, [time, 0.0]),
+            };
+            (self.wire_before, self.received_before) = (self.wire, received);
+            self.before = unacknowledged;
             let rates = Rates {
                 pages: rate,
                 wire,
@@ -639,7 +637,7 @@ impl Channel {
                         break;
                     }
                     self.far -= read;
-                    self.all.received.set(self.all.received.get() + read);
+                    self.received.set(self.received.get() + read);
                     *wire -= read;
                     left -= read * RECEIVING;
                     if *wire <= 1e-3 {
