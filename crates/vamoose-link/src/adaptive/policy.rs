@@ -78,8 +78,8 @@ impl Limit {
     }
 }
 
-/// How a rung compares with the one before it, on the same pages: mean costs of both. The ratio of mean sizes counts, not the mean of ratios,
-/// so that packets that nearly vanish, where a denser rung saves nothing, have little weight.
+/// How a rung compares with the one before it, on the same pages: mean costs of both. The ratio of mean sizes counts, not the mean of
+/// ratios, so that packets that nearly vanish, where a denser rung saves nothing, have little weight.
 #[derive(Clone, Copy, Debug)]
 struct Comparison {
     lighter: Cost,

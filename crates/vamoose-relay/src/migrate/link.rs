@@ -50,8 +50,8 @@ const LONGEST_WAIT_FOR_TEST: Duration = Duration::from_millis(12);
 /// As large as a frame, and noise, which nothing on the way can compress.
 const PIECE: usize = 128 << 10;
 
-/// Measures the link of a `session` with as many streams as a migration has channels, four at most, within this bandwidth limit. `None` if the
-/// server accepts nothing.
+/// Measures the link of a `session` with as many streams as a migration has channels, four at most, within this bandwidth limit. `None`
+/// if the server accepts nothing.
 pub(super) fn measure(
     session: &Session,
     attempt: AttemptId,
