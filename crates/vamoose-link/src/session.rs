@@ -285,7 +285,7 @@ impl Session {
     /// # Errors
     /// When the session's peer cannot be reached within the reconnect timeout, or refuses.
     pub fn open(&self) -> Result<Stream, DialError> {
-        dialer::open(&self.0)
+        dialer::open(&self.0, self.0.next_number())
     }
 
     /// Begins to open streams, side by side.

@@ -401,7 +401,7 @@ impl Opening {
             session: session.clone(),
             began: Instant::now(),
             stream: None,
-            thread: threads::spawn(move || open_as(&shared, number)).ok(),
+            thread: threads::spawn(move || open(&shared, number)).ok(),
         }
     }
 
@@ -431,11 +431,7 @@ impl Opening {
     }
 }
 
-pub(crate) fn open(session: &Arc<Shared>) -> Result<Stream, DialError> {
-    open_as(session, session.next_number())
-}
-
-fn open_as(session: &Arc<Shared>, number: u32) -> Result<Stream, DialError> {
+pub(crate) fn open(session: &Arc<Shared>, number: u32) -> Result<Stream, DialError> {
     let stream = session.add(number);
     match connect(&stream, Intent::Open) {
         Ok(()) => Ok(Stream::Resumable(Resumable::new(stream))),
